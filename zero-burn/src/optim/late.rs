@@ -17,7 +17,7 @@ use crate::context::Context;
 pub struct Late {
     #[cfg(feature = "cubecl")]
     read: zero_ops::Read,
-    /// Whether a factor was made, which is NaN where nothing was updated.
+    /// Set if a factor was made; the factor is NaN where nothing was updated.
     #[cfg(feature = "cubecl")]
     has_factor: bool,
     /// Without a device there is none.

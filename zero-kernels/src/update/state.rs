@@ -48,7 +48,7 @@ pub(super) fn widened<'a>(values: &[bf16], buffer: &'a mut [f32]) -> &'a mut [f3
     values_wide
 }
 
-/// What of the number of the step goes into the chance by which states are rounded.
+/// Derives the key of a step, which goes into the chance by which states are rounded.
 #[inline(always)]
 pub fn step_key(time: usize) -> u32 {
     (time as u32).wrapping_mul(0x9e37_79b9)

@@ -68,7 +68,7 @@ pub struct UpdateItem<T> {
     pub gradient: T,
     /// The rule's states; none if they begin with this step.
     pub states: Vec<T>,
-    /// What states are kept as: fp32, or bfloat16, rounded up or down by chance as on the CPU
+    /// The type that states are stored in: fp32, or bfloat16, rounded up or down by chance as on the CPU
     /// ([`State::Bf16`](zero_kernels::update::State)).
     pub state_dtype: DType,
     /// The place of the first element in its parameter, from which the chance follows.
@@ -218,7 +218,7 @@ struct Tensors<R: CubeRuntime> {
     parameter: CubeTensor<R>,
     gradient: CubeTensor<R>,
     states: Vec<CubeTensor<R>>,
-    /// Whether states are rounded to bfloat16 by chance.
+    /// Rounds states to bfloat16 by chance.
     rounds: bool,
     first: usize,
     /// The copy, or the direction.
@@ -379,7 +379,7 @@ struct Numbers {
     fresh: u32,
     /// The place of the first element.
     first: u32,
-    /// Of the number of the step.
+    /// The key of the step.
     step: u32,
 }
 

@@ -344,9 +344,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// As [`step`](Self::step), but where one device makes the whole update, returns `None` once it has been given it, without a wait.
-    /// [`settle`](Self::settle) gives the result, and must be called before the next forward pass. Between the two a program can do
-    /// what would else leave the device without work, such as writing metrics.
+    /// Ends a micro-batch like [`step`](Self::step), but does not wait for a device. Where one device makes the whole update, this
+    /// returns `None` once the device has been given it. [`settle`](Self::settle) then gives the result, and must be called before the
+    /// next forward pass. Between the two a program can do what would otherwise leave the device without work, such as writing
+    /// metrics.
     ///
     /// # Errors
     ///

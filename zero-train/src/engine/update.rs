@@ -28,7 +28,7 @@ pub(super) enum Losses<B: Backend> {
 /// What an update is made of: the module, its gradients, and the losses of its micro-batches.
 type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::InnerBackend, 1>>);
 
-/// What an update is made with.
+/// The learning rate and loss scale of an update.
 #[derive(Clone, Copy)]
 struct Begun {
     lr: f64,
@@ -81,7 +81,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(step)
     }
 
-    /// Whether [`step_ahead`](Self::step_ahead) has left an update to a device, whose result is not read.
+    /// Returns true while the result of an update that [`step_ahead`](Self::step_ahead) has left to a device is not read.
     pub fn is_ahead(&self) -> bool {
         self.given.is_some()
     }
@@ -113,7 +113,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.model = Some(model);
     }
 
-    /// What is done once an update's norm is known.
+    /// Ends an update once its norm is known.
     fn ended(&mut self, Begun { lr, loss_scale }: Begun, grad_norm: f64, is_made: bool) -> Result<Step> {
         self.steps += usize::from(is_made);
         // The same on every rank: the norm is.

@@ -122,12 +122,12 @@ impl EpochState {
         self.steps += 1;
     }
 
-    /// Whether all of the data's rows have been seen.
+    /// Returns true when all of the data's rows have been seen.
     pub(super) fn has_ended(&self, rows: usize) -> bool {
         self.seen >= rows
     }
 
-    /// Whether the pass ends with a step on `used` more rows.
+    /// Returns true if the pass ends with a step on `used` more rows.
     pub(super) fn ends_with(&self, used: usize, rows: usize) -> bool {
         self.seen + used >= rows
     }

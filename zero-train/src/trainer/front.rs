@@ -97,7 +97,7 @@ pub trait Trainee {
     /// Of data, and of an update that cannot be made.
     fn micro_batch(&mut self, rows: &Rows) -> Result<()>;
 
-    /// Whether a device has been given all of the step and computes it: the time for what need not be done before the next step.
+    /// Returns true while a device computes a step that it has been given all of: the time for work that the next step does not need.
     fn is_on_device(&self) -> bool {
         false
     }

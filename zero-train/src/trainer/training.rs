@@ -51,7 +51,7 @@ pub(super) struct Training<'a, 'p, T> {
     task: &'a T,
     trainee: &'a mut dyn Trainee,
     plan: &'a Plan,
-    /// Of rank 0 alone.
+    /// Present on rank 0 alone.
     observer: Option<&'a Mutex<Observer<'p>>>,
     allocator: Option<&'a PageKeeper>,
     peak_flops: Option<f64>,
@@ -163,7 +163,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok(self.state.step < self.plan.steps && self.measured.signal.is_none())
     }
 
-    /// Whether something is due after the step.
+    /// Returns true if something is due after the step.
     fn is_awaited(&self, step: usize) -> bool {
         let plan = self.plan;
         step == plan.steps

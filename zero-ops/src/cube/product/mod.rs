@@ -65,7 +65,7 @@ pub(crate) fn on_matrix_units<R: CubeRuntime>(
     }
 }
 
-/// Whether the device has a kernel of ours, so that nothing is tuned there: what that kernel does not take is small or rare.
+/// Returns true where the device has a kernel of ours. Nothing is tuned there: what that kernel does not take is small or rare.
 fn has_matrix_units<R: CubeRuntime>(out: &CubeTensor<R>) -> bool {
     #[cfg(feature = "cuda")]
     return hopper::is_here(out);
@@ -116,7 +116,7 @@ pub fn matmul<B: Backend>(
     Ok(made.swap_remove(0))
 }
 
-/// Of the product's shape.
+/// A product, by its shape.
 struct Matmul(Shape);
 
 impl Body for Matmul {
@@ -235,7 +235,7 @@ mod tests {
         }
     }
 
-    /// As Burn's `Tensor::matmul`: batches, dimensions of one that are repeated on either side, views, and nothing.
+    /// Compares with what Burn's `Tensor::matmul` is to give: batches, dimensions of one that are repeated on either side, views, and nothing.
     #[test]
     fn batches_agree_with_loops() {
         let device = Default::default();
