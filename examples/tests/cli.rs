@@ -116,11 +116,18 @@ fn a_deepspeed_config_trains_as_the_same_settings_by_hand() {
     let (by_config, rates, stderr) = losses(&["--steps", "6", "--config", config.to_str().unwrap()]);
     // All of it is acted on, the 16-bit model too.
     assert!(!stderr.contains("warning:") && stderr.contains("the 16-bit model (bf16) is saved in"), "{stderr}");
-    // The schedule warms up over 5 steps and then falls; while it warms up it is the same as --warmup 5. Buckets do not
-    // change the numbers.
-    let by_hand =
-        ["--ranks", "2", "--batch", "2", "--accumulation", "2", "--clip", "1", "--lr", "1e-3", "--warmup", "5"];
-    let (expected, expected_rates, _) = losses(&[&["--steps", "6", "--stage", "3"], &by_hand[..]].concat());
+    // The schedule warms up over 5 steps and then falls; while it warms up it is DeepSpeed's WarmupLR. Buckets do not change the
+    // numbers.
+    let dir = tempfile::tempdir().unwrap();
+    let schedule = dir.path().join("schedule.json");
+    let warmup = serde_json::json!({ "warmup_max_lr": 1e-3, "warmup_num_steps": 5, "warmup_type": "linear" });
+    let text = serde_json::json!({
+        "zero_optimization": { "stage": 3 }, "scheduler": { "type": "WarmupLR", "params": warmup },
+    });
+    std::fs::write(&schedule, text.to_string()).unwrap();
+    let by_hand = ["--ranks", "2", "--batch", "2", "--accumulation", "2", "--clip", "1", "--lr", "1e-3", "--config"];
+    let (expected, expected_rates, _) =
+        losses(&[&["--steps", "6"], &by_hand[..], &[schedule.to_str().unwrap()]].concat());
     assert_eq!(by_config, expected);
     assert_eq!(rates, expected_rates);
     assert!(rates.last().is_some_and(|&last| last > 7e-4), "{rates:?}");

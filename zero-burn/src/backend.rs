@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::marker::PhantomData;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn_backend::distributed::{
     CollectiveTensor, DistributedBackend, DistributedConfig, DistributedParams, ReduceOperation, TensorRef,
@@ -51,6 +52,7 @@ impl<B: Backend> Backend for Zero<B> {
         input: Input,
         func: Func,
     ) -> Output {
+        Context::<B>::check_thread(device);
         B::memory_persistent_allocations(device.inner(), input, move |input| within(Birth::Parameter, || func(input)))
     }
 
@@ -102,8 +104,8 @@ impl<B: Backend> DistributedBackend for Zero<B> {
     /// Burn's `detach` copies a parameter's mark, so that it may be here twice, with a gradient each; and modules that were
     /// loaded from one record have marks alike. Which gradient belongs to whom is known to `collect_grads`, which is left
     /// to reduce them.
-    fn register_sync_parameters(_device: &Device<Self>, params: Vec<DistributedParams>) {
-        let context = Context::<B>::current();
+    fn register_sync_parameters(device: &Device<Self>, params: Vec<DistributedParams>) {
+        let context = Context::<B>::of_device(device);
         if context.is_holding_back() {
             return;
         }
@@ -114,12 +116,12 @@ impl<B: Backend> DistributedBackend for Zero<B> {
             }
         }
         let once = marks.into_iter().filter(|(_, marks)| *marks == 1).map(|(index, _)| index);
-        context.begin_reduction(Phase::Backward, once.collect());
+        context.begin_reduction(Phase::Backward, once.collect(), (Vec::new(), None));
     }
 
     /// The backward pass has ended, and autodiff has released its locks: here the rank waits for its reductions.
-    fn submit_sync_collective(_device: &Device<Self>) {
-        let context = Context::<B>::current();
+    fn submit_sync_collective(device: &Device<Self>) {
+        let context = Context::<B>::of_device(device);
         let reduced = if context.is_holding_back() { None } else { context.end_reduction() };
         context.end_backward(reduced.map_or_else(Vec::new, |outcome| outcome.foreign));
         context.end_waits();
@@ -179,6 +181,9 @@ impl<B: Backend> DistributedBackend for Zero<B> {
 pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, gradient: &mut ZeroTensor<B>) {
     let (rank, dtype) = (&context.rank, context.rank.gradient_dtype(slot));
     let template = gradient_template(rank, slot, rank.device.clone());
+    if let Some(version) = slot.current.lock().upgrade().and_then(|cell| cell.key) {
+        slot.reduced_version.store(version.version, Ordering::Relaxed);
+    }
     match &context.reducer {
         Some(reducer) => {
             let cell = Cell::pending(template, dtype);

@@ -5,7 +5,7 @@
 //! serves where a tensor is born and where a dense tensor is asked for its device.
 
 use std::any::{Any, TypeId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Weak};
 
@@ -26,7 +26,7 @@ use crate::device::ZeroDevice;
 use crate::gather::{Gatherer, read_exact};
 use crate::mover::{For, Mover};
 use crate::random::{Draws, Stream};
-use crate::reduce::{Foreign, Means, Outcome, Phase, Reducer};
+use crate::reduce::{Foreign, Means, Outcome, Phase, Reducer, Told};
 use crate::tier::SwapDisk;
 use crate::trouble::{or_stop, raise, stop, stop_foreign};
 use crate::update::beside::Updates;
@@ -72,12 +72,42 @@ impl Groups {
     }
 }
 
+/// Backward passes since gradients were last collected.
+#[derive(Default)]
+struct Passes {
+    made: u64,
+    /// Parameters whose gradients they have reduced.
+    reduced: HashSet<u64>,
+    /// Whether one that reduced nothing has been noticed.
+    has_unmarked: bool,
+}
+
+impl Passes {
+    /// Counts a backward pass, or one that gradients tell of which it has left for a parameter whose gradient is reduced already.
+    fn count(&mut self, phase: Phase, indices: &[u64]) -> u64 {
+        match phase {
+            Phase::Backward => {
+                self.made += 1;
+                self.reduced.extend(indices);
+            }
+            Phase::Collect if !self.has_unmarked && indices.iter().any(|index| self.reduced.contains(index)) => {
+                (self.made, self.has_unmarked) = (self.made + 1, true);
+            }
+            Phase::Collect => {}
+        }
+        self.made
+    }
+}
+
 /// Where a rank is in its step.
 struct Step<B: Backend> {
     /// Reduced gradients of parameters that only other ranks had a gradient for.
     foreign: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
+    passes: Mutex<Passes>,
+    /// Whether a module has been prepared.
+    is_prepared: AtomicBool,
     /// Blocks of the model that the pass under way has come to.
     blocks: AtomicUsize,
     /// Groups that the rank has waited in within the pass under way, by their labels.
@@ -92,9 +122,10 @@ struct Step<B: Backend> {
 
 impl<B: Backend> Default for Step<B> {
     fn default() -> Self {
-        let [holding, fence_due] = [false; 2].map(AtomicBool::new);
+        let [holding, fence_due, is_prepared] = [false; 3].map(AtomicBool::new);
         let (foreign, checked, waits) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Self { foreign, holding, waits, fence_due, updated: AtomicU64::new(0), checked, blocks: AtomicUsize::new(0) }
+        let (updated, blocks, passes) = (AtomicU64::new(0), AtomicUsize::new(0), Mutex::default());
+        Self { foreign, holding, waits, fence_due, updated, checked, blocks, passes, is_prepared }
     }
 }
 
@@ -199,6 +230,40 @@ impl<B: Backend> Context<B> {
         })
     }
 
+    /// Stops a thread that is nobody's and makes a parameter of a rank: two such threads would number the rank's parameters in an order
+    /// that differs from rank to rank.
+    pub(crate) fn check_thread(device: &ZeroDevice<B::Device>) {
+        if CURRENT.with_borrow(Option::is_none) && RUNNING.lock().contains_key(&device.place()) {
+            let thread = std::thread::current();
+            stop(format!(
+                "a parameter of rank {} is made on thread {:?}, which the launch has not started: make the module on the thread that \
+                 runs the body, or call zero_burn::module::prepare on it before its parameters are used on a thread of your own",
+                device.rank(),
+                thread.name().unwrap_or("without a name")
+            ));
+        }
+    }
+
+    /// The context of the rank that `device` is of. A thread that the rank's body has started becomes the rank's, if it was nobody's: the
+    /// body waits for it meanwhile, or does other things.
+    pub(crate) fn of_device(device: &ZeroDevice<B::Device>) -> Arc<Self> {
+        let is_free = CURRENT.with_borrow(Option::is_none);
+        let running = is_free.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
+        if let Some(context) = running.and_then(|context| context.downcast::<Self>().ok()) {
+            if !zero_ops::is_host::<B>() {
+                let thread = std::thread::current();
+                stop(format!(
+                    "a module of rank {} was prepared or trained on thread {:?}, which the launch has not started: on a device all work \
+                     of a rank is done by the thread that runs its body",
+                    context.rank.index,
+                    thread.name().unwrap_or("without a name")
+                ));
+            }
+            context.become_this_threads(device.place());
+        }
+        Self::current()
+    }
+
     /// The context of the rank that `cell` is of. On a thread of another rank, and after the end of its own, a cell is of no use.
     pub(crate) fn of(cell: &Cell<B>) -> Arc<Self> {
         let owner = || cell.rank.owner.get()?.upgrade()?.downcast().ok();
@@ -211,11 +276,15 @@ impl<B: Backend> Context<B> {
 
     /// Makes this the context of the current thread until the guard is dropped.
     pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
-        let device = Arc::new(self.rank.device.clone());
         let place = PLACES.fetch_add(1, Ordering::Relaxed);
         RUNNING.lock().insert(place, self.clone());
-        CURRENT.set(Some(Installed { rank: self.rank.index, place, device, context: self.clone() }));
+        self.become_this_threads(place);
         InstallGuard(self.clone(), place)
+    }
+
+    fn become_this_threads(self: &Arc<Self>, place: u64) {
+        let device = Arc::new(self.rank.device.clone());
+        CURRENT.set(Some(Installed { rank: self.rank.index, place, device, context: self.clone() }));
     }
 
     // ---- gathers ----
@@ -294,12 +363,23 @@ impl<B: Backend> Context<B> {
 
     // ---- phases of a step ----
 
-    /// A pass begins that will give gradients for the parameters `slots` on this rank, and will be ended.
-    pub(crate) fn begin_reduction(&self, phase: Phase, slots: Vec<u64>) {
+    /// A pass begins that will give gradients for the parameters `indices` on this rank, and will be ended. `named` are those that
+    /// the gradients which are being collected are of, and `edits` a hash of what has taken the place of parameters.
+    pub(crate) fn begin_reduction(&self, phase: Phase, indices: Vec<u64>, (named, edits): (Vec<u64>, Option<u64>)) {
         if let Some(reducer) = &self.reducer {
             self.gatherer.begin_awaited();
-            reducer.begin(self.rank.clone(), phase, slots);
+            let passes = self.step.passes.lock().count(phase, &indices);
+            if phase == Phase::Backward && passes == 1 {
+                // Of the step before, and no rank's optimizer has asked for it.
+                self.step.foreign.lock().clear();
+            }
+            reducer.begin(self.rank.clone(), Told { phase, indices, named, passes, edits });
         }
+    }
+
+    /// The gradients of the backward passes so far have been collected.
+    pub(crate) fn end_passes(&self) {
+        *self.step.passes.lock() = Passes::default();
     }
 
     /// Waits until all gradients of this pass are reduced; nothing to a lone rank.
@@ -354,7 +434,8 @@ impl<B: Backend> Context<B> {
     pub(crate) fn before_update(&self) {
         if self.step.fence_due.swap(false, Ordering::Relaxed) {
             self.wait_for_updates();
-            if let Some(&slot) = self.step.foreign.lock().keys().next() {
+            let is_collected = self.step.passes.lock().made == 0;
+            if let Some(&slot) = self.step.foreign.lock().keys().next().filter(|_| !is_collected) {
                 stop(format!(
                     "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
                      the gradients before the optimizer's step",
@@ -379,6 +460,11 @@ impl<B: Backend> Context<B> {
         }
         (*last, *count) = (update, *count + 1);
         Some((update, count.is_multiple_of(self.rank.config.check_replicas)))
+    }
+
+    /// A module has been prepared: what is drawn from here on is each rank's own.
+    pub(crate) fn end_building(&self) {
+        self.step.is_prepared.store(true, Ordering::Relaxed);
     }
 
     /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
@@ -516,7 +602,8 @@ impl<B: Backend> Context<B> {
 
     // ---- random numbers ----
 
-    /// The numbers of one draw for `device` (dropout, noise): different on every rank and at every call.
+    /// The numbers of one draw for `device` (dropout, noise): different at every call and, once a module has been prepared, on every
+    /// rank. Before, modules are built, whose fixed random tensors must be alike.
     ///
     /// Other threads than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on
     /// how far they are.
@@ -531,7 +618,9 @@ impl<B: Backend> Context<B> {
             _ => {
                 let context = Self::current();
                 let (seed, draw) = context.draws.next();
-                vec![seed, context.place_of_rows(), draw]
+                // What a module is made of is alike on all ranks; from the first `prepare` on each draws for its own rows.
+                let is_prepared = context.step.is_prepared.load(Ordering::Relaxed);
+                vec![seed, if is_prepared { context.place_of_rows() } else { 0 }, draw]
             }
         };
         Stream::new(&words)

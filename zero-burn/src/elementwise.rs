@@ -2,6 +2,8 @@
 //!
 //! * An elementwise operation whose operands are pieces cut alike (or scalars, or replicated single values) runs on the
 //!   pieces and gives a piece. From this follows that Burn's own optimizers keep their state in shards.
+//! * An operation of several versions of one parameter is recorded, as in a penalty on what has changed. Once a module holds none of them
+//!   any more it can only be what a program keeps of the past, such as a moving average: it is computed on pieces and stays a piece.
 //! * A full reduction of a piece is a local reduction and one all-reduce of one number; the result is *replicated*.
 //! * Anything else loads its operand, which is correct and counted.
 //! * Two combinations would be wrong without a word, because an ordinary tensor differs from rank to rank, and are
@@ -9,6 +11,7 @@
 //!   ordinary tensor of its shape where that is an update (with a gradient that was never reduced), not a loss.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
@@ -16,7 +19,7 @@ use zero_core::{Partition, ReduceOp};
 
 use crate::asked;
 use crate::birth::{Birth, scope};
-use crate::cell::{Cell, Kind, Origin};
+use crate::cell::{Cell, Kind, Origin, slice_piece};
 use crate::context::Context;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
@@ -31,6 +34,7 @@ pub(crate) fn unary<B: Backend>(
     f: impl Fn(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
 ) -> ZeroTensor<B> {
     asked::computed();
+    let tensor = of_the_past(tensor);
     match tensor {
         ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => ZeroTensor::ordinary([tensor], move |[x]| f(x)),
         ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
@@ -48,7 +52,8 @@ fn piecewise<B: Backend>(
     f: impl FnOnce(B::FloatTensorPrimitive) -> B::FloatTensorPrimitive,
 ) -> ZeroTensor<B> {
     // A gradient that is scaled or clipped is on its way into the optimizer's state or into an update.
-    let template = cell.template(Kind::Optimizer, Cell::derivation(op, &[&cell]));
+    let kind = if cell.kind() == Kind::Average { Kind::Average } else { Kind::Optimizer };
+    let template = cell.template(kind, Cell::derivation(op, &[&cell]));
     let cell = Cell::ready(template, f(cell.into_local()));
     let views = views.with_dtype(cell.dtype);
     ZeroTensor::Shard(Shard { cell, views })
@@ -74,27 +79,51 @@ pub(crate) fn binary<B: Backend>(
     rhs: ZeroTensor<B>,
     f: impl Fn(B::FloatTensorPrimitive, B::FloatTensorPrimitive) -> B::FloatTensorPrimitive + Send + Sync + 'static,
 ) -> ZeroTensor<B> {
+    let (lhs, rhs) = edited_alike(of_the_past(lhs), of_the_past(rhs));
     match (lhs, rhs) {
         (ZeroTensor::Shard(a), ZeroTensor::Shard(b))
             if Arc::ptr_eq(&a.cell, &b.cell) && a.is_parameter() && a.views.only_maps() && b.views.only_maps() =>
         {
             // Two functions of one parameter are one function of it.
-            let views = Views::none(a.cell.shape.clone(), a.views.dtype());
+            let others = [a.views.others(), b.views.others()].concat();
+            let views = Views::none(a.cell.shape.clone(), a.views.dtype()).with_others(others);
             let (of_a, of_b) = (a.views, b.views);
             let both = move |x: B::FloatTensorPrimitive, extent| {
                 f(of_a.apply_maps(x.clone(), extent), of_b.apply_maps(x, extent))
             };
             ZeroTensor::Shard(Shard { cell: a.cell, views: views.map(Arc::new(both)) })
         }
+        (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if are_versions(&a, &b) => {
+            let others = [a.views.others(), b.views.others(), std::slice::from_ref(&b.cell)].concat();
+            let views = Views::none(a.cell.shape.clone(), a.views.dtype()).with_others(others);
+            let (of_a, Shard { cell: other, views: of_b }) = (a.views, b);
+            let both = move |x: B::FloatTensorPrimitive, extent| {
+                let y = match extent {
+                    Extent::Whole => Context::load(&other),
+                    Extent::Piece(..) => Shard::new(other.clone()).into_piece(),
+                };
+                f(of_a.apply_maps(x, extent), of_b.apply_maps(y, extent))
+            };
+            ZeroTensor::Shard(Shard { cell: a.cell, views: views.map(Arc::new(both)) })
+        }
         (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if computes_on_pieces(&a, &b) => {
+            let kinds = [&a, &b].map(|shard| shard.cell.kind());
+            let is_average = [&a, &b].iter().any(|shard| !shard.is_parameter() && shard.cell.kind() == Kind::Average);
             // An optimizer updates a parameter, or mixes it into a gradient (weight decay).
-            if a.is_parameter() || b.is_parameter() {
+            if !is_average && (a.is_parameter() || b.is_parameter()) {
                 Context::of(&a.cell).before_update();
             }
-            let accumulates = op == ADD && a.cell.kind() == Kind::Gradient && b.cell.kind() == Kind::Gradient;
-            let kind = if accumulates { Kind::Gradient } else { Kind::Optimizer };
-            let origin =
-                if op == SUB && a.is_parameter() { Origin::Version } else { Cell::derivation(op, &[&a.cell, &b.cell]) };
+            let kind = match kinds {
+                [Kind::Gradient, Kind::Gradient] if op == ADD => Kind::Gradient,
+                [Kind::Average | Kind::Parameter, Kind::Average | Kind::Parameter] => Kind::Average,
+                _ => Kind::Optimizer,
+            };
+            // A gradient with its weight decay is added to, and an update to what it updates.
+            let updates = op == SUB || op == ADD && a.views.is_empty() && kinds[1] == Kind::Optimizer;
+            let origin = match updates && a.is_parameter() && !is_average {
+                true => Origin::Version,
+                false => Cell::derivation(op, &[&a.cell, &b.cell]),
+            };
             let parent = if a.cell.slot.is_some() { &a.cell } else { &b.cell };
             let template = parent.template(kind, origin);
             // Without other handles on the operands, the inner backend may compute in place.
@@ -111,11 +140,105 @@ pub(crate) fn binary<B: Backend>(
             unary(op, ZeroTensor::Shard(b), move |y| f(single_beside::<B>(&y, &a), y))
         }
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
-        (lhs, rhs) => {
-            refuse_unreduced(op, &lhs, &rhs);
-            ZeroTensor::ordinary([lhs, rhs], move |[x, y]| f(x, y))
-        }
+        (lhs, rhs) => match masks(op, lhs, rhs) {
+            Ok((Shard { cell, views }, mask, is_first)) => {
+                let piece = slice_piece::<B>(mask, cell.partition, cell.place());
+                piecewise(op, Shard { cell, views }, |x| if is_first { f(x, piece) } else { f(piece, x) })
+            }
+            Err((lhs, rhs)) => {
+                refuse_unreduced(op, &lhs, &rhs);
+                ZeroTensor::ordinary([lhs, rhs], move |[x, y]| f(x, y))
+            }
+        },
     }
+}
+
+/// A reduced gradient that is multiplied by an ordinary tensor, or divided by one: its mask or its scale, the same on all ranks,
+/// as nobody multiplies gradients. Also whether the gradient is the first operand; or the operands.
+#[allow(clippy::type_complexity, clippy::result_large_err)] // The operands again.
+fn masks<B: Backend>(
+    op: &str,
+    lhs: ZeroTensor<B>,
+    rhs: ZeroTensor<B>,
+) -> Result<(Shard<B>, B::FloatTensorPrimitive, bool), (ZeroTensor<B>, ZeroTensor<B>)> {
+    let is_collected = |shard: &Shard<B>| !shard.is_parameter() && shard.views.only_maps();
+    let fits = |shard: &Shard<B>, mask: &B::FloatTensorPrimitive| {
+        let (shape, mask) = (&shard.cell.shape, mask.shape());
+        mask.num_dims() == shape.num_dims() && mask.iter().zip(shape.iter()).all(|(of, to)| of == to || *of == 1)
+    };
+    let whole = |shard: &Shard<B>, mask| B::float_expand(mask, shard.cell.shape.clone());
+    match (lhs, rhs) {
+        (ZeroTensor::Shard(shard), ZeroTensor::Dense(mask))
+            if [MUL, DIV].contains(&op) && is_collected(&shard) && fits(&shard, &mask) =>
+        {
+            let mask = whole(&shard, mask);
+            Ok((shard, mask, true))
+        }
+        (ZeroTensor::Dense(mask), ZeroTensor::Shard(shard))
+            if op == MUL && is_collected(&shard) && fits(&shard, &mask) =>
+        {
+            let mask = whole(&shard, mask);
+            Ok((shard, mask, false))
+        }
+        operands => Err(operands),
+    }
+}
+
+/// What was recorded of versions of a parameter none of which is the last any more, as a piece.
+fn of_the_past<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
+    match tensor {
+        ZeroTensor::Shard(shard)
+            if !shard.views.others().is_empty()
+                && shard.views.only_maps()
+                && !std::iter::once(&shard.cell).chain(shard.views.others()).any(Cell::is_current) =>
+        {
+            let cells: Vec<&Cell<B>> =
+                std::iter::once(&shard.cell).chain(shard.views.others()).map(|cell| &**cell).collect();
+            let template = shard.cell.template(Kind::Average, Cell::derivation("past", &cells));
+            ZeroTensor::Shard(Shard::new(Cell::ready(template, shard.into_piece())))
+        }
+        other => other,
+    }
+}
+
+/// Puts a version of a parameter in the place of an ordinary tensor that a program has put in the parameter's place, alike on all
+/// ranks ([`Slot::is_edited`]), where a gradient or an update of it meets it.
+///
+/// [`Slot::is_edited`]: crate::cell::slot::Slot
+fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTensor<B>, ZeroTensor<B>) {
+    let version = |dense: B::FloatTensorPrimitive, shard: &Shard<B>| {
+        let template = shard.cell.template(Kind::Parameter, Origin::Version);
+        let sharded = shard.cell.rank.config.stage.shards_parameters() || shard.cell.partition.is_whole();
+        ZeroTensor::Shard(Shard::new(match sharded {
+            true => Cell::ready(template, slice_piece::<B>(dense, shard.cell.partition, shard.cell.place())),
+            false => Cell::whole(template, dense),
+        }))
+    };
+    let is_edited = |shard: &Shard<B>, dense: &B::FloatTensorPrimitive| {
+        let slot = shard.cell.slot.as_ref().filter(|slot| slot.is_edited.load(Ordering::Relaxed));
+        slot.is_some_and(|slot| !shard.is_parameter() && slot.shape == dense.shape())
+    };
+    match (lhs, rhs) {
+        (ZeroTensor::Dense(dense), ZeroTensor::Shard(shard)) if is_edited(&shard, &dense) => {
+            (version(dense, &shard), ZeroTensor::Shard(shard))
+        }
+        (ZeroTensor::Shard(shard), ZeroTensor::Dense(dense)) if is_edited(&shard, &dense) => {
+            let dense = version(dense, &shard);
+            (ZeroTensor::Shard(shard), dense)
+        }
+        operands => operands,
+    }
+}
+
+/// Whether these are different versions of one parameter, or functions of such.
+fn are_versions<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
+    let slots = a.cell.slot.as_ref().zip(b.cell.slot.as_ref());
+    slots.is_some_and(|(one, other)| Arc::ptr_eq(one, other))
+        && !Arc::ptr_eq(&a.cell, &b.cell)
+        && a.is_parameter()
+        && b.is_parameter()
+        && a.views.only_maps()
+        && b.views.only_maps()
 }
 
 /// `single` in the type of `x` and of as many dimensions: what is recorded of a parameter in 16 bit is done to its fp32 master too.
@@ -128,6 +251,9 @@ fn single_beside<B: Backend>(x: &B::FloatTensorPrimitive, single: &B::FloatTenso
 const ADD: &str = "float_add";
 /// The operation that ends an optimizer's step.
 const SUB: &str = "float_sub";
+/// Those of a mask and of a scale.
+const MUL: &str = "float_mul";
+const DIV: &str = "float_div";
 
 /// `mask_fill`: elements where `mask` holds become `value`.
 pub(crate) fn mask_fill<B: Backend>(
@@ -283,12 +409,16 @@ pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     }
 }
 
-/// Whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss: an optimizer has just asked
-/// for both, or nobody else holds the parameter, as its module does in a forward pass. One that was never prepared may not
-/// be in such a loss either: its optimizer would leave no other trace.
+/// Whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss or of a moving average: an optimizer
+/// has just asked for both, or nobody else holds the parameter, as its module does in a forward pass. Of a version that an update has
+/// just made with a reduced gradient there was no backward pass that could have given another. One that was never prepared may not be
+/// in such a loss either: its optimizer would leave no other trace.
 fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
-    let is_prepared = shard.cell.slot.as_ref().is_some_and(|slot| slot.id.get().is_some());
-    !is_prepared || Arc::strong_count(&shard.cell) == 1 || asked::is_updated(shard.cell.key)
+    let Some(slot) = shard.cell.slot.as_ref().filter(|slot| slot.id.get().is_some()) else { return true };
+    let may_be = Arc::strong_count(&shard.cell) == 1 || asked::is_updated(shard.cell.key);
+    let reduced = slot.reduced_version.load(Ordering::Relaxed);
+    let is_fresh = reduced > 0 && shard.cell.key.is_some_and(|key| key.version > reduced);
+    may_be && shard.cell.is_current() && !is_fresh
 }
 
 fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {
@@ -305,11 +435,13 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
     if shard.cell.rank.world == 1 {
         return;
     }
-    if !shard.is_parameter() {
+    if !shard.is_parameter() && shard.cell.kind() != Kind::Average {
         stop(format!(
-            "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor, which differs from rank to \
+            "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor in {op}, which differs from rank to \
              rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, and \
-             load optimizer records inside zero_burn::load_state",
+             load optimizer records inside zero_burn::load_state. What a program does to a collected gradient is done to a piece: \
+             scalars, masks (a product, mask_fill), clipping and other gradients can be used; for anything else read the whole with \
+             zero_burn::gathered, or set it by ZeroEngine::set_full_gradient",
             shard.views.shape().as_slice()
         ));
     }

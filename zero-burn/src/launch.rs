@@ -9,9 +9,9 @@ use burn_std::DType;
 use burn_std::device::Device;
 use zero_core::collective::agree;
 pub use zero_core::collective::launch::LaunchOptions;
-use zero_core::collective::launcher::{EnvironmentError, Start};
+use zero_core::collective::launcher::{EnvironmentError, Start, launched_alone};
 use zero_core::collective::process::{self, Failed, ProcessRun};
-use zero_core::collective::threads::{Stopped, ThreadOptions, panic_reason, run_recorded};
+use zero_core::collective::threads::{Stopped, ThreadOptions, panic_reason, run_recorded, stack_bytes};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError, StartError};
 
@@ -109,7 +109,7 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     Ok(results)
 }
 
-/// As [`launch`], on as many ranks as the launcher has started processes, or else on `world` threads.
+/// As [`launch`], on as many ranks as the launcher has started processes, also if that is one, or else on `world` threads.
 ///
 /// # Errors
 ///
@@ -120,8 +120,12 @@ pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, LaunchError<E>> {
-    let started = Start::from_environment()?.world().map(|started| started.world);
-    launch::<B, T, E>(started.unwrap_or(world), config, options, body)
+    let world = match Start::from_environment()?.world() {
+        Some(started) => started.world,
+        None if launched_alone() => 1,
+        None => world,
+    };
+    launch::<B, T, E>(world, config, options, body)
 }
 
 /// Refuses optimizer state in bf16 on a device that has none.
@@ -234,6 +238,7 @@ fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
     let (rank, stream) = (comm.rank(), StreamId::current());
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
+        .stack_size(stack_bytes())
         .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
     let rank_body = || {
         let device = device_of::<B>(comm.local_rank());

@@ -7,7 +7,7 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorPrimitive};
+use burn::tensor::{BasicOps, Bool, Int, Tensor, TensorData, TensorPrimitive};
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorMetadata};
@@ -27,22 +27,26 @@ pub use crate::grads::{
     cut_along, first_nonfinite, grad_norm, replicated_along, reset_error_feedback, scale_grads, set_gradient,
 };
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
-use crate::random::sign;
+use crate::random::{sign, sign_bytes};
 use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop, stop_foreign};
-use crate::values::{dtype_of, of_type};
+use crate::values::{dtype_of, of_type, read};
 use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
 /// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
-/// gradient is marked for reduction. Where ranks were seeded differently, parameters get the first values that rank 0's seed
+/// gradient is marked for reduction. Parameters of ints and bools get rank 0's values. Where ranks were seeded differently, parameters get the first values that rank 0's seed
 /// gives; what is drawn afterwards (dropout) is of each rank's own seed.
 ///
 /// State that a layer changes in its forward pass, such as a batch norm's running mean and variance, is no parameter: it
 /// begins with rank 0's values and is then an ordinary tensor, each rank's own, as on Burn. Checkpoints hold rank 0's.
 ///
-/// Call it once, on the whole module, on every rank. It also creates parameters that are still lazy, in the order of
+/// Burn does not show a plain tensor in a field of a module to anybody. Random ones that are drawn before the first call are alike on
+/// all ranks; for later modules, and for what is made of each rank's data, use `Param::from_tensor(tensor).no_grad()`.
+///
+/// Call it once, on the whole module, on every rank. A thread that the rank's body has started may call it and train; it is then
+/// the rank's, and no other may. It also creates parameters that are still lazy, in the order of
 /// the module's fields, which numbers them alike on every rank.
 ///
 /// A parameter that is the result of an operation on a trained tensor becomes a leaf of the graph: Burn 0.21 transposes
@@ -161,9 +165,19 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
             }
             Param::from_mapped_value(id, tensor, mapper)
         }
+
+        fn map_int<const D: usize>(&mut self, param: Param<Tensor<A, D, Int>>) -> Param<Tensor<A, D, Int>> {
+            let (id, tensor, mapper) = param.consume();
+            Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
+        }
+
+        fn map_bool<const D: usize>(&mut self, param: Param<Tensor<A, D, Bool>>) -> Param<Tensor<A, D, Bool>> {
+            let (id, tensor, mapper) = param.consume();
+            Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
+        }
     }
 
-    let context = Context::current();
+    let context = Context::of_device(device);
     let (known, dropped) = context.rank.parameters.dropped();
     let buffers = buffers::<A, M>(&module);
     let mut mapper = Prepare::<A> {
@@ -207,7 +221,22 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     context.rank.drop_retired();
     // A rank may use a parameter alone later.
     context.gather_awaited();
+    context.end_building();
     module
+}
+
+/// A tensor that is not of floats, with rank 0's values.
+fn of_rank_0<A: ZeroAutodiff, const D: usize, K: BasicOps<A>>(
+    context: &Context<A::Base>,
+    tensor: Tensor<A, D, K>,
+) -> Tensor<A, D, K> {
+    if context.rank.world == 1 {
+        return tensor;
+    }
+    let (device, data) = (tensor.device(), tensor.into_data());
+    let (shape, dtype) = (data.shape.clone(), data.dtype);
+    let bytes = context.broadcast_bytes(data.into_bytes().to_vec());
+    Tensor::from_data(TensorData::from_bytes_vec(bytes, shape, dtype), (&device, dtype))
 }
 
 /// A dense tensor as a parameter, with rank 0's values.
@@ -296,10 +325,15 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     let context = Context::<A::Base>::current();
     // Every rank is here before the next update, whether it had a backward pass or not.
     context.join_fence();
-    let mut found = leftovers::<A, M>(&mut grads, &context, module);
+    let (mut found, mut named) = leftovers::<A, M>(&mut grads, &context, module);
+    named.extend(held.iter().map(|(slot, _)| slot.index));
     found.extend(held);
+    let edits = edits::<A, M>(&context, module);
+    // Of one rank alone all that is collected is its own.
+    let mut meant = None;
     loop {
-        context.begin_reduction(Phase::Collect, found.iter().map(|(slot, _)| slot.index).collect());
+        let indices = found.iter().map(|(slot, _)| slot.index).collect();
+        context.begin_reduction(Phase::Collect, indices, (named.clone(), Some(edits)));
         let mut reduced = Vec::new();
         for (slot, dense) in std::mem::take(&mut found) {
             let mut gradient = ZeroTensor::Dense(dense);
@@ -312,9 +346,11 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
         let Some(outcome) = context.end_reduction() else { break };
         context.add_foreign(outcome.foreign);
         if !outcome.in_backward {
+            meant = Some(outcome.named);
             break;
         }
     }
+    context.end_passes();
     // Where all ranks are, whether they had a backward pass or not, and before any update.
     crate::replicas::check::<A, M>(&context, module);
     // The reduced gradients that the context holds for the module's parameters.
@@ -323,6 +359,10 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
             return;
         }
         let Some(slot) = walk::slot_of(&context, id, tensor.as_ref()) else { return };
+        // What no rank's gradients are of is another optimizer's.
+        if meant.as_ref().is_some_and(|meant| !meant.contains(&slot.index)) {
+            return;
+        }
         for cell in context.take_foreign(slot.index) {
             let tensor = ZeroTensor::Shard(Shard::new(cell));
             let sum = match walk::take_gradient::<A>(&mut grads, id) {
@@ -365,7 +405,7 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
         let release = scopeguard::guard(&self.context, |context| context.hold_back(false));
         let mut grads = GradientsParams::from_grads(loss.backward(), module);
         drop(release);
-        for (slot, gradient) in leftovers::<A, M>(&mut grads, &self.context, module) {
+        for (slot, gradient) in leftovers::<A, M>(&mut grads, &self.context, module).0 {
             let gradient =
                 if gradient.dtype().size() < 4 { A::Base::float_cast(gradient, DType::F32.into()) } else { gradient };
             let sum = match self.sums.remove(&slot.index) {
@@ -401,18 +441,40 @@ pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
 /// A parameter and its dense gradient.
 type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
 
-/// Takes out the gradients that are still dense.
+/// A hash of the ordinary tensors that a program has put in the place of the module's parameters; 0 if there are none. Ranks compare
+/// it as they collect gradients: where it is the same, so are the tensors.
+fn edits<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, module: &M) -> u64 {
+    let mut hash = 0;
+    if context.rank.world == 1 {
+        return hash;
+    }
+    walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
+        let Some(slot) = tensor.as_ref().and_then(|tensor| walk::slot_of(context, id, Some(tensor))) else { return };
+        let dense = match tensor {
+            Some(dense @ ZeroTensor::Dense(_)) => Some(dense.load()),
+            _ => None,
+        };
+        slot.is_edited.store(dense.is_some(), Ordering::Relaxed);
+        if let Some(dense) = dense {
+            hash = sign(&[hash, slot.index, sign_bytes(read::<A::Base>(dense).as_bytes())]).max(1);
+        }
+    });
+    hash
+}
+
+/// Takes out the gradients that are still dense; also the numbers of all parameters that `grads` are of.
 fn leftovers<A: ZeroAutodiff, M: Module<A>>(
     grads: &mut GradientsParams,
     context: &Context<A::Base>,
     module: &M,
-) -> Vec<Leftover<A::Base>> {
-    let (mut found, mut numbers) = (Vec::new(), HashSet::new());
+) -> (Vec<Leftover<A::Base>>, Vec<u64>) {
+    let (mut found, mut named, mut numbers) = (Vec::new(), Vec::new(), HashSet::new());
     walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
-        let dense = match walk::take_gradient::<A>(grads, id) {
-            Some(dense @ (ZeroTensor::Dense(_) | ZeroTensor::Activation(_))) => dense.load(),
-            Some(other) => return walk::put_gradient::<A>(grads, id, other),
-            None => return,
+        let Some(gradient) = walk::take_gradient::<A>(grads, id) else { return };
+        named.extend(walk::slot_of(context, id, tensor.as_ref()).map(|slot| slot.index));
+        let dense = match gradient {
+            dense @ (ZeroTensor::Dense(_) | ZeroTensor::Activation(_)) => dense.load(),
+            other => return walk::put_gradient::<A>(grads, id, other),
         };
         let Some(slot) = walk::slot_of(context, id, tensor.as_ref()) else {
             stop(format!(
@@ -426,15 +488,7 @@ fn leftovers<A: ZeroAutodiff, M: Module<A>>(
                  zero_burn::module::prepare on the whole model, which gives each its own"
             ));
         }
-        if !matches!(tensor, Some(ZeroTensor::Shard(_))) {
-            stop(format!(
-                "parameter {id} of shape {:?} has become an ordinary tensor, which differs from rank to rank: call \
-                 zero_burn::module::collect_grads on all gradients before an optimizer's step, and \
-                 zero_burn::module::prepare on a model whose parameters were replaced",
-                slot.shape.as_slice()
-            ));
-        }
         found.push((slot, dense));
     });
-    found
+    (found, named)
 }

@@ -7,8 +7,15 @@ use zero_core::offload::DiskError;
 
 use crate::current::CURRENT;
 
-/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
+/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed. On a thread that no launch
+/// has started it is an ordinary panic, so that the thread does not die without a word.
 pub(crate) fn raise(error: CommError) -> ! {
+    if std::thread::current()
+        .name()
+        .is_none_or(|name| !["rank-", "update-"].iter().any(|begin| name.starts_with(begin)))
+    {
+        panic!("{error}");
+    }
     std::panic::resume_unwind(Box::new(error))
 }
 

@@ -13,6 +13,8 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use zero_core::Partition;
 
+use crate::cell::Cell;
+
 /// Which elements of the base tensor an elementwise operation is applied to: all, or one piece of a partition.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Extent {
@@ -57,12 +59,25 @@ pub(crate) struct Views<B: Backend> {
     ops: Vec<View<B>>,
     shape: Shape,
     dtype: DType,
+    /// Other versions of the parameter that the recorded operations read.
+    others: Vec<Arc<Cell<B>>>,
 }
 
 impl<B: Backend> Views<B> {
     /// No views of a tensor of `shape`.
     pub(crate) fn none(shape: Shape, dtype: DType) -> Self {
-        Self { ops: Vec::new(), shape, dtype }
+        Self { ops: Vec::new(), shape, dtype, others: Vec::new() }
+    }
+
+    /// The same, of operations that read these versions too.
+    pub(crate) fn with_others(mut self, others: Vec<Arc<Cell<B>>>) -> Self {
+        self.others = others;
+        self
+    }
+
+    /// Other versions of the parameter that are read.
+    pub(crate) fn others(&self) -> &[Arc<Cell<B>>] {
+        &self.others
     }
 
     /// The element type after all views.

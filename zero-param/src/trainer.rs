@@ -17,7 +17,7 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::DeviceKind;
 #[cfg(feature = "cube")]
 use burn::tensor::DeviceType;
-use burn::tensor::{DType, Device, Tensor};
+use burn::tensor::{DType, Device, Tensor, TensorData};
 use serde_json::{Map, Value};
 use zero_core::Collective;
 use zero_core::accounting::StateBytes;
@@ -53,8 +53,8 @@ pub struct Burn022<T, M> {
 }
 
 impl<T, M> Burn022<T, M> {
-    /// `model` makes a task's model with its first values, by the run's seed; `loss` is the mean loss `[1]` of some of its rows, with
-    /// autodiff and without.
+    /// `model` makes a task's model with its first values, by the run's seed; `loss` is the mean loss `[1]` of some of its rows, or the
+    /// means `[terms]` whose sum it is (`Task::weights`), with autodiff and without.
     pub fn new(
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
         loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
@@ -333,7 +333,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         Ok(self.comm.all_gather_bytes(bytes)?)
     }
 
-    fn micro_batch(&mut self, rows: &Rows) -> Result<()> {
+    fn micro_batch(&mut self, rows: &Rows, shares: &[f64]) -> Result<()> {
         let batches = self.run.engine.accumulation;
         if self.micro_batches == 0 {
             self.losses.clear();
@@ -348,7 +348,8 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
                     (self.front.loss)(self.task, model, rows, &self.device)
                 };
                 forward = Some(begin.elapsed());
-                loss.map(|loss| {
+                loss.map(|terms| {
+                    let loss = sum_of_terms(terms, shares);
                     let value = loss.clone().inner();
                     drop((loss / batches as f64).backward());
                     value
@@ -400,7 +401,10 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
         match &self.front.evaluate {
             Some(evaluate) => evaluate(self.task, &model, rows, &device),
-            None => Ok(vec![("loss", (self.front.loss)(self.task, &model, rows, &device)?.into_scalar::<f64>())]),
+            None => {
+                let terms = (self.front.loss)(self.task, &model, rows, &device)?.into_data();
+                Ok(terms.iter::<f64>().map(|term| ("loss", term)).collect())
+            }
         }
     }
 
@@ -493,6 +497,20 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
             ..RankMetrics::default()
         }
     }
+}
+
+/// The sum `[1]` of a loss's terms, each multiplied by its share.
+fn sum_of_terms(terms: Tensor<1>, shares: &[f64]) -> Tensor<1> {
+    let [number] = terms.dims();
+    let shares: Vec<f64> = shares.iter().copied().chain(std::iter::repeat(1.0)).take(number).collect();
+    let terms = match shares.iter().all(|&share| share == 1.0) {
+        true => terms,
+        false => {
+            let shares = Tensor::from_data(TensorData::new(shares, [number]), &terms.device());
+            terms * shares
+        }
+    };
+    if number == 1 { terms } else { terms.sum() }
 }
 
 /// Whole parameters by path.

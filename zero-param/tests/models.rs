@@ -150,7 +150,7 @@ fn bert_trains_as_in_pytorch() {
         let predicted_m = Tensor::arange(0..labels_m.dims()[0] as i64, device);
         bert::Batch { ids_bt, types_bt, mask_bt, predicted_m, labels_m, follows_b }
     };
-    let loss = |model: &bert::Bert, first, device: &Device| model.loss(batch(first, device));
+    let loss = |model: &bert::Bert, first, device: &Device| model.losses(batch(first, device)).sum();
     let device = Device::flex();
     let [measured, tokens, pairs] = load(&device).measure(batch(0, &device));
     assert_eq!(measured as f32, loss(&load(&device), 0, &device).into_scalar::<f32>());

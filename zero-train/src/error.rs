@@ -72,6 +72,9 @@ pub enum TrainError {
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
+    /// Updates cannot be made any more, as gradients are not finite: to start it again would not help.
+    #[error("training stopped: {0}")]
+    Diverged(String),
     /// A signal ended the run, after a whole step.
     #[error("{told}")]
     Signal {
@@ -173,7 +176,7 @@ pub fn exit<T>(result: Result<T, impl Into<TrainError>>) -> ExitCode {
 }
 
 impl TrainError {
-    /// The exit code of a command that ends with this error: 2 for bad input, 75 when a deadline passed in a wait for
+    /// The exit code of a command that ends with this error: 2 for bad input and for a training whose gradients are not finite, 75 when a deadline passed in a wait for
     /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it
     /// may be started again.
     pub fn exit_code(&self) -> u8 {
@@ -187,9 +190,7 @@ impl TrainError {
             }
             TrainError::Run(_)
             | TrainError::Engine(
-                EngineError::LossScale(_)
-                | EngineError::LoadFailed { .. }
-                | EngineError::NotFinite { .. }
+                EngineError::LoadFailed { .. }
                 | EngineError::Disk(DiskError::Truncated { .. } | DiskError::Deadline { .. } | DiskError::Stopped { .. })
                 | EngineError::Checkpoint(
                     CheckpointError::SaveFailed { .. } | CheckpointError::Stopped { .. } | CheckpointError::Comm { .. },

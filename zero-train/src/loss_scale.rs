@@ -107,8 +107,8 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A loss scale and the history it depends on. Serialized into checkpoints whole, so that, as in DeepSpeed, a resumed
-/// run goes on with the settings it was started with; what is read back is checked like any setting.
+/// A loss scale and the history it depends on. Serialized into checkpoints whole; what is read back is checked like any
+/// setting, and a resumed run takes the scale and the counters of it ([`resume`](Self::resume)).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "State")]
 pub struct LossScaler(State);
@@ -138,7 +138,7 @@ impl LossScaler {
     ///
     /// # Errors
     ///
-    /// [`LossScaleError::Value`] for a scale that is not positive and finite.
+    /// [`LossScaleError::Value`] for a scale that is not above 0, or above 2^127.
     pub fn fixed(scale: f64) -> Result<Self, LossScaleError> {
         Self::checked(State::Static { scale })
     }
@@ -164,6 +164,19 @@ impl LossScaler {
             hysteresis_left: hysteresis,
             good_updates: 0,
         })
+    }
+
+    /// Goes on from a checkpoint: the scale and the counters are those of `saved`, as far as these settings allow, if both are
+    /// dynamic; window, hysteresis, minimum and the kind stay.
+    pub fn resume(&mut self, saved: &Self) {
+        if let (
+            State::Dynamic { scale, hysteresis, min_scale, hysteresis_left, good_updates, .. },
+            State::Dynamic { scale: last, hysteresis_left: left, good_updates: good, .. },
+        ) = (&mut self.0, &saved.0)
+        {
+            (*scale, *good_updates) = (last.max(*min_scale), *good);
+            *hysteresis_left = (*left).min(*hysteresis);
+        }
     }
 
     /// The factor for the next loss.
@@ -225,15 +238,17 @@ impl LossScaler {
         };
         match state {
             State::Static { scale } => {
-                let expected = "a positive number, or to 0 for a dynamic loss scale";
-                that(scale.is_finite() && scale > 0.0, "loss_scale", scale, expected)?;
+                let expected = "a number above 0 and at most 2^127, or to 0 for a dynamic loss scale";
+                that(scale > 0.0 && scale <= power_of_two(MAX_POWER), "loss_scale", scale, expected)?;
             }
             State::Dynamic { scale, window, hysteresis, min_scale, hysteresis_left, .. } => {
                 that(window > 0, "loss_scale_window", window as f64, "1 or more")?;
                 that(hysteresis > 0, "hysteresis", f64::from(hysteresis), "1 or more")?;
                 that(min_scale.is_finite() && min_scale > 0.0, "min_loss_scale", min_scale, "a positive number")?;
-                let in_range = (min_scale..=power_of_two(MAX_POWER)).contains(&scale);
-                that(in_range, "scale", scale, "at least fp16.min_loss_scale and at most 2^127")?;
+                // A start is a power of two; what is read back of a checkpoint is a scale.
+                let expected = "at most the scale to begin with, 2^fp16.initial_scale_power";
+                that(min_scale <= scale, "min_loss_scale", min_scale, expected)?;
+                that(scale <= power_of_two(MAX_POWER), "scale", scale, "at most 2^127")?;
                 let left = f64::from(hysteresis_left);
                 that((1..=hysteresis).contains(&hysteresis_left), "hysteresis_left", left, "1 to fp16.hysteresis")?;
             }
@@ -308,9 +323,11 @@ mod tests {
         assert_eq!(refused(DynamicLossScale { window: 0, ..good }), "loss_scale_window");
         assert_eq!(refused(DynamicLossScale { hysteresis: 0, ..good }), "hysteresis");
         assert_eq!(refused(DynamicLossScale { min_scale: f64::NAN, ..good }), "min_loss_scale");
-        assert_eq!(refused(DynamicLossScale { min_scale: 1e6, ..good }), "scale");
+        assert_eq!(refused(DynamicLossScale { min_scale: 1e6, ..good }), "min_loss_scale");
         assert_eq!(refused(DynamicLossScale { initial_scale_power: 128, ..good }), "initial_scale_power");
-        assert!(LossScaler::fixed(0.0).is_err());
+        for scale in [0.0, -1.0, f64::NAN, f64::INFINITY, 1e300, 1e39] {
+            assert!(LossScaler::fixed(scale).is_err(), "{scale}");
+        }
     }
 
     #[test]
@@ -323,6 +340,26 @@ mod tests {
             assert_eq!(read, scaler, "step {i}");
             assert_eq!(read.update(overflow), scaler.update(overflow), "step {i}");
         }
+    }
+
+    #[test]
+    fn a_resumed_run_has_the_scale_of_before_and_its_own_settings() {
+        let mut saved = dynamic(8, 3, 4);
+        (0..5).for_each(|_| drop(saved.update(false)));
+        saved.update(true).unwrap();
+        let mut other = dynamic(16, 7, 2);
+        other.resume(&saved);
+        assert_eq!(other.scale(), 512.0);
+        assert_eq!(other.update(true).unwrap().scale_after, 512.0, "3 of 4 are left, of which 2 are");
+        assert_eq!(other.update(true).unwrap().scale_after, 256.0);
+        let mut high = LossScaler::dynamic(DynamicLossScale { min_scale: 1024.0, ..Default::default() }).unwrap();
+        high.resume(&saved);
+        assert_eq!(high.scale(), 1024.0);
+        let mut fixed = LossScaler::fixed(8.0).unwrap();
+        fixed.resume(&saved);
+        assert_eq!(fixed, LossScaler::fixed(8.0).unwrap());
+        saved.resume(&fixed);
+        assert_eq!(saved.scale(), 512.0);
     }
 
     #[test]

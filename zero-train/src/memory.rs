@@ -30,17 +30,23 @@ fn proc_field(path: &str, field: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The names of a control group's files: its folder below the system's, limit, usage, and what of the usage is page cache.
-type Files = (&'static str, &'static str, &'static str, [&'static str; 2]);
+/// What of `available` bytes a plan leaves to what else there is and starts: a tenth and at least 1 GiB, but no more than a quarter.
+pub(crate) fn left_to_others(available: u64) -> u64 {
+    (available / 10).max(1 << 30).min(available / 4)
+}
 
-const V2: Files = ("sys/fs/cgroup", "memory.max", "memory.current", ["inactive_file", "active_file"]);
+/// The names of a control group's files: its folder below the system's, limits, usage, and what of the usage is page cache.
+type Files = (&'static str, &'static [&'static str], &'static str, [&'static str; 2]);
+
+/// Beyond `memory.high` processes are slowed down, beyond `memory.max` they are ended.
+const V2: Files = ("sys/fs/cgroup", &["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]);
 
 /// Version 2 beside version 1, on systems that have both.
 const HYBRID: Files = ("sys/fs/cgroup/unified", V2.1, V2.2, V2.3);
 
 const V1: Files = (
     "sys/fs/cgroup/memory",
-    "memory.limit_in_bytes",
+    &["memory.limit_in_bytes"],
     "memory.usage_in_bytes",
     ["total_inactive_file", "total_active_file"],
 );
@@ -64,7 +70,7 @@ fn cgroup_headroom(root: &Path) -> Option<u64> {
 }
 
 /// The least that the group at `path` and the groups above it leave, of those that can be seen and have a limit.
-fn least_headroom(root: &Path, (base, limit, usage, cache): Files, path: &str) -> Option<u64> {
+fn least_headroom(root: &Path, (base, limits, usage, cache): Files, path: &str) -> Option<u64> {
     let mut group = root.join(base);
     let mut groups = vec![group.clone()];
     // In a container a path may begin outside of what is seen here, or not exist here: then the topmost group is its own.
@@ -83,7 +89,7 @@ fn least_headroom(root: &Path, (base, limit, usage, cache): Files, path: &str) -
             cache.contains(&name).then(|| bytes.parse::<u64>().ok())?
         };
         let used = number(usage)?.saturating_sub(stat.lines().filter_map(cached).sum());
-        Some(number(limit)?.saturating_sub(used))
+        Some(limits.iter().filter_map(|limit| number(limit)).min()?.saturating_sub(used))
     };
     groups.iter().filter_map(|group| headroom(group)).min()
 }
@@ -101,6 +107,12 @@ mod tests {
     fn units() {
         assert_eq!(format_bytes(1023), "1023 B");
         assert_eq!(format_bytes(1536 << 20), "1.50 GiB");
+    }
+
+    #[test]
+    fn a_plan_leaves_something_to_others() {
+        let gib = |number: u64| number << 30;
+        assert_eq!([gib(2), gib(8), gib(40)].map(left_to_others), [gib(1) / 2, gib(1), gib(4)]);
     }
 
     #[test]
@@ -158,6 +170,15 @@ mod tests {
                 ("sys/fs/cgroup/memory.current", "250\n"),
             ]);
             assert_eq!(cgroup_headroom(container.path()), Some(750), "{path}");
+        }
+        for (most, high, left) in [("max", "600", Some(350)), ("500", "600", Some(250)), ("max", "max", None)] {
+            let throttled = root(&[
+                ("proc/self/cgroup", "0::/job\n"),
+                ("sys/fs/cgroup/job/memory.max", most),
+                ("sys/fs/cgroup/job/memory.high", high),
+                ("sys/fs/cgroup/job/memory.current", "250\n"),
+            ]);
+            assert_eq!(cgroup_headroom(throttled.path()), left, "{most} {high}");
         }
         assert_eq!(cgroup_headroom(root(&[("proc/self/cgroup", "0::/\nnonsense\n")]).path()), None);
         assert_eq!(cgroup_headroom(root(&[]).path()), None);

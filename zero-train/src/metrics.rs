@@ -2,7 +2,6 @@
 //! may be added, none changes its meaning.
 
 use std::fs::File;
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use serde::de::DeserializeOwned;
@@ -10,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use crate::memory::format_bytes;
-use crate::monitor::{MemoryReport, MonitorError, io_error};
+use crate::monitor::{MemoryReport, MonitorError, append, io_error};
 
 /// One training step.
 // A field for each column of the metrics.
@@ -18,14 +17,16 @@ use crate::monitor::{MemoryReport, MonitorError, io_error};
 pub struct StepMetrics {
     /// Number of the step, from 1.
     pub step: usize,
-    /// Mean loss over the global batch, before the update.
+    /// Mean loss over the global batch, before the update; of one that is not finite, null in the file.
+    #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
     /// Global L2 norm of the averaged gradient, before clipping.
     #[serde(deserialize_with = "number_or_infinity")]
     pub grad_norm: f64,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Tokens of the global batch; its rows where they have no tokens.
+    /// Tokens of the global batch, with those of texts to be made and without what fills rows up; its rows where they have no
+    /// tokens.
     pub tokens: usize,
     /// Milliseconds of the step: data, forward, backward, update.
     pub step_ms: f64,
@@ -59,6 +60,11 @@ pub struct StepMetrics {
     pub device_bytes_reserved: Option<u64>,
     /// Each rank's memory and traffic.
     pub ranks: Vec<RankMetrics>,
+}
+
+/// JSON has no such number: it is written as null.
+pub(crate) fn number_or_nan<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// JSON has no infinity: it is written as null.
@@ -190,6 +196,8 @@ pub(crate) struct RankReport {
     pub(crate) loss: f64,
     /// The signal that this rank's process has been sent; 0 for none.
     pub(crate) signal: f64,
+    /// Tokens of its rows; rows where they have none.
+    pub(crate) tokens: f64,
     pub(crate) metrics: RankMetrics,
 }
 
@@ -200,11 +208,11 @@ impl RankReport {
         all_gather: impl FnOnce(&[f64]) -> crate::Result<Vec<Vec<f64>>>,
     ) -> crate::Result<Vec<Self>> {
         let counts: Vec<f64> = self.metrics.counts().map(|count| *count as f64).collect();
-        let all = all_gather(&[&[self.loss, self.signal][..], &counts].concat())?;
+        let all = all_gather(&[&[self.loss, self.signal, self.tokens][..], &counts].concat())?;
         let read = |(rank, values): (usize, &Vec<f64>)| {
             let mut metrics = RankMetrics { rank, ..RankMetrics::default() };
-            metrics.counts().zip(&values[2..]).for_each(|(count, &value)| *count = value as u64);
-            Self { loss: values[0], signal: values[1], metrics }
+            metrics.counts().zip(&values[3..]).for_each(|(count, &value)| *count = value as u64);
+            Self { loss: values[0], signal: values[1], tokens: values[2], metrics }
         };
         Ok(all.iter().enumerate().map(read).collect())
     }
@@ -287,6 +295,6 @@ impl JsonLines {
     pub fn write(&mut self, object: &impl Serialize) -> Result<(), MonitorError> {
         let mut line = serde_json::to_vec(object).expect("metrics are plain numbers and texts");
         line.push(b'\n');
-        self.file.write_all(&line).map_err(io_error("write", &self.path))
+        append(&mut self.file, &line, &self.path)
     }
 }

@@ -1,7 +1,8 @@
-//! SIGINT, SIGTERM, and SIGUSR1, by which Slurm tells that the time is nearly up: what they do to a run, and to a launcher.
+//! SIGINT, SIGTERM, SIGHUP of a terminal that closes, and SIGUSR1 and SIGUSR2, by which Slurm and submitit tell that the time is
+//! nearly up: what they do to a run, and to a launcher.
 //!
-//! While a run trains, the first one asks its ranks to end after the step that they are in, and a second one ends the process at
-//! once. At other times signals do what they do anyway. A signal may reach some ranks only, at any moment: each hands what it has
+//! While a run trains, the first one asks its ranks to end after the step, or the batch of an evaluation, that they are in, and a
+//! second one ends the process at once. At other times signals do what they do anyway. A signal may reach some ranks only, at any moment: each hands what it has
 //! been asked to the others with the figures that ranks exchange at the end of a step, and all of them decide alike.
 //!
 //! The handler runs on any thread, in the middle of anything: it touches atomics, a clock, and `write` and `_exit`.
@@ -10,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use signal_hook::consts::{SIGINT, SIGTERM, SIGUSR1};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::low_level::{emulate_default_handler, exit, register, signal_name};
 
 /// Milliseconds in which more signals count as one: some reach every process of a job, and a launcher then hands its own on.
@@ -19,7 +20,7 @@ const ECHO_MS: u64 = 400;
 /// How often what is waited for beside a signal is looked at.
 const POLL: Duration = Duration::from_millis(50);
 
-const SIGNALS: [i32; 3] = [SIGINT, SIGTERM, SIGUSR1];
+const SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
 /// Runs that train in this process.
 static TRAINING: AtomicUsize = AtomicUsize::new(0);
@@ -71,6 +72,10 @@ impl Watch {
         static HANDLERS: OnceLock<Result<(), i32>> = OnceLock::new();
         let registered = HANDLERS.get_or_init(|| {
             BEGIN.get_or_init(Instant::now);
+            // A file that may not grow is an error of what writes it, and not the end of the process.
+            // SAFETY: the handler does nothing.
+            let unheeded = unsafe { register(SIGXFSZ, || ()) };
+            unheeded.map_err(|error| error.raw_os_error().unwrap_or(0))?;
             SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)).try_for_each(|signal| {
                 // SAFETY: `on` does only what a handler may do, see there.
                 let handler = unsafe { register(signal, move || on(signal)) };
@@ -108,7 +113,7 @@ pub struct Asked {
 }
 
 impl Asked {
-    /// Takes SIGINT, SIGTERM and SIGUSR1.
+    /// Takes SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
     ///
     /// # Errors
     ///

@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use common::{signal, texts, trajectory, write_inputs};
+use common::{signal, start, texts, trajectory, write_inputs};
 
 const KILLS: usize = 50;
 const STEPS: usize = 150;
@@ -112,7 +112,7 @@ fn fifty_kills_change_no_bit_of_the_losses() {
         assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
         let broken = dir.path().join(format!("broken-{runs}"));
         loop {
-            let mut process = train(dir.path(), &broken, options).spawn().unwrap();
+            let mut process = start(&mut train(dir.path(), &broken, options));
             // The seed of each hasher is random: no other source of chance is needed.
             let chance = RandomState::new().build_hasher().finish();
             std::thread::sleep(Duration::from_micros(50_000 + chance % 450_000));

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{Said, assert_same_run, ended_after, inputs_and_swap, signal, small, trajectory, write_inputs};
+use common::{Said, assert_same_run, ended_after, inputs_and_swap, signal, small, start, trajectory, write_inputs};
 use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
@@ -40,7 +40,7 @@ fn processes(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
 
 /// Runs to the end, which comes within the limit.
 fn finish(command: &mut Command) -> Output {
-    let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let child = start(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
     let pid = child.id().to_string();
     let (done, watch) = std::sync::mpsc::channel::<()>();
     let watchdog = std::thread::spawn(move || {
@@ -227,7 +227,7 @@ fn lose_a_rank(inputs: &Path, run: &Path, launch: &[&str], options: &[&str]) -> 
     let mut command = Command::new(ZERO);
     command.arg("launch").args(launch).args(["--", "train"]);
     small(&mut command, inputs, run, options);
-    let job = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let job = start(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()));
     // A rank of the first attempt, once there is something to go on from.
     let begin = Instant::now();
     while !run.join("checkpoints/latest").exists() {
@@ -255,7 +255,7 @@ fn a_launcher_that_is_asked_to_end_lets_its_ranks_save() {
         let mut command = Command::new(ZERO);
         command.args(["launch", "--ranks", "2", "--max-restarts", "1", "--", "train"]);
         small(&mut command, dir.path(), &run, &["--steps", "100000"]);
-        let mut child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let mut child = start(command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()));
         let mut said = Said::of(&mut child);
         said.until("step 10/");
         signal(&child, name);

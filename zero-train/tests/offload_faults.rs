@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-use common::{trajectory, write_inputs};
+use common::{start, trajectory, write_inputs};
 
 struct Run(tempfile::TempDir);
 
@@ -85,7 +85,7 @@ fn succeeded(output: &Output) {
 fn a_swap_file_cut_from_outside_ends_the_run_and_the_next_goes_on() {
     let run = Run::new();
     succeeded(&run.train("unbroken", 60).output().unwrap());
-    let process = run.train("broken", 60).spawn().unwrap();
+    let process = start(&mut run.train("broken", 60));
     let begin = Instant::now();
     let lines = || std::fs::read_to_string(run.path("broken/out/metrics.jsonl")).map_or(0, |text| text.lines().count());
     while lines() < 6 {

@@ -7,7 +7,8 @@ use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use assert_cmd::Command;
-use common::{PAUSE, Said, ended_after, signal, trajectory, write_inputs};
+use common::{PAUSE, Said, ended_after, signal, start, trajectory, write_inputs};
+use safetensors::tensor::{Dtype, TensorView};
 use serde_json::Value;
 
 struct Inputs(tempfile::TempDir);
@@ -39,7 +40,7 @@ impl Inputs {
         command.arg("train").arg("--model").arg(self.path("model")).arg("--data").arg(self.path("rows.safetensors"));
         command.args(["--batch", "2", "--threads", "1", "--json", "--steps", &steps.to_string()]);
         command.arg("--out").arg(self.path(run).join("out")).args(options);
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+        start(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
     }
 
     fn checkpoints(&self, run: &str) -> Vec<String> {
@@ -320,9 +321,10 @@ fn a_run_without_a_terminal_writes_lines() {
 fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
     let inputs = Inputs::new();
     let best = ["--save-every", "100000", "--keep-last", "1", "--keep-best", "--eval", "2"];
-    let shapes: [(&str, i32, Vec<&str>); 3] = [
+    let shapes: [(&str, i32, Vec<&str>); 4] = [
         ("TERM", 143, vec!["--ranks", "2", "--stage", "3"]),
         ("INT", 130, vec!["--ranks", "1", "--stage", "0", "--save-async"]),
+        ("HUP", 129, vec!["--ranks", "1", "--stage", "0"]),
         ("USR1", 138, [&["--ranks", "2", "--stage", "1"], &best[..]].concat()),
     ];
     for (name, code, options) in shapes {
@@ -357,6 +359,33 @@ fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
         since.retain(|epoch| epoch["step"].as_u64().unwrap() > step as u64);
         assert_eq!(resumed, since, "SIG{name} after step {step}");
         assert_eq!(trajectory(&inputs.path(&stopped)), trajectory(&inputs.path(&whole)), "SIG{name} after step {step}");
+    }
+}
+
+/// An evaluation is dropped, and what was trained is saved.
+#[test]
+fn a_signal_ends_an_evaluation_within_seconds() {
+    let inputs = Inputs::new();
+    let ids: Vec<u8> = (0..12 * 60_000i32).flat_map(|i| ((i * 7 + i / 12) % 61).to_le_bytes()).collect();
+    let rows = TensorView::new(Dtype::I32, vec![60_000, 12], &ids).unwrap();
+    safetensors::serialize_to_file([("input_ids", rows)], None, &inputs.path("rows.safetensors")).unwrap();
+    for ranks in ["1", "2"] {
+        let run = format!("run-{ranks}");
+        let save = inputs.path(&run).join("checkpoints").into_os_string().into_string().unwrap();
+        let options = ["--ranks", ranks, "--eval", "59000", "--eval-every", "3", "--save", &save];
+        let mut child = inputs.begin(&run, 100, &options);
+        let mut said = Said::of(&mut child);
+        said.until("step 1/100");
+        std::thread::sleep(PAUSE * 2);
+        let begin = Instant::now();
+        signal(&child, "TERM");
+        let told = said.rest().to_string();
+        assert_eq!(child.wait().unwrap().code(), Some(143), "{told}");
+        assert!(begin.elapsed() < Duration::from_secs(5), "{:?}: {told}", begin.elapsed());
+        assert!(told.contains("ended the run after step 3 of 100"), "{told}");
+        assert_eq!(inputs.checkpoints(&run), ["step-00000003"]);
+        let events = std::fs::read_to_string(inputs.path(&run).join("out/events.jsonl")).unwrap();
+        assert!(!events.contains("evaluation"), "{events}");
     }
 }
 
@@ -400,8 +429,8 @@ fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once(
 #[test]
 fn a_run_that_fails_leaves_its_report() {
     let inputs = Inputs::new();
-    let said = stderr(&mut inputs.train("run", 10, &["--lr", "1e30"]), 1);
-    assert!(said.contains("the loss became"), "{said}");
+    let said = stderr(&mut inputs.train("run", 10, &["--lr", "1e30"]), 2);
+    assert!(said.contains("the last 9 of the 10 steps were skipped"), "{said}");
     assert!(std::fs::read_to_string(inputs.path("run/out/report.html")).unwrap().contains("\"state\":\"failed\""));
 }
 

@@ -12,7 +12,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use common::{
-    Said, assert_same_run, ended_after, inputs_and_swap, signal, small, texts, trajectory, wire, write_inputs,
+    Said, assert_same_run, ended_after, inputs_and_swap, signal, small, start, texts, trajectory, wire, write_inputs,
 };
 use port::free_port;
 use serde_json::Value;
@@ -33,7 +33,7 @@ fn rank(rank: usize, ranks: usize, port: u16) -> Command {
 }
 
 fn begin(command: &mut Command) -> Child {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap()
+    start(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
 }
 
 /// The ends of processes, which come within the limit.

@@ -41,6 +41,8 @@ pub(crate) enum Kind {
     Parameter,
     Gradient,
     Optimizer,
+    /// What was computed of parameters alone, such as a moving average.
+    Average,
 }
 
 // What it is, which never changes, then its state: thousands of these are made a step, each in one allocation.
@@ -211,12 +213,19 @@ impl<B: Backend> Cell<B> {
         match self.kind.load(Ordering::Relaxed) {
             0 => Kind::Parameter,
             1 => Kind::Gradient,
-            _ => Kind::Optimizer,
+            2 => Kind::Optimizer,
+            _ => Kind::Average,
         }
     }
 
     pub(crate) fn is_version(&self) -> bool {
         self.is_version
+    }
+
+    /// Whether this is the last version of a parameter that there is.
+    pub(crate) fn is_current(self: &Arc<Self>) -> bool {
+        let is_this = |current: Arc<Self>| Arc::ptr_eq(&current, self);
+        self.slot.as_ref().and_then(|slot| slot.current.lock().upgrade()).is_some_and(is_this)
     }
 
     /// What this parameter's values were drawn from, if they still are what was drawn.
@@ -280,7 +289,7 @@ impl<B: Backend> Cell<B> {
             (_, true) => &gauges.gathered,
             (Kind::Parameter, false) => &gauges.parameters,
             (Kind::Gradient, false) => &gauges.gradients,
-            (Kind::Optimizer, false) => &gauges.optimizer,
+            (Kind::Optimizer | Kind::Average, false) => &gauges.optimizer,
         }
     }
 

@@ -249,8 +249,10 @@ impl<B: Backend> Rank<B> {
             Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
             Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
             Kind::Gradient if slot.is_some_and(|slot| slot.gradient_stays.load(Ordering::Relaxed)) => Tier::Memory,
-            Kind::Optimizer if slot.is_some_and(|slot| slot.state_stays.load(Ordering::Relaxed)) => Tier::Memory,
-            Kind::Gradient | Kind::Optimizer => offload.optimizer,
+            Kind::Optimizer | Kind::Average if slot.is_some_and(|slot| slot.state_stays.load(Ordering::Relaxed)) => {
+                Tier::Memory
+            }
+            Kind::Gradient | Kind::Optimizer | Kind::Average => offload.optimizer,
         };
         self.home_of(tier)
     }

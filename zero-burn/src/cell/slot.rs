@@ -49,6 +49,10 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) formats: [Option<Format>; 2],
     /// Which of both it is, as `prepare` has found it.
     pub(crate) is_frozen: AtomicBool,
+    /// The version of which a gradient was last reduced; 0 before the first.
+    pub(crate) reduced_version: AtomicU64,
+    /// Whether a program has put an ordinary tensor in its place, alike on all ranks, as gradients were last collected.
+    pub(crate) is_edited: AtomicBool,
     /// What its gradients have lost.
     pub(crate) residual: Mutex<Residual>,
 }
@@ -184,6 +188,8 @@ impl<B: Backend> Parameters<B> {
             is_averaged: AtomicBool::new(false),
             formats,
             is_frozen: AtomicBool::new(false),
+            reduced_version: AtomicU64::new(0),
+            is_edited: AtomicBool::new(false),
             residual: Mutex::default(),
             shape,
             dtype,

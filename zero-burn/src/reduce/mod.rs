@@ -79,8 +79,22 @@ pub(crate) enum Phase {
     Collect,
 }
 
+/// What a rank says of a pass that begins.
+#[derive(Debug, Clone)]
+pub(crate) struct Told {
+    pub(crate) phase: Phase,
+    /// Parameters that get a gradient in it on this rank.
+    pub(crate) indices: Vec<u64>,
+    /// Parameters that the gradients which are being collected are of, on this rank.
+    pub(crate) named: Vec<u64>,
+    /// Backward passes of this rank since it last collected gradients, this one included.
+    pub(crate) passes: u64,
+    /// A hash of the ordinary tensors in the place of parameters, when gradients are collected.
+    pub(crate) edits: Option<u64>,
+}
+
 enum Message<B: Backend> {
-    Begin { rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64> },
+    Begin { rank: Arc<Rank<B>>, told: Told },
     Gradient { index: u64, contribution: Contribution<B> },
     End { reply: Sender<Result<Outcome<B>, CommError>> },
 }
@@ -93,6 +107,8 @@ pub(crate) struct Outcome<B: Backend> {
     pub(crate) foreign: Foreign<B>,
     /// Whether some rank was in a backward pass.
     pub(crate) in_backward: bool,
+    /// Parameters that some rank's collected gradients are of.
+    pub(crate) named: HashSet<u64>,
 }
 
 /// The rank's end of its reducer.
@@ -183,11 +199,11 @@ impl<B: Backend> Reducer<B> {
         });
     }
 
-    /// A pass begins that will give gradients for the parameters `indices` on this rank.
-    pub(crate) fn begin(&self, rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64>) {
+    /// A pass begins.
+    pub(crate) fn begin(&self, rank: Arc<Rank<B>>, told: Told) {
         self.hurried.store(false, Ordering::Relaxed);
-        *self.taken.lock() = indices.iter().copied().collect();
-        self.send(Message::Begin { rank, phase, indices });
+        *self.taken.lock() = told.indices.iter().copied().collect();
+        self.send(Message::Begin { rank, told });
     }
 
     /// Whether the pass under way was told of a gradient of the parameter `index`.
@@ -271,6 +287,7 @@ struct Pass<B: Backend> {
     /// Those that this rank has a gradient for.
     mine: HashSet<u64>,
     in_backward: bool,
+    named: HashSet<u64>,
     /// Gradients in the order in which they came.
     order: Vec<u64>,
     next: usize,
@@ -360,7 +377,7 @@ impl<B: Backend> Server<B> {
 
     fn serve(&mut self, job: Message<B>) {
         let outcome = match job {
-            Message::Begin { rank, phase, indices } => self.begin(rank, phase, indices),
+            Message::Begin { rank, told } => self.begin(rank, told),
             Message::Gradient { index, contribution } => self.take(index, contribution),
             Message::End { reply } => {
                 // The rank's thread may have been stopped meanwhile: then nobody waits.
@@ -376,15 +393,16 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    fn begin(&mut self, rank: Arc<Rank<B>>, phase: Phase, indices: Vec<u64>) -> Result<(), CommError> {
+    fn begin(&mut self, rank: Arc<Rank<B>>, told: Told) -> Result<(), CommError> {
         self.failure = None;
-        let (plan, in_backward) = agree(&*self.means.comm, &rank, phase, &indices)?;
+        let Agreed { plan, in_backward, named } = agree(&*self.means.comm, &rank, &told)?;
         let lanes = self.lanes(&rank, &plan);
         self.pass = Some(Pass {
             rank,
             plan,
-            mine: indices.into_iter().collect(),
+            mine: told.indices.into_iter().collect(),
             in_backward,
+            named,
             order: Vec::new(),
             next: 0,
             arrived: HashMap::new(),
@@ -430,7 +448,9 @@ impl<B: Backend> Server<B> {
         let mut pass = match (self.failure.take(), self.pass.take()) {
             (Some(error), _) => return Err(error),
             (None, Some(pass)) => pass,
-            (None, None) => return Ok(Outcome { foreign: Vec::new(), in_backward: false }),
+            (None, None) => {
+                return Ok(Outcome { foreign: Vec::new(), in_backward: false, named: HashSet::new() });
+            }
         };
         let result = pass.finish().and_then(|outcome| {
             if outcome.in_backward && !self.ordered {
@@ -472,22 +492,89 @@ fn stray(comm: &dyn Collective) -> CommError {
     }
 }
 
-/// The union over the ranks of the parameters that get a gradient, the module's last first, and whether a rank is in a
-/// backward pass.
-fn agree<B: Backend>(
-    comm: &dyn Collective,
-    rank: &Rank<B>,
-    phase: Phase,
-    indices: &[u64],
-) -> Result<(Vec<u64>, bool), CommError> {
-    let (slots, mine) = (rank.parameters.slots(), indices.iter().collect::<HashSet<_>>());
-    let mut flags = vec![u8::from(phase == Phase::Backward)];
-    flags.extend(slots.iter().map(|slot| u8::from(mine.contains(&slot.index))));
+/// What the ranks agree on as a pass begins.
+struct Agreed {
+    /// The union of the parameters that get a gradient, the module's last first.
+    plan: Vec<u64>,
+    /// Whether a rank is in a backward pass.
+    in_backward: bool,
+    /// The union of the parameters that collected gradients are of.
+    named: HashSet<u64>,
+}
+
+/// Agrees on a pass. Ranks that have made backward passes since they last collected gradients must have made equally many: otherwise
+/// gradients of different steps would be averaged.
+fn agree<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Result<Agreed, CommError> {
+    const HEAD: usize = 3 + 16;
+    let (slots, mine) = (rank.parameters.slots(), told.indices.iter().collect::<HashSet<_>>());
+    let named: HashSet<_> = told.named.iter().collect();
+    let passes = told.passes.min(100) as u8;
+    // The most passes, and from 255 down the fewest of those that made some.
+    let fewest = if passes == 0 { 0 } else { u8::MAX - passes };
+    let mut flags = vec![u8::from(told.phase == Phase::Backward), passes, fewest];
+    // The most and the fewest of each byte: the same where all who say something say the same.
+    flags.extend(told.edits.map_or([0; 8], u64::to_le_bytes));
+    flags.extend(told.edits.map_or([0; 8], |edits| (!edits).to_le_bytes()));
+    let bits = |slot: &Arc<Slot<B>>| u8::from(mine.contains(&slot.index)) | u8::from(named.contains(&slot.index)) << 1;
+    flags.extend(slots.iter().map(|slot| bits(slot) & 1));
+    flags.extend(slots.iter().map(|slot| bits(slot) >> 1));
     let union = comm.all_reduce(Buffer::U8(flags), ReduceOp::Max)?.into_u8();
-    let mut plan: Vec<_> =
-        slots.into_iter().zip(&union[1..]).filter_map(|(slot, &any)| (any == 1).then_some(slot)).collect();
+    if union[1] > 0 && union[1] != u8::MAX - union[2] {
+        return Err(uneven(comm, rank, told));
+    }
+    let [most, fewest] = [&union[3..11], &union[11..HEAD]];
+    if fewest.iter().any(|byte| *byte > 0) && most.iter().zip(fewest).any(|(most, fewest)| *most != !fewest) {
+        return Err(unlike(comm, rank, told));
+    }
+    let has = |place: usize| slots.iter().zip(&union[HEAD + place * slots.len()..]).filter(|(_, any)| **any == 1);
+    let mut plan: Vec<_> = has(0).map(|(slot, _)| slot).collect();
     plan.sort_by_key(|slot| Reverse((slot.place.load(Ordering::Relaxed), slot.index)));
-    Ok((plan.into_iter().map(|slot| slot.index).collect(), union[0] == 1))
+    Ok(Agreed {
+        plan: plan.into_iter().map(|slot| slot.index).collect(),
+        in_backward: union[0] == 1,
+        named: has(1).map(|(slot, _)| slot.index).collect(),
+    })
+}
+
+/// The error of ranks whose parameters have become ordinary tensors that differ; on every rank.
+fn unlike<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> CommError {
+    let bytes = told.edits.unwrap_or(0).to_le_bytes().to_vec();
+    let all = match comm.all_gather_bytes(bytes.clone()) {
+        Ok(all) => all,
+        Err(error) => return error,
+    };
+    let other = all.iter().position(|rank| *rank != bytes).unwrap_or(0);
+    CommError::Mismatch {
+        at: Called::new(comm.label(), 0, rank.place.rank, "an update of a module of which a parameter has become an ordinary tensor"),
+        other_rank: rank.window.in_run(other),
+        other_op: "one of a module with other values there (call zero_burn::module::collect_grads on all gradients before an optimizer's step, \
+                   change parameters alike on all ranks, and call zero_burn::module::prepare on a model whose parameters were \
+                   replaced; LBFGS replaces them in each step, and cannot be used on several ranks)"
+            .into(),
+    }
+}
+
+/// The error of ranks that made unequally many backward passes; on every rank.
+fn uneven<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> CommError {
+    let mine = [told.passes as f64, f64::from(u8::from(told.phase == Phase::Backward))];
+    let all = match comm.all_gather_values(&mine) {
+        Ok(all) => all,
+        Err(error) => return error,
+    };
+    let does = |passes: f64, is_backward: bool| match is_backward {
+        true => format!("backward pass {passes} of its step"),
+        false => format!("the end of a step after {passes} backward pass(es)"),
+    };
+    let other = all.iter().position(|rank| rank[0] != mine[0] && rank[0] > 0.0).unwrap_or(0);
+    CommError::Mismatch {
+        at: Called::new(comm.label(), 0, rank.place.rank, does(mine[0], mine[1] == 1.0)),
+        other_rank: rank.window.in_run(other),
+        other_op: format!(
+            "{}: all ranks must make the same backward passes through prepared parameters in a step and leave out the same steps; \
+             differentiate a copy (model.clone().no_grad()) where one rank looks at gradients alone",
+            does(all[other][0], all[other][1] == 1.0)
+        ),
+    }
 }
 
 impl<B: Backend> Pass<B> {
@@ -510,7 +597,8 @@ impl<B: Backend> Pass<B> {
             self.lay_out(index, contribution)?;
         }
         self.lanes.finish()?;
-        Ok(Outcome { foreign: std::mem::take(&mut self.foreign), in_backward: self.in_backward })
+        let named = std::mem::take(&mut self.named);
+        Ok(Outcome { foreign: std::mem::take(&mut self.foreign), in_backward: self.in_backward, named })
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {

@@ -220,9 +220,29 @@ fn seeding_reseeds_parameters() {
     assert_ne!(born(1, Some(9)), born(1, None));
 }
 
+/// Prepares a module: what is drawn before is of a module, and alike on all ranks.
+fn trains(device: &Device) {
+    let module: Linear<Ad> = LinearConfig::new(2, 2).init(device);
+    drop(prepare::<Ad, _>(module, device));
+}
+
+/// Fixed random tensors that modules are made of.
+#[test]
+fn draws_are_alike_on_all_ranks_until_a_module_is_prepared() {
+    let drawn = ranks(3, config(Stage::Parameters, 1), |device| {
+        let draw = || bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data());
+        let before = [draw(), draw()];
+        trains(&device);
+        (before, draw())
+    });
+    assert!(drawn.iter().all(|(before, _)| *before == drawn[0].0 && before[0] != before[1]));
+    assert!(drawn[0].1 != drawn[1].1 && drawn[1].1 != drawn[2].1);
+}
+
 #[test]
 fn seeding_reseeds_draws() {
     for rank in ranks(2, config(Stage::Parameters, 1), |device| {
+        trains(&device);
         let draw = || bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data());
         let [a, b, c, d, e] = [Some(4), None, Some(4), None, Some(5)].map(|seed| {
             if let Some(seed) = seed {
@@ -390,6 +410,7 @@ fn tensor_parameters_get_the_first_ranks_values() {
 fn dropout_differs_between_ranks_and_calls_and_repeats_between_runs() {
     let masks = |world, stage, seed| {
         ranks(world, config(stage, seed), |device| {
+            trains(&device);
             let dropout: Dropout = DropoutConfig::new(0.4).init();
             [(); 3].map(|()| bits(&dropout.forward(Tensor::<Ad, 2>::ones([8, 32], &device)).into_data()))
         })
@@ -417,6 +438,7 @@ fn dropout_differs_between_ranks_and_calls_and_repeats_between_runs() {
 fn other_threads_draw_for_their_rank() {
     let drawn = |seed| {
         ranks(2, config(Stage::Parameters, seed), |device| {
+            trains(&device);
             let draw = |device: &Device| {
                 let drawn = Tensor::<Ad, 1>::random([64], Distribution::Default, device);
                 bits(&drawn.into_data())
@@ -436,7 +458,10 @@ fn other_threads_draw_for_their_rank() {
 }
 
 fn drawn_by_a_rank_alone(seed: u64) -> Vec<u32> {
-    let own = |device: Device| bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data());
+    let own = |device: Device| {
+        trains(&device);
+        bits(&Tensor::<Ad, 1>::random([64], Distribution::Default, &device).into_data())
+    };
     ranks(2, config(Stage::Parameters, seed), own).remove(0)
 }
 

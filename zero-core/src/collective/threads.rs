@@ -331,7 +331,11 @@ where
                 }
                 outcome
             };
-            match std::thread::Builder::new().name(format!("rank-{rank}")).spawn_scoped(scope, rank_body) {
+            match std::thread::Builder::new()
+                .name(format!("rank-{rank}"))
+                .stack_size(stack_bytes())
+                .spawn_scoped(scope, rank_body)
+            {
                 Ok(handle) => handles.push(handle),
                 Err(source) => {
                     run.fail(rank, "its thread could not be started");
@@ -353,6 +357,16 @@ where
         return Err(LaunchError::Rank { rank, world, failure });
     }
     Ok(outcomes.into_iter().map(|outcome| outcome.expect("a run in which a rank failed has failed")).collect())
+}
+
+/// The stack of a thread that runs a rank's program, in bytes: as much as a program's first thread has (`ulimit -s`), at least 16 MiB, or
+/// what `RUST_MIN_STACK` says. What worked before a launch then works inside of it.
+pub fn stack_bytes() -> usize {
+    const LEAST: u64 = 16 << 20;
+    const MOST: u64 = 1 << 30;
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current.unwrap_or(LEAST);
+    let asked = std::env::var("RUST_MIN_STACK").ok().and_then(|bytes| bytes.parse::<u64>().ok());
+    asked.unwrap_or(0).max(limit.clamp(LEAST, MOST)) as usize
 }
 
 /// A group of one rank, outside of any run: its collectives return at once.

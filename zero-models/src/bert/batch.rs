@@ -71,12 +71,16 @@ pub struct BertPredictions<B: Backend> {
 }
 
 impl<B: Backend> BertPredictions<B> {
-    /// The loss of pre-training, `[1]`: the mean cross-entropy in nats over the labelled tokens, plus that of the next-sentence
-    /// predictions, as Hugging Face's `BertForPreTraining`.
+    /// The loss of pre-training, `[1]`: the sum of [`losses`](Self::losses), as Hugging Face's `BertForPreTraining`.
     pub fn loss(self) -> Tensor<B, 1> {
+        self.losses().sum()
+    }
+
+    /// The mean cross-entropies in nats over the labelled tokens and over the next-sentence predictions, `[2]`.
+    pub fn losses(self) -> Tensor<B, 1> {
         let predicted = cross_entropy_with_ignored(self.token_logits_mv, self.labels_m);
         let related = cross_entropy_with_ignored(self.relation_logits_b2, self.next_sentence_labels_b);
-        predicted + related
+        Tensor::cat(vec![predicted, related], 0)
     }
 
     /// The parts of labelled tokens and of next-sentence predictions that are right, `[2]`; 0 where nothing is labelled.

@@ -40,11 +40,12 @@ fn main() -> ExitCode {
             let model = Bert::new(config, device)?;
             shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
         },
-        |task, model: &Bert, rows, device| Ok(model.loss(batch(task, rows, device)?)),
+        |task, model: &Bert, rows, device| Ok(model.losses(batch(task, rows, device)?)),
     )
     .evaluated_by(|task, model, rows, device| {
-        let [loss, tokens, pairs] = model.measure(batch(task, rows, device)?);
-        Ok(vec![("loss", loss), ("masked_accuracy", tokens), ("next_sentence_accuracy", pairs)])
+        let [predicted, related, tokens, pairs] = model.measure(batch(task, rows, device)?);
+        let losses = [("loss", predicted), ("loss", related)];
+        Ok([&losses[..], &[("masked_accuracy", tokens), ("next_sentence_accuracy", pairs)]].concat())
     });
     let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);
     trainer.main_with(|_| BertTask::new(&options, &program))

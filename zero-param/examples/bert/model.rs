@@ -118,22 +118,18 @@ impl Bert {
         })
     }
 
-    /// The mean cross-entropy in nats over the labelled tokens, plus that of whether segments follow one another.
-    pub fn loss(&self, batch: Batch) -> Tensor<1> {
-        self.predict(batch)
-            .into_iter()
-            .map(|(logits, labels)| cross_entropy(logits, labels))
-            .reduce(|a, b| a + b)
-            .expect("two")
+    /// The mean cross-entropies in nats over the labelled tokens and of whether segments follow one another, `[2]`.
+    pub fn losses(&self, batch: Batch) -> Tensor<1> {
+        Tensor::cat(self.predict(batch).map(|(logits, labels)| cross_entropy(logits, labels)).to_vec(), 0)
     }
 
-    /// The loss, and the parts of the labelled tokens and of the pairs of segments that are predicted right.
-    pub fn measure(&self, batch: Batch) -> [f64; 3] {
+    /// The losses, and the parts of the labelled tokens and of the pairs of segments that are predicted right.
+    pub fn measure(&self, batch: Batch) -> [f64; 4] {
         let [tokens, pairs] = self.predict(batch);
         let rights =
             [&tokens, &pairs].map(|(logits, labels)| accuracy(logits.clone(), labels.clone()).into_scalar::<f64>());
         let loss = [tokens, pairs].map(|(logits, labels)| cross_entropy(logits, labels).into_scalar::<f64>());
-        [loss[0] + loss[1], rights[0], rights[1]]
+        [loss[0], loss[1], rights[0], rights[1]]
     }
 
     /// Logits in fp32, `[m, v]` of tokens and `[b, 2]` of whether segments follow one another, each with its labels.

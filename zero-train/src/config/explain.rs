@@ -33,7 +33,16 @@ impl ZeroPlan {
                 count(self.world, "rank"),
                 count(self.batch.global, "row"),
             ),
-            format!("Precision: {}.", precision(self.precision)),
+            format!(
+                "Precision: {}{}.",
+                precision(self.precision),
+                match self.gradient_dtype() {
+                    Some(dtype) if self.batch.accumulation > 1 => {
+                        format!("; gradients of micro-batches are added in {}", float_name(dtype))
+                    }
+                    _ => String::new(),
+                }
+            ),
             format!(
                 "Optimizer: {}{}.",
                 self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe),
@@ -167,16 +176,20 @@ fn describe_schedule(schedule: &Schedule) -> String {
         }
         Schedule::WarmupDecayLr { min_lr, max_lr, warmup_steps, kind, total_steps } => {
             let warmup = warmup(*warmup_steps, *kind);
-            format!("{min_lr} to {max_lr} {warmup}, then linearly to 0 at step {total_steps}")
+            format!("{min_lr} to {max_lr} {warmup}, then linearly to {min_lr} at step {total_steps}")
         }
         Schedule::WarmupCosineLr { total_steps, warmup_min_ratio, warmup_steps, cos_min_ratio, kind, .. } => format!(
             "{warmup_min_ratio} to 1 times the optimizer's {}, then along a cosine to {cos_min_ratio} times at step \
             {total_steps}",
             warmup(*warmup_steps, *kind)
         ),
-        Schedule::Decay { lr, warmup_steps, total_steps, cosine } => {
+        Schedule::Warmup { lr, warmup_steps } => {
+            format!("0 to {lr} in {}, then constant", count(*warmup_steps, "step"))
+        }
+        Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped } => {
+            let (warmup_steps, total_steps) = (warmup_steps - skipped, total_steps - skipped);
             let along = if *cosine { "along a cosine" } else { "linearly" };
-            format!("0 to {lr} in {}, then {along} to 0 at step {total_steps}", count(*warmup_steps, "step"))
+            format!("0 to {lr} in {}, then {along} to 0 at step {total_steps}", count(warmup_steps, "step"))
         }
         Schedule::OneCycle(OneCycle {
             cycle_min_lr,

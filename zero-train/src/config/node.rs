@@ -63,7 +63,15 @@ impl Node {
             return Err("the file is empty".to_owned());
         }
         match format {
-            Format::Json => serde_json::from_str(text).map_err(|error| error.to_string()),
+            Format::Json => serde_json::from_str(text).map_err(|error| {
+                let line = text.lines().nth(error.line().saturating_sub(1)).unwrap_or_default();
+                let there = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
+                // As Python's json writes them.
+                match ["Infinity", "NaN"].into_iter().find(|word| there.starts_with(word)) {
+                    Some(word) => format!("{error}: {word} is no number of JSON, give a finite one"),
+                    None => error.to_string(),
+                }
+            }),
             Format::Yaml => {
                 // YAML 1.2 booleans: `no` stays the word, as Accelerate's keys mean it.
                 let options = serde_saphyr::options! {

@@ -71,7 +71,7 @@ pub struct ZeroPlan {
     pub quantized_weights: Option<Format>,
     /// The same of frozen ones; `None` as the others.
     pub quantized_nontrainable_weights: Option<Format>,
-    /// The type gradients of micro-batches are added up in; `None` is their own.
+    /// The type gradients of micro-batches are added up in; `None` is fp32 over several micro-batches and otherwise their own.
     pub grad_accum_dtype: Option<Float>,
     /// Whether the optimizer keeps its moments in bf16. It changes what is trained.
     pub bf16_optimizer_states: bool,
@@ -131,7 +131,7 @@ impl ZeroPlan {
                 Precision::Bf16 { .. } => Float::Bf16,
                 Precision::Fp16 { .. } => Float::F16,
             },
-            gradient_dtype: self.grad_accum_dtype,
+            gradient_dtype: self.gradient_dtype(),
             bf16_optimizer_states: self.bf16_optimizer_states,
             communication_dtype: self.communication_data_type,
             overlap_comm: self.overlap_comm.unwrap_or(true),
@@ -141,6 +141,13 @@ impl ZeroPlan {
                 false => self.gradient_predivide_factor as f32,
             },
         }
+    }
+
+    /// The type that reduced gradients are kept and added up in, if that is not the parameters': fp32 over several micro-batches
+    /// unless `data_types.grad_accum_dtype` is given, as small addends are lost in sums of 16 bit.
+    pub fn gradient_dtype(&self) -> Option<Float> {
+        let sums_in_16 = self.precision != Precision::Fp32 && self.batch.accumulation > 1;
+        self.grad_accum_dtype.or_else(|| sums_in_16.then_some(Float::F32))
     }
 
     /// The folder of the disk that something is offloaded to, if something is.
@@ -194,7 +201,7 @@ impl ZeroPlan {
     /// [`EngineError::LossScale`] for a loss scale that cannot be used; a plan from a file or the builder has none.
     pub fn engine_config(&self) -> Result<EngineConfig, EngineError> {
         let (loss_scale, skip_overflow) = match self.precision {
-            Precision::Fp32 => (None, false),
+            Precision::Fp32 => (None, true),
             Precision::Bf16 { check_grad_overflow } => (None, check_grad_overflow),
             Precision::Fp16 { loss_scale: LossScale::Static(scale) } => (Some(LossScaler::fixed(scale)?), true),
             Precision::Fp16 { loss_scale: LossScale::Dynamic(settings) } => {

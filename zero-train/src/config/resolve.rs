@@ -98,8 +98,10 @@ impl Config {
             bf16_optimizer_states: top.section("bf16").get("bf16_optimizer_states"),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
-            offload_optimizer: offload(&zero.section("offload_optimizer"), false),
-            offload_param: offload(&zero.section("offload_param"), true),
+            // Where it has no effect there is a warning.
+            offload_optimizer: offload(&zero.section("offload_optimizer"), false)
+                .filter(|_| self.stage.shards_optimizer()),
+            offload_param: offload(&zero.section("offload_param"), true).filter(|_| self.stage.shards_parameters()),
             offload_activations: offload_activations(&activations),
             sub_group_size: zero.get("sub_group_size"),
             aio: aio(&top.section("aio")),
@@ -117,7 +119,17 @@ impl Config {
             save_16bit_model: zero.get("stage3_gather_16bit_weights_on_model_save"),
             warnings: Vec::new(),
         };
-        (plan, findings.into_inner())
+        let mut findings = findings.into_inner();
+        if findings.problems.is_empty() {
+            // What ranks would say of it when they start.
+            if let Err(error) = plan.zero_config(0).validate(world) {
+                findings.problem("zero_optimization", ProblemKind::Conflict(error.to_string()));
+            }
+            if let Err(error) = plan.engine_config() {
+                findings.problem("fp16", ProblemKind::Conflict(error.to_string()));
+            }
+        }
+        (plan, findings)
     }
 
     /// The folder of the disk that the file offloads to, if it does; a program measures its room before it plans.

@@ -15,13 +15,20 @@ pub(super) fn read(
     let base_lr = optimizer.map(|optimizer| optimizer.lr);
     let mut known: Vec<(&str, Node)> = vec![("base_lr", base_lr.unwrap_or(OptimizerPlan::DEFAULT.lr).into())];
     let is_auto = params.is_auto("warmup_max_lr");
-    if is_auto || name == "WarmupLR" && params.absent("warmup_max_lr") {
+    let has_top = ["WarmupLR", "WarmupDecayLR"].contains(&name);
+    if is_auto || has_top && params.absent("warmup_max_lr") {
         let max_lr = base_lr.or(learning_rate).unwrap_or_else(|| {
-            if !is_auto {
+            if !is_auto && name == "WarmupLR" {
                 params.missing("warmup_max_lr", "without an optimizer in the file there is no learning rate to take");
             }
             params.get("warmup_max_lr")
         });
+        if !is_auto && name == "WarmupDecayLR" && max_lr != params.get::<f64>("warmup_max_lr") {
+            params.warn(
+                "warmup_max_lr",
+                &format!("is not given: the optimizer's lr, {max_lr}, is taken (DeepSpeed takes 0.001)"),
+            );
+        }
         if is_auto {
             params.filled("warmup_max_lr", "the optimizer's lr", Some(max_lr.into()));
         }
@@ -58,7 +65,12 @@ pub(super) fn read(
         }
         values.set("total_num_steps", total.into());
     }
-    let mut schedule = Node::map([("type", name.into()), ("params", values)]).to()?;
+    let mut schedule: Schedule = Node::map([("type", name.into()), ("params", values)]).to()?;
+    if let Some(lr) = base_lr.filter(|lr| *lr != schedule.top_lr()) {
+        let told =
+            format!("the optimizer's lr, {lr}, has no effect: this schedule's highest rate is {}", schedule.top_lr());
+        top.warn("scheduler", &told);
+    }
     if let Schedule::OneCycle(cycle) = &mut schedule
         && !params.get::<bool>("cycle_momentum")
     {

@@ -135,6 +135,11 @@ impl LabelledTexts {
         })
     }
 
+    /// Tokens of some rows, together.
+    pub fn tokens(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|&row| self.rows[row].ids.len()).sum()
+    }
+
     /// A batch of rows, filled up to the longest.
     pub fn batch(&self, rows: &[usize]) -> LabelledBatch {
         let width = rows.iter().map(|&row| self.rows[row].ids.len()).max().unwrap_or(0);

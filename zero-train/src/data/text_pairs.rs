@@ -150,6 +150,16 @@ impl TextPairs {
         self.rows[row].source.iter().map(|&id| id as u32).collect()
     }
 
+    /// Tokens of some rows' texts to be read, together.
+    pub fn source_tokens(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|&row| self.rows[row].source.len()).sum()
+    }
+
+    /// Tokens of some rows' texts to be made, together.
+    pub fn target_tokens(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|&row| self.rows[row].target.len()).sum()
+    }
+
     /// Of some rows, to tell data from other data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
         self.rows[rows].iter().fold(0, |sum, Row { source, target, .. }| {

@@ -28,7 +28,7 @@ use zero_core::checkpoint::{
 use zero_core::config;
 
 use super::state::MASTER;
-use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
+use super::{EngineError, EngineOptimizer, Result, ZeroEngine, not_of_floats};
 use crate::loss_scale::LossScaler;
 
 /// The version of [`EngineState`] that is written, and the newest that is read.
@@ -200,7 +200,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             self.steps = state.steps;
             self.skipped = state.skipped;
             if let (Some(own), Some(saved)) = (&mut self.config.loss_scale, state.loss_scaler) {
-                *own = saved;
+                own.resume(&saved);
             }
         }
         Ok(extra)
@@ -218,10 +218,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let fused = self.saved_optimizer()?;
         let (parameters, others) = pieces::pieces::<A, M>(self.model());
         if let Some(path) = others.first() {
-            return Err(EngineError::CannotSave(format!(
-                "parameter {path:?} is not of a float type: expected floats, which are cut over the ranks; save the record \
-                 of the model with one of Burn's recorders"
-            )));
+            return Err(not_of_floats(path));
         }
         let (mut specs, mut sources) = (Vec::new(), Vec::new());
         let left_out = |piece: &ParamPiece<A::Base>| self.config.exclude_frozen_parameters && piece.is_frozen();

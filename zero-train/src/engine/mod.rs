@@ -44,7 +44,7 @@ pub use checkpoint::Parts;
 pub use optimizer::EngineOptimizer;
 use zero_burn::gathered::parameters;
 use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, mark, prepare};
-use zero_burn::pieces::{Parked, held_range, reserve_on_disk};
+use zero_burn::pieces::{Parked, held_range, pieces, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
 use zero_core::config::{Float, Tier};
@@ -124,8 +124,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if let Some(clipping) = config.clipping.filter(|clipping| !(*clipping > 0.0 && clipping.is_finite())) {
             return Err(setting("clipping", clipping, "expected a norm above 0, or none for no clipping"));
         }
-        if config.error_if_nonfinite && (config.skip_overflow || config.loss_scale.is_some()) {
-            let expected = "a loss scale, or skip_overflow, skips such updates: choose one of the two";
+        if config.error_if_nonfinite && config.loss_scale.is_some() {
+            let expected = "a loss scale skips such updates: choose one of the two";
             return Err(setting("error_if_nonfinite", true, expected));
         }
         if let Err(error) = config.schedule.validate()
@@ -161,6 +161,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             return Err(EngineError::Ranks(difference));
         }
         let model = prepare::<A, M>(model, device);
+        if let Some(path) = pieces::<A, M>(&model).1.first() {
+            return Err(not_of_floats(path));
+        }
         if settings.offload.optimizer == Tier::Disk {
             // Parameters have their place already. All of the rest before the first step: states, masters, gradients.
             let gradient = settings.gradient_dtype.unwrap_or(settings.param_dtype).size();
@@ -371,8 +374,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.update()
     }
 
-    /// Updates with the micro-batches so far, fewer than the configuration says (the end of an epoch). Gradients are of
-    /// the sum over them, divided by the configured number. Every rank calls it.
+    /// Updates with the micro-batches so far, fewer than the configuration says (the end of an epoch). The gradient is that of
+    /// their mean. Every rank calls it.
     ///
     /// # Errors
     ///
@@ -394,6 +397,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub fn into_parts(self) -> (M, O) {
         (self.model.expect("the module is absent only inside of step"), self.optimizer)
     }
+}
+
+/// The error of a parameter that a checkpoint cannot hold.
+fn not_of_floats(path: &str) -> EngineError {
+    EngineError::CannotSave(format!(
+        "parameter {path:?} is not of a float type: expected floats, which are cut over the ranks; keep it as floats, or train in a loop \
+         of your own and save the model's record with one of Burn's recorders"
+    ))
 }
 
 fn setting(key: &'static str, got: impl ToString, expected: &str) -> EngineError {

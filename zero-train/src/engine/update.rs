@@ -33,6 +33,8 @@ type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::Inner
 struct Begun {
     lr: f64,
     loss_scale: f64,
+    /// What the sum of its gradients is to be divided by: the loss scale, and less where it has fewer micro-batches than others.
+    divisor: f64,
 }
 
 /// An update that a device has been given, and whose norm and losses are on their way.
@@ -65,10 +67,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         let _span = tracing::trace_span!("update").entered();
         let begin = Instant::now();
-        self.micro_batches = 0;
+        // Each micro-batch's loss was divided by the number that an update has by the configuration.
+        let part = std::mem::take(&mut self.micro_batches) as f64 / self.config.accumulation as f64;
         let grads = self.accumulator.grads();
         let model = self.model.take().expect("the module is absent only inside of step");
-        let begun = Begun { lr: self.lr(), loss_scale: self.loss_scale() };
+        let loss_scale = self.loss_scale();
+        let begun = Begun { lr: self.lr(), loss_scale, divisor: loss_scale * part };
         if let (Some(momentum), Some(fused)) = (self.config.schedule.momentum(self.steps), self.optimizer.fused_mut()) {
             set_momentum(fused, momentum);
         }
@@ -100,7 +104,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let fused = self.optimizer.fused_mut().expect("a fused optimizer has left it to the device");
         let Told { norm, is_made, others } = fused.told(late);
         self.last_losses = Losses::Read(others);
-        let step = self.ended(begun, norm / begun.loss_scale, is_made);
+        let step = self.ended(begun, norm / begun.divisor, is_made);
         self.times.step += begin.elapsed();
         step
     }
@@ -114,7 +118,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// Ends an update once its norm is known.
-    fn ended(&mut self, Begun { lr, loss_scale }: Begun, grad_norm: f64, is_made: bool) -> Result<Step> {
+    fn ended(&mut self, Begun { lr, loss_scale, .. }: Begun, grad_norm: f64, is_made: bool) -> Result<Step> {
         self.steps += usize::from(is_made);
         // The same on every rank: the norm is.
         if let Some(scaler) = &mut self.config.loss_scale {
@@ -141,7 +145,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// An update whose norm a device makes; or the arguments.
     fn leave_to_device(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<(), Parts<A, M>> {
-        let clip = Clip { most: self.config.clipping, loss_scale: begun.loss_scale, skips: self.skips() };
+        let clip = Clip { most: self.config.clipping, loss_scale: begun.divisor, skips: self.skips() };
         // Which gradient is not finite can be told as long as there is one.
         let fused = if self.config.error_if_nonfinite { None } else { self.optimizer.fused_mut() };
         let Some(fused) = fused else { return Err((model, grads, losses)) };
@@ -158,7 +162,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// An update whose norm is known before it.
     fn update_knowing(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<Step> {
-        let norm = grad_norm::<A, M>(&grads, &model) / begun.loss_scale;
+        let norm = grad_norm::<A, M>(&grads, &model) / begun.divisor;
         let overflow = !norm.is_finite();
         if overflow && self.config.error_if_nonfinite {
             let parameter = first_nonfinite::<A, M>(&grads, &model).map(|meta| meta.path);
@@ -171,7 +175,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             return self.ended(begun, norm, false);
         }
         let clip_factor = self.config.clipping.map_or(1.0, |most| clip_factor(most, norm));
-        let scale = (clip_factor / begun.loss_scale) as f32;
+        let scale = (clip_factor / begun.divisor) as f32;
         let model = self.optimizer.step_scaled(begun.lr, scale, model, grads);
         self.replace(model);
         self.ended(begun, norm, true)

@@ -9,6 +9,7 @@ use burn::tensor::{Int, Tensor};
 use serde_json::{Value, json};
 #[cfg(feature = "burn")]
 use zero_models::bert::weights;
+use zero_models::loss::IGNORED_LABEL;
 #[cfg(feature = "burn")]
 use zero_models::{Bert, BertBatch, BertPredictions};
 use zero_models::{BertConfig, BertHead, ModelConfig};
@@ -16,12 +17,12 @@ use zero_models::{BertConfig, BertHead, ModelConfig};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program};
+use super::{Options, Program, recipes};
 use crate::data::{Cutting, Masking, PairBatch, SentencePairs, Source, Tokenizer};
 use crate::error::{Result, wrong};
-use crate::trainer::{Activations, Profile, Rows, Task};
+use crate::trainer::{Activations, Profile, Recipe, Rows, Task};
 #[cfg(feature = "burn")]
-use crate::trainer::{FusedBackend, Measured, scalar};
+use crate::trainer::{FusedBackend, Measured};
 
 /// Tokens of a vocabulary that is learned from a program's own text.
 const LEARNED: usize = 8192;
@@ -123,19 +124,34 @@ impl Task for BertTask {
 
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
-        Ok(self.predict(model, rows, device)?.loss())
+        Ok(self.predict(model, rows, device)?.losses())
+    }
+
+    /// Masked tokens and rows, of the two losses and of the two accuracies.
+    fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
+        let labels = self.batch(rows)?.0.labels;
+        let masked = labels.iter().filter(|label| **label != IGNORED_LABEL).count() as f64;
+        let rows = rows.len() as f64;
+        Ok(vec![masked, rows, masked, rows])
     }
 
     #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let predicted = self.predict(model, rows, device)?;
         let right: Vec<f64> = predicted.clone().accuracies().into_data().iter().collect();
-        let loss = scalar(predicted.loss());
-        Ok(vec![("loss", loss), ("masked_accuracy", right[0]), ("next_sentence_accuracy", right[1])])
+        let losses: Vec<f64> = predicted.losses().into_data().iter().collect();
+        let [losses, right] = [losses, right].map(|pair| <[f64; 2]>::try_from(pair).expect("of tokens and of rows"));
+        let accuracies = [("masked_accuracy", right[0]), ("next_sentence_accuracy", right[1])];
+        Ok(losses.map(|loss| ("loss", loss)).into_iter().chain(accuracies).collect())
     }
 
     fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
         Ok(Some(self.pairs.checksum(rows)?))
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        let is_fresh = BertConfig::PRESETS.contains(&&*self.name) && self.start.weights().is_none();
+        is_fresh.then(recipes::bert)
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {

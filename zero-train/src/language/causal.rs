@@ -6,17 +6,17 @@ use std::path::Path;
 #[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::Value;
-use zero_models::CausalFamily;
 #[cfg(feature = "burn")]
 use zero_models::generate::{Sampling, alone};
+use zero_models::{CausalFamily, ModelConfig};
 
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program};
+use super::{Options, Program, recipes};
 use crate::data::{DEFAULT_SEQ, TokenRows};
 use crate::error::{Result, TrainError, wrong};
-use crate::trainer::{Activations, Profile, Setup, Task};
+use crate::trainer::{Activations, Profile, Recipe, Setup, Task};
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Rows};
 
@@ -168,6 +168,18 @@ impl<C: CausalFamily> Task for CausalTask<C> {
 
     fn settings(&self) -> Value {
         self.start.settings()
+    }
+
+    fn recipe(&self) -> Option<Recipe> {
+        if !C::PRESETS.contains(&&*self.name) || self.start.weights().is_some() {
+            return None;
+        }
+        let model: ModelConfig = self.config.clone().into();
+        let parameters = model.parameters().iter().map(zero_models::ModelParam::numel).sum();
+        Some(match model {
+            ModelConfig::Llama(_) => recipes::llama(parameters),
+            _ => recipes::gpt2(parameters),
+        })
     }
 
     fn notice(&self) -> Option<String> {

@@ -99,6 +99,10 @@ impl Task for ClassesTask {
         Ok(cross_entropy_with_ignored(logits, Tensor::from_ints(&*batch.classes, device)))
     }
 
+    fn tokens(&self, rows: &[usize]) -> Option<usize> {
+        Some(self.texts.tokens(rows))
+    }
+
     /// The loss, and by class the parts of rows that are of it and were told so, that were told so, and that are of it.
     fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let (logits, batch) = self.classify(model, rows, device);

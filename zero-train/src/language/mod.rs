@@ -29,6 +29,7 @@ mod bert;
 mod causal;
 #[cfg(feature = "burn")]
 mod classes;
+mod recipes;
 #[cfg(feature = "burn")]
 mod seq2seq;
 mod start;

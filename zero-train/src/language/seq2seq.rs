@@ -85,6 +85,15 @@ impl Task for Seq2SeqTask {
         Ok(self.loss_of(model, rows, device))
     }
 
+    /// Tokens of the texts that are to be made, of the loss.
+    fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
+        Ok(vec![self.texts.target_tokens(rows) as f64])
+    }
+
+    fn tokens(&self, rows: &[usize]) -> Option<usize> {
+        Some(self.texts.source_tokens(rows) + self.texts.target_tokens(rows))
+    }
+
     /// The loss, and the part of the rows of which the model makes the very text that is wanted.
     fn evaluate<B: FusedBackend>(&self, model: &Bart<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let loss = scalar(self.loss_of(model, rows, device));

@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::iter::once;
 use std::path::{Path, PathBuf};
 
-use super::{MonitorError, Result, io_error};
+use super::{MonitorError, Result, append, io_error};
 
 /// Appends rows to one CSV file.
 #[derive(Debug)]
@@ -95,7 +95,7 @@ impl CsvMonitor {
             cells[at] = format!("{value:?}");
         }
         let row = once(step.to_string()).chain(cells).collect::<Vec<_>>().join(",") + "\n";
-        self.file.write_all(row.as_bytes()).map_err(io_error("write", &self.path))
+        append(&mut self.file, row.as_bytes(), &self.path)
     }
 
     /// The file.

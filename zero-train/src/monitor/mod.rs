@@ -11,7 +11,8 @@ mod peak;
 mod report;
 mod tensorboard;
 
-use std::io;
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
 pub use csv::CsvMonitor;
@@ -80,6 +81,16 @@ pub enum MonitorError {
         /// What went wrong.
         problem: String,
     },
+}
+
+/// Appends all of `bytes` to a file, or nothing: what comes after an error stays readable.
+pub(crate) fn append(file: &mut File, bytes: &[u8], path: &Path) -> Result<()> {
+    let end = file.seek(SeekFrom::End(0)).map_err(io_error("write", path))?;
+    file.write_all(bytes).map_err(|error| {
+        // Of no use to a file that can be written no more.
+        let _ = file.set_len(end);
+        io_error("write", path)(error)
+    })
 }
 
 /// Names the action and the path of a failed operation.

@@ -21,12 +21,12 @@
 //! | | `simple_value` | 2 | 32 bits |
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{ErrorKind, Write};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use super::{Result, io_error};
+use super::{Result, append, io_error};
 
 /// The protobuf wire types used here.
 #[derive(Clone, Copy)]
@@ -77,7 +77,7 @@ impl TensorBoardMonitor {
     }
 
     fn append(&mut self, payload: &[u8]) -> Result<()> {
-        self.file.write_all(&framed(payload)).map_err(io_error("write", &self.path))
+        append(&mut self.file, &framed(payload), &self.path)
     }
 }
 

@@ -112,6 +112,13 @@ pub enum Schedule {
         #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
+    /// From 0 to `lr` along a line, then flat: transformers' `constant_with_warmup`. Not DeepSpeed's.
+    Warmup {
+        /// Rate at the end of the warm-up and from there on.
+        lr: f64,
+        /// Length of the warm-up in updates.
+        warmup_steps: usize,
+    },
     /// From 0 to `lr` along a line, then to 0 at `total_steps`: transformers' schedules `linear` and `cosine`
     /// (<https://github.com/huggingface/transformers/blob/main/src/transformers/optimization.py>). Not DeepSpeed's.
     Decay {
@@ -123,6 +130,8 @@ pub enum Schedule {
         total_steps: usize,
         /// Along half a cosine, or along a line.
         cosine: bool,
+        /// Updates at its beginning that are left out: with 1 the first update has a rate, as in nanoGPT.
+        skipped: usize,
     },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
@@ -179,8 +188,13 @@ impl Schedule {
                 base_lr * ratio
             }
             Schedule::OneCycle(ref cycle) => cycle.lr(step),
-            Schedule::Decay { lr, warmup_steps, .. } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
-            Schedule::Decay { lr, warmup_steps, total_steps, cosine } => {
+            Schedule::Warmup { lr, warmup_steps } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
+            Schedule::Warmup { lr, .. } => lr,
+            Schedule::Decay { lr, warmup_steps, skipped, .. } if step + skipped < warmup_steps => {
+                lr * (step + skipped) as f64 / warmup_steps as f64
+            }
+            Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped } => {
+                let step = step + skipped;
                 let progress = (step - warmup_steps) as f64 / total_steps.saturating_sub(warmup_steps).max(1) as f64;
                 let progress = progress.min(1.0);
                 lr * if cosine { 0.5 * (1.0 + (PI * progress).cos()) } else { 1.0 - progress }
@@ -189,6 +203,17 @@ impl Schedule {
                 let intervals = step as f64 / step_size as f64;
                 min_lr * (1.0 + step_rate * if staircase { intervals.floor() } else { intervals })
             }
+        }
+    }
+
+    /// The highest rate, to which the schedule rises and from which it falls; of [`LrRangeTest`](Self::LrRangeTest) the first.
+    pub fn top_lr(&self) -> f64 {
+        match *self {
+            Schedule::Constant(lr) | Schedule::Warmup { lr, .. } | Schedule::Decay { lr, .. } => lr,
+            Schedule::WarmupLr { max_lr, .. } | Schedule::WarmupDecayLr { max_lr, .. } => max_lr,
+            Schedule::WarmupCosineLr { base_lr, .. } => base_lr,
+            Schedule::OneCycle(ref cycle) => cycle.cycle_max_lr,
+            Schedule::LrRangeTest { min_lr, .. } => min_lr,
         }
     }
 
@@ -208,6 +233,7 @@ impl Schedule {
             Schedule::WarmupLr { .. } => "WarmupLR",
             Schedule::WarmupDecayLr { .. } => "WarmupDecayLR",
             Schedule::WarmupCosineLr { .. } => "WarmupCosineLR",
+            Schedule::Warmup { .. } => "Warmup",
             Schedule::Decay { .. } => "Decay",
             Schedule::OneCycle(_) => "OneCycle",
             Schedule::LrRangeTest { .. } => "LRRangeTest",

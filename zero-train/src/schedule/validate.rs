@@ -58,7 +58,9 @@ impl Schedule {
         let mut steps = None;
         let mut values = Vec::new();
         match *self {
-            Schedule::Constant(lr) | Schedule::Decay { lr, .. } => values.push(rate("lr", lr)),
+            Schedule::Constant(lr) | Schedule::Warmup { lr, .. } | Schedule::Decay { lr, .. } => {
+                values.push(rate("lr", lr))
+            }
             Schedule::WarmupLr { min_lr, max_lr, warmup_steps, .. } => {
                 values.extend([rate("warmup_min_lr", min_lr), rate("warmup_max_lr", max_lr)]);
                 values.push(count("warmup_num_steps", warmup_steps));

@@ -25,10 +25,11 @@ pub struct EngineConfig {
     pub schedule: Schedule,
     /// What the loss is multiplied by, for fp16.
     pub loss_scale: Option<LossScaler>,
-    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all. Always so with a loss scale.
+    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all ([`Step::Skipped`]). Always so with a loss
+    /// scale. Default true; where it is false, such an update is made, and rank 0 warns once.
     pub skip_overflow: bool,
-    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is not
-    /// made. PyTorch's `error_if_nonfinite`. Without this and without `skip_overflow` it is made, and rank 0 warns once.
+    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is neither
+    /// made nor skipped. PyTorch's `error_if_nonfinite`.
     pub error_if_nonfinite: bool,
     /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an
     /// adapter alone. DeepSpeed's `exclude_frozen_parameters`.
@@ -36,7 +37,7 @@ pub struct EngineConfig {
 }
 
 impl Default for EngineConfig {
-    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale.
+    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale; updates that are not finite are skipped.
     fn default() -> Self {
         Self {
             accumulation: 1,
@@ -44,7 +45,7 @@ impl Default for EngineConfig {
             clipping: None,
             schedule: Schedule::Constant(1e-3),
             loss_scale: None,
-            skip_overflow: false,
+            skip_overflow: true,
             error_if_nonfinite: false,
             exclude_frozen_parameters: false,
         }

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use burn::backend::Autodiff;
-use burn::tensor::StreamId;
-use burn::tensor::backend::BackendTypes;
+use burn::tensor::backend::{Backend, BackendTypes};
+use burn::tensor::{StreamId, Tensor, TensorData};
 use serde_json::{Map, Value};
 use zero_burn::launch;
 use zero_burn::module::ZeroAutodiff;
@@ -120,9 +120,9 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
         Ok(all_gather_bytes::<I>(bytes))
     }
 
-    fn micro_batch(&mut self, rows: &Rows) -> Result<()> {
-        let loss = self.engine.forward(|model| self.task.loss(model, rows, &self.device))?;
-        self.engine.backward(loss);
+    fn micro_batch(&mut self, rows: &Rows, shares: &[f64]) -> Result<()> {
+        let terms = self.engine.forward(|model| self.task.loss(model, rows, &self.device))?;
+        self.engine.backward(sum_of_terms(terms, shares));
         self.step = self.engine.step_ahead()?;
         Ok(())
     }
@@ -210,6 +210,21 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
     fn peak_flops(&self) -> Option<f64> {
         peak_flops::<I>(self.run, &self.device)
     }
+}
+
+/// The sum `[1]` of a loss's terms, each multiplied by its share.
+fn sum_of_terms<B: Backend>(terms: Tensor<B, 1>, shares: &[f64]) -> Tensor<B, 1> {
+    let [number] = terms.dims();
+    let shares: Vec<f64> = shares.iter().copied().chain(std::iter::repeat(1.0)).take(number).collect();
+    // Where nothing is to be done, nothing is launched.
+    let terms = match shares.iter().all(|&share| share == 1.0) {
+        true => terms,
+        false => {
+            let shares = Tensor::from_data(TensorData::new(shares, [number]), &terms.device());
+            terms * shares
+        }
+    };
+    if number == 1 { terms } else { terms.sum() }
 }
 
 /// The plan's rule, without decay for what is to have none.

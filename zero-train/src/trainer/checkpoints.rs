@@ -115,11 +115,13 @@ impl EpochState {
         Self { number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
     }
 
-    /// Counts a step on `used` of the data's rows.
+    /// Counts a step on `used` of the data's rows; a loss that is not finite is no part of the mean.
     pub(super) fn add(&mut self, loss: f64, used: usize) {
         self.seen += used;
-        self.loss_sum += loss;
-        self.steps += 1;
+        if loss.is_finite() {
+            self.loss_sum += loss;
+            self.steps += 1;
+        }
     }
 
     /// Returns true when all of the data's rows have been seen.
@@ -132,11 +134,12 @@ impl EpochState {
         self.seen + used >= rows
     }
 
-    /// The next pass begins.
+    /// The next pass begins: a step on more rows than there are ends several.
     pub(super) fn end(&mut self, rows: usize, step: usize, eval: Option<Evaluated>) -> EpochMetrics {
         let Self { number, seen, loss_sum, steps } = *self;
-        *self = Self { number: number + 1, seen: seen.saturating_sub(rows), ..Self::first() };
-        EpochMetrics::new(number, step, loss_sum / steps as f64, eval)
+        let passes = (seen / rows).max(1);
+        *self = Self { number: number + passes, seen: seen.saturating_sub(passes * rows), ..Self::first() };
+        EpochMetrics::new(number + passes - 1, step, loss_sum / steps as f64, eval)
     }
 }
 

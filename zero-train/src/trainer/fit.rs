@@ -15,7 +15,7 @@ use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
 use crate::config::{Config, OffloadDevice, ZeroPlan};
 use crate::error::{Result, wrong};
-use crate::memory::{available_bytes, format_bytes};
+use crate::memory::{available_bytes, format_bytes, left_to_others};
 
 /// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,6 +170,8 @@ pub(super) struct Budget {
     /// The host's memory, where the backend has memory of its own.
     host: Option<u64>,
     disk: Option<u64>,
+    /// What of the machine's memory is left to others.
+    left: u64,
     /// The most ranks of a machine, if they are processes; otherwise all.
     pub(super) ranks_here: Option<usize>,
 }
@@ -183,12 +185,29 @@ impl Budget {
             BackendChoice::Cpu => available_bytes(),
             device => device.memory(),
         };
-        let memory = available.into_iter().chain(limit).min();
+        // What is asked for is taken.
+        let left = match (limit, options.backend) {
+            (None, BackendChoice::Cpu) => available.map_or(0, left_to_others),
+            _ => 0,
+        };
+        let memory = available.map(|available| available - left).into_iter().chain(limit).min();
         let host = available_bytes().filter(|_| options.backend != BackendChoice::Cpu);
         // What the fewest have, so that ranks on several machines take the same tier.
         let (memory, host) = (ranks.least(memory)?, ranks.least(host)?);
         let disk = ranks.least(free_disk(nvme_path.as_deref().unwrap_or(options.swap_dir())))?;
-        Ok(Self { memory, host, disk, ranks_here: ranks.most_on_a_machine() })
+        Ok(Self { memory, host, disk, left, ranks_here: ranks.most_on_a_machine() })
+    }
+
+    /// How much memory may be used, for a person.
+    pub(super) fn told(&self) -> Option<String> {
+        self.memory.map(|memory| format_bytes(memory) + &self.left_told())
+    }
+
+    fn left_told(&self) -> String {
+        match self.left {
+            0 => String::new(),
+            left => format!(" ({} more are left to other programs; --memory SIZE says otherwise)", format_bytes(left)),
+        }
     }
 
     pub(super) fn holds(&self, need: &MemoryNeed) -> bool {
@@ -201,7 +220,7 @@ impl Budget {
     pub(super) fn but(&self, need: &MemoryNeed) -> String {
         match (self.memory, self.host, self.disk) {
             (Some(memory), ..) if need.total() > memory => {
-                format!(", but {} of memory may be used", format_bytes(memory))
+                format!(", but {} of memory may be used{}", format_bytes(memory), self.left_told())
             }
             (_, Some(host), _) if need.host * need.ranks > host => {
                 let needed = format_bytes(need.host * need.ranks);

@@ -91,11 +91,12 @@ pub trait Trainee {
     /// That of a rank that is gone.
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
-    /// Trains on rows; updates the parameters with the last micro-batch of a step.
+    /// Trains on rows; updates the parameters with the last micro-batch of a step. `shares` are factors of the loss's terms, 1 for
+    /// those that have none.
     ///
     /// # Errors
     /// Of data, and of an update that cannot be made.
-    fn micro_batch(&mut self, rows: &Rows) -> Result<()>;
+    fn micro_batch(&mut self, rows: &Rows, shares: &[f64]) -> Result<()>;
 
     /// Returns true while a device computes a step that it has been given all of: the time for work that the next step does not need.
     fn is_on_device(&self) -> bool {

@@ -50,8 +50,10 @@ mod plan;
 mod predict;
 mod profile;
 mod ranks;
+mod recipe;
 mod report;
 mod rows;
+mod steps;
 mod task;
 mod trace;
 mod train;
@@ -72,6 +74,7 @@ pub use options::{
 };
 pub use order::Order;
 pub use profile::{Activations, Profile};
+pub use recipe::Recipe;
 pub use report::Summary;
 pub use rows::Rows;
 #[cfg(feature = "burn")]
@@ -307,8 +310,8 @@ impl<'a, F> Trainer<'a, F> {
             return Ok(Ended { summary: None, signal: None });
         }
         let measured = train::train(&self.front, task.borrow(), &plan, ranks, self.allocator)?;
-        let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.len(), &plan));
-        if !ranks.is_main() || measured.steps.is_empty() {
+        let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.number, &plan));
+        if !ranks.is_main() || measured.steps.number == 0 {
             return Ok(Ended { summary: None, signal });
         }
         let summary = Summary::new(&plan, &measured);

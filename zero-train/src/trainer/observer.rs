@@ -1,5 +1,6 @@
 //! What rank 0 shows and writes while it trains.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -42,6 +43,8 @@ pub(super) struct Observer<'a> {
     /// Of the phases that have ended in this epoch.
     memory: Vec<MemoryReport>,
     skipped: usize,
+    /// What could not be written, each told once.
+    lost: BTreeSet<String>,
 }
 
 /// The files in --out.
@@ -169,36 +172,53 @@ impl<'a> Observer<'a> {
             tracker: None,
             memory: Vec::new(),
             skipped: 0,
+            lost: BTreeSet::new(),
         };
         if done > 0 {
-            observer.note(Event::new(EventKind::Resume, done, format!("resumed after step {done}")))?;
+            observer.note(Event::new(EventKind::Resume, done, format!("resumed after step {done}")));
         }
         Ok(observer)
     }
 
+    /// Takes note of what could not be written. That is no reason to stop: it is told once, and tried again the next time.
+    fn keep(&mut self, written: Result<(), MonitorError>) {
+        if let Err(error) = written
+            && self.lost.insert(error.to_string())
+        {
+            self.log(&format!("warning: {error}; training goes on"));
+        }
+    }
+
     /// Records what happens besides steps.
-    fn note(&mut self, event: Event) -> Result<(), MonitorError> {
+    fn note(&mut self, event: Event) {
         let unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let event = Event { unix_ms, ..event };
         if let Some(out) = &mut self.out {
-            out.events.write(&event)?;
+            let written = out.events.write(&event);
+            self.keep(written);
         }
         self.shown.event(event);
-        Ok(())
+    }
+
+    fn write_page(&mut self) {
+        if let Some(out) = &mut self.out {
+            let written = out.write_page(&self.shown);
+            self.keep(written);
+        }
     }
 
     /// A warning for a person, which is recorded too.
-    pub(super) fn warn(&mut self, step: usize, warning: &str) -> Result<()> {
+    pub(super) fn warn(&mut self, step: usize, warning: &str) {
         self.say(&format!("warning: {warning}"));
-        Ok(self.note(Event::new(EventKind::Warning, step, warning.into()))?)
+        self.note(Event::new(EventKind::Warning, step, warning.into()));
     }
 
     /// A checkpoint was saved.
-    pub(super) fn save(&mut self, save: &SaveMetrics) -> Result<()> {
+    pub(super) fn save(&mut self, save: &SaveMetrics) {
         let text = save.to_string();
         self.say(&text);
         let seconds = save.stall_seconds;
-        Ok(self.note(Event { seconds, ..Event::new(EventKind::Save, save.step, text) })?)
+        self.note(Event { seconds, ..Event::new(EventKind::Save, save.step, text) });
     }
 
     /// A line for a person: on standard output, or with `--json` on standard error.
@@ -219,25 +239,29 @@ impl<'a> Observer<'a> {
     }
 
     /// A phase begins; the one before it ends. `device` tells the bytes in use of a device that has memory of its own.
-    pub(super) fn begin(&mut self, phase: Phase, device: impl Fn() -> Option<u64> + Send + 'static) -> Result<()> {
-        self.end_phase()?;
+    pub(super) fn begin(&mut self, phase: Phase, device: impl Fn() -> Option<u64> + Send + 'static) {
+        self.end_phase();
         if self.plan.plan.report.memory_breakdown {
-            self.tracker = Some(MemoryTracker::begin(phase, device)?);
+            match MemoryTracker::begin(phase, device) {
+                Ok(tracker) => self.tracker = Some(tracker),
+                Err(error) => self.keep(Err(error)),
+            }
         }
-        Ok(())
     }
 
-    fn end_phase(&mut self) -> Result<()> {
-        if let Some(tracker) = self.tracker.take() {
-            let table = tracker.end()?;
-            self.say(&table.to_string());
-            self.memory.push(table);
+    fn end_phase(&mut self) {
+        match self.tracker.take().map(MemoryTracker::end).transpose() {
+            Ok(Some(table)) => {
+                self.say(&table.to_string());
+                self.memory.push(table);
+            }
+            Ok(None) => {}
+            Err(error) => self.keep(Err(error)),
         }
-        Ok(())
     }
 
-    /// A step has ended, the `last` of the run or not.
-    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool) -> Result<()> {
+    /// A step has ended, the `last` of the run or not; `rows` are those whose loss is not finite.
+    pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool, rows: &[usize]) {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
         let (loss, unit, memory) = (figure(metrics.loss), self.plan.data.unit(), format_bytes(memory));
@@ -246,16 +270,21 @@ impl<'a> Observer<'a> {
         self.bar.inc(1);
         if let Step::Skipped { loss_scale, next_loss_scale, skipped } = outcome {
             self.skipped = *skipped;
-            let scale = match loss_scale == next_loss_scale {
-                true => format!("loss scale {loss_scale} kept"),
-                false => format!("loss scale {loss_scale} -> {next_loss_scale}"),
+            let scale = match (*loss_scale, *next_loss_scale) {
+                (1.0, 1.0) => String::new(),
+                (scale, next) if scale == next => format!(", loss scale {scale} kept"),
+                (scale, next) => format!(", loss scale {scale} -> {next}"),
             };
-            let text = format!(
-                "step {}: gradients overflowed, update skipped on all ranks ({skipped} so far), {scale}",
-                metrics.step
-            );
+            let why = match rows.is_empty() {
+                true if scale.is_empty() => "gradients are not finite".into(),
+                true => "gradients overflowed".into(),
+                false => format!("the loss of {} is not finite", numbered(rows)),
+            };
+            let text = format!("step {}: {why}, update skipped on all ranks ({skipped} so far){scale}", metrics.step);
             self.say(&text);
-            self.note(Event::new(EventKind::Skip, metrics.step, text))?;
+            self.note(Event::new(EventKind::Skip, metrics.step, text));
+        } else if !rows.is_empty() {
+            self.warn(metrics.step, &format!("step {}: the loss of {} is not finite", metrics.step, numbered(rows)));
         }
         self.line(metrics, last);
         if self.plan.plan.report.wall_clock_breakdown {
@@ -264,20 +293,15 @@ impl<'a> Observer<'a> {
         }
 
         let named = named(metrics);
-        for csv in &mut self.csv {
-            csv.write(metrics.step, &named)?;
-        }
-        if let Some(tensorboard) = &mut self.tensorboard {
-            tensorboard.write(metrics.step, &named)?;
-        }
+        let csv = self.csv.iter_mut().map(|csv| csv.write(metrics.step, &named));
+        let tensorboard = self.tensorboard.iter_mut().map(|tensorboard| tensorboard.write(metrics.step, &named));
+        let written: Vec<_> =
+            csv.chain(tensorboard).chain(self.out.iter_mut().map(|out| out.metrics.write(metrics))).collect();
+        written.into_iter().for_each(|written| self.keep(written));
         self.shown.step(metrics);
-        if let Some(out) = &mut self.out {
-            out.metrics.write(metrics)?;
-            if out.page.is_none_or(|page| page.elapsed() >= PAGE_TIME) {
-                out.write_page(&self.shown)?;
-            }
+        if self.out.as_ref().is_some_and(|out| out.page.is_none_or(|page| page.elapsed() >= PAGE_TIME)) {
+            self.write_page();
         }
-        Ok(())
     }
 
     /// Writes a line, if one is due after this step.
@@ -307,7 +331,7 @@ impl<'a> Observer<'a> {
     }
 
     /// A pass over the data has ended; its metrics are told what memory it took.
-    pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) -> Result<()> {
+    pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) {
         metrics.memory = std::mem::take(&mut self.memory);
         let EpochMetrics { epoch, step, loss, .. } = metrics;
         let perplexity =
@@ -317,25 +341,25 @@ impl<'a> Observer<'a> {
         let text = format!("epoch {epoch} (to step {step}): loss {loss_text}{perplexity}{eval}");
         self.say(&text);
         let values = vec![("loss".into(), *loss)];
-        Ok(self.note(Event { values, ..Event::new(EventKind::Epoch, *step, text) })?)
+        self.note(Event { values, ..Event::new(EventKind::Epoch, *step, text) });
     }
 
     /// Rows that are held out have been measured; `said` if nothing else will say it.
-    pub(super) fn evaluation(&mut self, step: usize, evaluated: &Evaluated, seconds: f64, said: bool) -> Result<()> {
+    pub(super) fn evaluation(&mut self, step: usize, evaluated: &Evaluated, seconds: f64, said: bool) {
         let text = format!("step {step}: held out: {}", self.named(evaluated));
         if said {
             self.say(&text);
         }
-        self.note(Event { values: evaluated.clone(), seconds, ..Event::new(EventKind::Evaluation, step, text) })?;
+        self.note(Event { values: evaluated.clone(), seconds, ..Event::new(EventKind::Evaluation, step, text) });
         if let Some(tensorboard) = &mut self.tensorboard {
             let values = evaluated.iter().map(|(name, value)| (format!("eval_{name}"), *value));
             let perplexity =
                 self.plan.data.has_perplexity.then(|| ("eval_perplexity".to_string(), evaluated[0].1.exp()));
             let values: Vec<_> = values.chain(perplexity).collect();
             let values: Vec<_> = values.iter().map(|(name, value)| (name.as_str(), *value)).collect();
-            tensorboard.write(step, &values)?;
+            let written = tensorboard.write(step, &values);
+            self.keep(written);
         }
-        Ok(())
     }
 
     fn named(&self, evaluated: &Evaluated) -> String {
@@ -347,16 +371,14 @@ impl<'a> Observer<'a> {
     }
 
     /// The last phase ends, by all steps or by a signal; the report is complete.
-    pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) -> Result<()> {
-        self.end_phase()?;
+    pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) {
+        self.end_phase();
         let (kind, text) = match signal {
             None => (EventKind::End, "all steps are done".to_string()),
             Some(signal) => (EventKind::Stop, format!("ended by {}", signal.name())),
         };
-        self.note(Event::new(kind, step, text))?;
-        if let Some(out) = &mut self.out {
-            out.write_page(&self.shown)?;
-        }
+        self.note(Event::new(kind, step, text));
+        self.write_page();
         if self.plan.progress {
             let curve = Some(self.shown.curve()).filter(|curve| !curve.is_empty());
             let report = self.out.as_ref().map(|out| format!("report: {}", out.dir.join("report.html").display()));
@@ -365,7 +387,6 @@ impl<'a> Observer<'a> {
             let saved = dir.map(|dir| format!("checkpoints: {} {newest}", dir.display()));
             [curve, report, saved].into_iter().flatten().for_each(|line| self.say(&line));
         }
-        Ok(())
     }
 }
 
@@ -378,12 +399,17 @@ impl Drop for Observer<'_> {
         if self.shown.state != RunState::Running || self.lines.first.is_none() {
             return;
         }
-        let noted = self.note(Event::new(EventKind::Fail, step, "an error has ended the run".into()));
-        let written = noted.and_then(|()| self.out.as_mut().map_or(Ok(()), |out| out.write_page(&self.shown)));
-        if let Err(error) = written {
-            self.log(&format!("warning: {error}"));
-        }
+        self.note(Event::new(EventKind::Fail, step, "an error has ended the run".into()));
+        self.write_page();
     }
+}
+
+/// The first of these rows, by their numbers in the data.
+fn numbered(rows: &[usize]) -> String {
+    const FIRST: usize = 8;
+    let first: Vec<String> = rows.iter().take(FIRST).map(ToString::to_string).collect();
+    let more = if rows.len() > FIRST { format!(" and {} more", rows.len() - FIRST) } else { String::new() };
+    format!("row{} {}{more}", if rows.len() == 1 { "" } else { "s" }, first.join(", "))
 }
 
 /// With four places, or four digits of a small one.

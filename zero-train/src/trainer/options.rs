@@ -27,7 +27,8 @@ pub struct Hyperparameters {
     /// Micro-batches per step [default: 1]
     #[arg(long, visible_alias = "gradient-accumulation-steps")]
     pub accumulation: Option<usize>,
-    /// Learning rate of the optimizer [default: 0.001]
+    /// Learning rate of the optimizer [default: 0.001; for a preset that is trained from nothing, where nothing is said of rate,
+    /// betas, decay, warm-up, schedule and clipping, all of them by its published recipe]
     #[arg(long, visible_alias = "learning-rate")]
     pub lr: Option<f64>,
     /// AdamW's decay of the first moment [default: 0.9]
@@ -54,6 +55,9 @@ pub struct Hyperparameters {
     /// Precision of the model, with fp32 master weights in the optimizer [default: fp32]
     #[arg(long, visible_alias = "mixed-precision")]
     pub dtype: Option<Dtype>,
+    /// Whether they are a model's [`Recipe`](super::Recipe), whose first update has a rate above 0.
+    #[arg(skip)]
+    pub is_recipe: bool,
 }
 
 /// Options of a [`Trainer`](super::Trainer), for a program to flatten into its own (`#[command(flatten)]`). What is not given

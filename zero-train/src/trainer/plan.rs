@@ -22,7 +22,7 @@ use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
-use crate::config::{Precision, Warning, ZeroPlan};
+use crate::config::{Config, Precision, Warning, ZeroPlan};
 use crate::error::{Result, TrainError, wrong, wrong_data};
 use crate::launcher::{LAUNCHED, RESTARTS};
 use crate::memory::format_bytes;
@@ -53,6 +53,8 @@ pub(super) struct Plan {
     pub progress: bool,
     /// What the run needs.
     pub need: MemoryNeed,
+    /// Of how much memory, for a person.
+    pub memory: Option<String>,
     /// How long a step will take, for a person to read before it begins; not with `--json`, nor for small models.
     pub prediction: Option<Prediction>,
     /// What was said about the choice of the model and of the tier.
@@ -82,9 +84,16 @@ impl Plan {
             Ok(counted)
         };
         let candidate = Candidate { hidden_size: task.hidden_size(), profile: &taken, budget };
+        let recipe = task.recipe().filter(|_| options.config.is_none());
+        let completed = recipe.and_then(|recipe| Some((recipe.complete(&options.hyper, options.steps)?, recipe)));
+        let recipe = completed.as_ref().map(|(_, recipe)| recipe.told(&task.name()));
+        let options = &match completed {
+            Some((hyper, _)) => Options { hyper, ..options.clone() },
+            None => options.clone(),
+        };
         // What does not fit is told below.
         let (options, chosen) = candidate.fitting(options, task.rows().max(1))?;
-        let notice = [task.notice(), chosen].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
+        let notice = [task.notice(), recipe, chosen].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
         let options = &options;
         let mut plan = zero_plan(options, task.hidden_size())?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
@@ -120,6 +129,7 @@ impl Plan {
         let prediction = if is_read { Prediction::new(&profile, &plan, &need) } else { None };
         Ok(Self {
             prediction,
+            memory: budget.told(),
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
             predictions: predictions(options, &data)?,
@@ -281,7 +291,7 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
             return Err(wrong("ranks", asked, expected));
         }
         options.ranks = Some(*world);
-    } else if options.config.is_none() && launched_alone() {
+    } else if launched_alone() && !says_processes(&options)? {
         // `mpirun -n 1`, or what is left after restarts.
         options.ranks = options.ranks.or(Some(1));
     }
@@ -318,6 +328,12 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
         }
     }
     Ok(options)
+}
+
+/// Returns true if a configuration file says how many processes there are.
+fn says_processes(options: &Options) -> Result<bool> {
+    let config = options.config.as_deref().map(Config::from_file).transpose()?;
+    Ok(config.is_some_and(|config| config.processes().is_some()))
 }
 
 /// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
@@ -421,6 +437,9 @@ impl core::fmt::Display for Plan {
             if bytes > 0 {
                 write!(f, ", and {} {place}", format_bytes(bytes * self.need.ranks))?;
             }
+        }
+        if let Some(memory) = &self.memory {
+            write!(f, "\n  of             {memory}")?;
         }
         Ok(())
     }

@@ -6,7 +6,7 @@ use zero_core::accounting::{StateBytes, WireBytes};
 use super::plan::Plan;
 use super::training::Measured;
 use crate::memory::format_bytes;
-use crate::metrics::{EpochMetrics, RankMetrics};
+use crate::metrics::{EpochMetrics, number_or_nan};
 
 /// What a run came to. With `--json` this is what standard output holds.
 // A field for each of `--json`.
@@ -33,14 +33,16 @@ pub struct Summary {
     /// Whether `exp(loss)` is a perplexity.
     pub has_perplexity: bool,
     /// Loss of the first step, before its update.
+    #[serde(deserialize_with = "number_or_nan")]
     pub loss_first: f64,
     /// Loss of the last step, before its update.
+    #[serde(deserialize_with = "number_or_nan")]
     pub loss_last: f64,
     /// Skipped updates.
     pub skipped: usize,
     /// Epochs, also an unfinished one that was evaluated.
     pub epochs: Vec<EpochMetrics>,
-    /// Of `unit`: median over the steps, without the first where there are more.
+    /// Of `unit`: median over the steps, without the first where there are more, and over some of them where there are thousands.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
     pub model_state_bytes: StateBytes,
@@ -76,34 +78,29 @@ pub struct Summary {
 impl Summary {
     pub(super) fn new(plan: &Plan, measured: &Measured) -> Self {
         let steps = &measured.steps;
-        let (first, last) = (&steps[0], &steps[steps.len() - 1]);
-        let mut speeds: Vec<f64> =
-            steps[usize::from(steps.len() > 1)..].iter().map(|step| step.tokens_per_second).collect();
-        speeds.sort_by(f64::total_cmp);
+        let (last, [in_flight, gathered, memory]) = (&steps.last, steps.peaks);
         let state = last.ranks.iter().map(|rank| rank.model_state_bytes).max_by_key(StateBytes::total);
         let wire = last.ranks.iter().map(|rank| rank.wire_bytes).max_by_key(WireBytes::total).unwrap_or_default();
-        let most =
-            |value: fn(&RankMetrics) -> u64| steps.iter().flat_map(|step| &step.ranks).map(value).max().unwrap_or(0);
         Self {
             model: plan.model.name.clone(),
             parameters: plan.model.profile.num_params(),
             stage: plan.zero.stage.number(),
             ranks: plan.plan.world,
-            steps: steps.len(),
+            steps: steps.number,
             batch: plan.plan.batch.micro,
             accumulation: plan.plan.batch.accumulation,
             seq: plan.data.units(),
             unit: plan.data.unit().to_string(),
             has_perplexity: plan.data.has_perplexity,
-            loss_first: first.loss,
+            loss_first: steps.loss_first,
             loss_last: last.loss,
-            skipped: steps.iter().filter(|step| step.skipped).count(),
+            skipped: steps.skipped,
             epochs: measured.epochs.clone(),
-            tokens_per_second: speeds[speeds.len() / 2],
+            tokens_per_second: steps.speeds.median(),
             model_state_bytes: state.unwrap_or_default(),
             model_state_bytes_formula: plan.state_formula(),
-            gradients_in_flight_bytes_peak: most(|rank| rank.gradients_in_flight_bytes_peak),
-            gathered_bytes_peak: most(|rank| rank.gathered_bytes_peak),
+            gradients_in_flight_bytes_peak: in_flight,
+            gathered_bytes_peak: gathered,
             wire_bytes_per_step: wire.total(),
             wire_bytes_per_step_uncompressed: wire.uncompressed.total(),
             wire_bytes_per_step_formula: plan.wire_bytes(),
@@ -111,14 +108,10 @@ impl Summary {
                 let received = last.ranks.iter().map(|rank| rank.wire_bytes.from_other_machines);
                 received.max().unwrap_or(0)
             },
-            // Of no steps, nothing is known.
-            fresh_bytes_after_two_steps: steps
-                .get(2..)
-                .filter(|steps| !steps.is_empty())
-                .and_then(|steps| steps.iter().map(|step| step.fresh_bytes).sum()),
-            peak_rss_bytes: most(|rank| rank.peak_rss_bytes),
-            checkpoints: measured.saves.len(),
-            checkpoint_stall_seconds: measured.saves.iter().map(|save| save.stall_seconds).sum(),
+            fresh_bytes_after_two_steps: steps.fresh_bytes,
+            peak_rss_bytes: memory,
+            checkpoints: measured.saves,
+            checkpoint_stall_seconds: measured.stall_seconds,
             sample: measured.sample.clone(),
             notice: plan.notice.clone(),
         }

@@ -18,11 +18,11 @@ use zero_models::ModelConfig;
 use zero_ops::FusedBackend;
 
 use super::profile::Profile;
-#[cfg(feature = "burn")]
+use super::recipe::Recipe;
 use super::rows::Rows;
 use crate::Result;
 
-/// Means over some rows, by name; the loss is the first.
+/// Means over some rows, by name; the loss is the first. Values of one name are terms, and are told as their sum.
 pub type Measured = Vec<(&'static str, f64)>;
 
 /// What a [`Trainer`](super::Trainer) trains. Three functions and a type say what that is; all others have a default. Without the
@@ -45,22 +45,38 @@ pub trait Task: Sync {
     #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Self::Model<B>>;
 
-    /// The mean loss `[1]` of these examples. It is called for training, and by [`evaluate`](Self::evaluate). What is random
-    /// about an example comes from its seed ([`Rows::seeds`]).
+    /// The mean loss `[1]` of these examples, or the means `[terms]` whose sum is the loss. It is called for training, and by
+    /// [`evaluate`](Self::evaluate). What is random about an example comes from its seed ([`Rows::seeds`]).
+    ///
+    /// A mean over anything but examples, such as tokens or labels, needs [`weights`](Self::weights).
     ///
     /// # Errors
     /// Of data that cannot be read.
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>>;
 
-    /// What is measured on examples that are held out: means over these, by name. The first is the loss, by which the best
-    /// checkpoint is chosen (`--keep-best`).
+    /// Numbers of items over which the means of these examples are taken: entry `i` belongs to term `i` of [`loss`](Self::loss) and
+    /// to value `i` of [`evaluate`](Self::evaluate). Where there is no entry, the mean is over the examples.
+    ///
+    /// The loss of an update is the sum over all its items divided by their number, in all micro-batches and on all ranks
+    /// together; a mean of means would depend on how rows are cut into micro-batches. Held-out means are made in the same way.
+    /// It must give equally many entries for all examples.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss).
+    fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
+        let _ = rows;
+        Ok(Vec::new())
+    }
+
+    /// What is measured on examples that are held out: means over these, by name, or over their items
+    /// ([`weights`](Self::weights)). The first is the loss, by which the best checkpoint is chosen (`--keep-best`).
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
     #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
-        Ok(vec![("loss", scalar(self.loss(model, rows, device)?))])
+        Ok(self.loss(model, rows, device)?.into_data().iter::<f64>().map(|term| ("loss", term)).collect())
     }
 
     /// What is told of the means over all rows that are held out, in the order of what [`evaluate`](Self::evaluate) measures: for
@@ -108,8 +124,14 @@ pub trait Task: Sync {
         true
     }
 
-    /// Tokens of a row, where it has some: then speeds are of tokens.
+    /// Tokens of a row at most, where it has some: then speeds are of tokens.
     fn tokens_per_row(&self) -> Option<usize> {
+        None
+    }
+
+    /// Tokens of these rows without padding, where some have fewer than [`tokens_per_row`](Self::tokens_per_row).
+    fn tokens(&self, rows: &[usize]) -> Option<usize> {
+        let _ = rows;
         None
     }
 
@@ -158,6 +180,11 @@ pub trait Task: Sync {
     /// What else must be the same on all ranks, and is kept in checkpoints.
     fn settings(&self) -> Value {
         Value::Null
+    }
+
+    /// What it is trained with where the user gives no hyperparameters and no configuration file. Without, their defaults are.
+    fn recipe(&self) -> Option<Recipe> {
+        None
     }
 
     /// What a user is to know about the choice of the model, before the plan.

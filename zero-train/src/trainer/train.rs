@@ -51,9 +51,9 @@ fn run_rank(
     let observer = observer.filter(|_| trainee.rank() == 0);
     let mut training = Training::new(task, trainee, plan, observer, allocator, state);
     if let Some(warning) = warning {
-        training.observe(|observer| observer.warn(done, &warning))?;
+        training.observe(|observer| observer.warn(done, &warning));
     }
-    training.phase(Phase::Train)?;
+    training.phase(Phase::Train);
     training.try_evaluation()?;
     while training.step()? {}
     training.finish()

@@ -17,26 +17,32 @@ use super::checkpoints::{Best, TrainerState};
 use super::front::Trainee;
 use super::observer::Observer;
 use super::plan::Plan;
-use super::{BackendChoice, Rows, Task};
-use crate::config::Precision;
+use super::steps::Steps;
+use super::{BackendChoice, Measured as Means, Rows, Task};
+use crate::config::{LossScale, Precision};
 use crate::error::{Result, TrainError, wrong};
 use crate::memory::peak_rss_bytes;
 use crate::metrics::{EpochMetrics, Evaluated, RankMetrics, RankReport, SaveMetrics, StepMetrics};
 use crate::monitor::{Phase, write_whole};
 use crate::signals::Signal;
-use crate::step::{Step, Times};
+use crate::step::{EngineError, Step, Times};
 
 /// What a run has measured.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measured {
-    pub(super) steps: Vec<StepMetrics>,
+    pub(super) steps: Steps,
     pub(super) epochs: Vec<EpochMetrics>,
-    pub(super) saves: Vec<SaveMetrics>,
+    /// Checkpoints, and for how long training stalled for them.
+    pub(super) saves: usize,
+    pub(super) stall_seconds: f64,
     /// What has ended it before its last step.
     pub(super) signal: Option<Signal>,
     /// What the trained model makes.
     pub(super) sample: Option<String>,
 }
+
+/// The most updates in a row that are skipped before a run gives up. A dynamic loss scale ends by itself, at its minimum.
+const MOST_SKIPPED: usize = 20;
 
 /// The step after which memory is expected not to grow.
 const SETTLED: usize = 2;
@@ -63,6 +69,10 @@ pub(super) struct Training<'a, 'p, T> {
     fresh_bytes: Option<u64>,
     /// The last step, while it is not recorded.
     made: Option<Made>,
+    /// Updates in a row that were skipped.
+    in_a_row: usize,
+    /// The step of the last checkpoint.
+    saved: usize,
 }
 
 /// A step that a rank has made.
@@ -72,6 +82,10 @@ struct Made {
     outcome: Step,
     /// Mean of this rank's micro-batches.
     loss: f64,
+    /// This rank's rows of micro-batches whose loss is not finite.
+    odd: Vec<usize>,
+    /// Tokens of this rank's rows, where the task counts them.
+    tokens: Option<usize>,
     elapsed: Duration,
     lr: f64,
     loss_scale: f64,
@@ -96,33 +110,33 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             allocator,
             peak_flops: trainee.peak_flops(),
             trainee,
+            saved: state.step,
             state,
             measured: Measured::default(),
             since_save: (0.0, 0),
             fresh_bytes: allocator.map(|keeper| keeper.stats().fresh_bytes),
             made: None,
+            in_a_row: 0,
         }
     }
 
     /// Has rank 0 show or write something.
-    pub(super) fn observe(&self, what: impl FnOnce(&mut Observer<'_>) -> Result<()>) -> Result<()> {
-        self.observer
-            .map_or(Ok(()), |observer| what(&mut observer.lock().expect("the observer is used by rank 0 alone")))
+    pub(super) fn observe(&self, what: impl FnOnce(&mut Observer<'_>)) {
+        if let Some(observer) = self.observer {
+            what(&mut observer.lock().expect("the observer is used by rank 0 alone"));
+        }
     }
 
-    fn say(&self, line: &str) -> Result<()> {
-        self.observe(|observer| {
-            observer.say(line);
-            Ok(())
-        })
+    fn say(&self, line: &str) {
+        self.observe(|observer| observer.say(line));
     }
 
     /// A phase begins, whose table of memory is sampled from another thread.
-    pub(super) fn phase(&self, phase: Phase) -> Result<()> {
+    pub(super) fn phase(&self, phase: Phase) {
         self.observe(|observer| {
             let probe = self.trainee.memory_probe();
-            observer.begin(phase, move || probe().map(|(in_use, _)| in_use))
-        })
+            observer.begin(phase, move || probe().map(|(in_use, _)| in_use));
+        });
     }
 
     /// Measures one row, and predicts it: an evaluation that fails is to be found before an epoch of training, not after.
@@ -153,7 +167,11 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if let Some(before) = self.made.take() {
             self.record(before)?;
         }
-        let (made, is_on_device) = made?;
+        let (made, is_on_device) = match made {
+            // At the smallest loss scale. Its rows are behind it, so that a resume does not meet them again.
+            Err(TrainError::Engine(EngineError::LossScale(error))) => return Err(self.give_up(error.to_string())?),
+            made => made?,
+        };
         if is_on_device && !self.is_awaited(step) {
             self.made = Some(made);
             return Ok(true);
@@ -180,9 +198,16 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         self.trainee.reset_peaks();
         let wire_before = self.trainee.metrics().wire_bytes;
         let (lr, loss_scale) = (self.trainee.lr(), self.trainee.loss_scale());
+        // Made as they are used: there may be very many.
+        let (plan, used) = (self.plan, self.state.data.used);
+        let rows = |micro: usize| {
+            plan.data.order.rows(used + (micro * world + rank) * batch.micro, batch.micro, plan.zero.seed)
+        };
+        let (shares, mut tokens) = (self.shares(batch.accumulation, rows)?, Some(0));
         for micro in 0..batch.accumulation {
-            let first = self.state.data.used + (micro * world + rank) * batch.micro;
-            self.trainee.micro_batch(&self.plan.data.order.rows(first, batch.micro, self.plan.zero.seed))?;
+            let rows = rows(micro);
+            tokens = tokens.zip(self.task.tokens(&rows)).map(|(sum, more)| sum + more);
+            self.trainee.micro_batch(&rows, shares.get(micro).map_or(&[], Vec::as_slice))?;
         }
         self.state.data.used += batch.global;
         // What is asked for here costs a device no time.
@@ -201,16 +226,44 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let (outcome, losses) = self.trainee.result()?;
         let (elapsed, times) = (begin.elapsed(), self.trainee.take_times());
         let loss = losses.iter().sum::<f64>() / batch.accumulation as f64;
-        Ok((Made { step, outcome, loss, elapsed, lr, loss_scale, mine, times, device_bytes }, is_on_device))
+        let odd = losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite());
+        let odd = odd.flat_map(|(micro, _)| rows(micro).to_vec()).collect();
+        let made = Made { step, outcome, loss, odd, tokens, elapsed, lr, loss_scale, mine, times, device_bytes };
+        Ok((made, is_on_device))
+    }
+
+    /// By how much of the update's items each micro-batch's terms of the loss count: 1 where all micro-batches of all ranks have as
+    /// many. Nothing where the task has no [`weights`](Task::weights); otherwise a collective.
+    fn shares(&self, micro_batches: usize, rows: impl Fn(usize) -> Rows) -> Result<Vec<Vec<f64>>> {
+        let terms = self.task.weights(&rows(0))?.len();
+        if terms == 0 {
+            return Ok(Vec::new());
+        }
+        let weights = (0..micro_batches).map(|micro| self.task.weights(&rows(micro)));
+        let weights: Vec<Vec<f64>> = weights.collect::<Result<_>>()?;
+        if let Some(other) = weights.iter().find(|weights| weights.len() != terms) {
+            let problem =
+                format!("the task's `weights` gave {terms} entries for some rows and {} for others", other.len());
+            return Err(TrainError::Run(problem));
+        }
+        let sum = |of: &[Vec<f64>], term: usize| of.iter().map(|weights| weights[term]).sum::<f64>();
+        let mine: Vec<f64> = (0..terms).map(|term| sum(&weights, term)).collect();
+        let ranks = self.trainee.all_gather(&mine)?;
+        let even = (micro_batches * ranks.len()) as f64;
+        let all: Vec<f64> = (0..terms).map(|term| sum(&ranks, term)).collect();
+        let share = |(weight, all): (&f64, &f64)| if *all > 0.0 { weight * even / all } else { 1.0 };
+        Ok(weights.iter().map(|weights| weights.iter().zip(&all).map(share).collect()).collect())
     }
 
     /// Records a step; the signal that has come meanwhile, the same on every rank.
     fn record(&mut self, made: Made) -> Result<Option<Signal>> {
-        let Made { step, outcome, loss, elapsed, lr, loss_scale, mine, times, device_bytes } = made;
+        let Made { step, outcome, loss, odd, tokens, elapsed, lr, loss_scale, mine, times, device_bytes } = made;
         let elapsed = elapsed.as_secs_f64();
         let (plan, world) = (self.plan, self.plan.plan.world);
         let batch = plan.plan.batch;
-        let report = RankReport { loss, signal: Signal::asked(), metrics: mine };
+        let most = batch.micro * batch.accumulation * plan.data.units();
+        let tokens = tokens.unwrap_or(most) as f64;
+        let report = RankReport { loss, signal: Signal::asked(), tokens, metrics: mine };
         let reports = report.of_all_ranks(|values| self.trainee.all_gather(values))?;
         // A run that has all its steps behind it has ended by itself.
         let signal = Signal::of_ranks(reports.iter().map(|report| report.signal)).filter(|_| step < plan.steps);
@@ -222,8 +275,10 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         // All ranks', up to about here: one may have begun its next step.
         let fresh_after = self.allocator.map(|keeper| keeper.stats().fresh_bytes);
         let (device_bytes_in_use, device_bytes_reserved) = device_bytes.unzip();
-        let (tokens, flops) =
-            (batch.global * plan.data.units(), batch.global as f64 * plan.model.profile.flops_per_row);
+        let tokens = reports.iter().map(|report| report.tokens).sum::<f64>();
+        // Padding is no work of the model's.
+        let full = (tokens / (world * most) as f64).min(1.0);
+        let flops = full * batch.global as f64 * plan.model.profile.flops_per_row;
         let metrics = StepMetrics {
             step,
             loss: reports.iter().map(|report| report.loss).sum::<f64>() / world as f64,
@@ -232,9 +287,9 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
                 _ => f64::INFINITY,
             },
             lr,
-            tokens,
+            tokens: tokens as usize,
             step_ms: elapsed * 1e3,
-            tokens_per_second: tokens as f64 / elapsed,
+            tokens_per_second: tokens / elapsed,
             mfu: self.peak_flops.map(|peak| flops / elapsed / peak),
             forward_ms: times.forward.as_secs_f64() * 1e3,
             backward_ms: times.backward.as_secs_f64() * 1e3,
@@ -247,19 +302,59 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             ranks: reports.into_iter().map(|report| report.metrics).collect(),
         };
         self.fresh_bytes = fresh_after;
-        self.observe(|observer| observer.step(&metrics, &outcome, step == plan.steps || signal.is_some()))?;
-        // The same on every rank, so that all stop here.
-        if !metrics.loss.is_finite() {
-            return Err(TrainError::Run(format!(
-                "the loss became {} in step {step}: use a smaller learning rate, a warm-up, or clipping",
-                metrics.loss
-            )));
-        }
+        // The same on every rank, as the mean and the gradients are.
+        let mut rows = if metrics.loss.is_finite() { Vec::new() } else { self.rows_of_all_ranks(&odd)? };
+        rows.sort_unstable();
+        let last = step == plan.steps || signal.is_some();
+        self.observe(|observer| observer.step(&metrics, &outcome, last, &rows));
         self.state.step = step;
-        self.since_save = (self.since_save.0 + metrics.loss, self.since_save.1 + 1);
+        if metrics.loss.is_finite() {
+            self.since_save = (self.since_save.0 + metrics.loss, self.since_save.1 + 1);
+        }
         self.state.epoch.add(metrics.loss, batch.global);
-        self.measured.steps.push(metrics);
+        self.in_a_row = if metrics.skipped && !self.has_dynamic_scale() { self.in_a_row + 1 } else { 0 };
+        self.measured.steps.add(metrics);
+        if self.in_a_row == MOST_SKIPPED {
+            let told = format!(
+                "the last {MOST_SKIPPED} updates in a row were skipped, as gradients were not finite: use a smaller learning rate, a \
+                 warm-up, or clipping, or look at the data and the weights"
+            );
+            return Err(self.give_up(told)?);
+        }
         Ok(signal)
+    }
+
+    fn has_dynamic_scale(&self) -> bool {
+        matches!(self.plan.plan.precision, Precision::Fp16 { loss_scale: LossScale::Dynamic(_) })
+    }
+
+    /// Every rank's row numbers, in the order of ranks. A collective.
+    fn rows_of_all_ranks(&self, mine: &[usize]) -> Result<Vec<usize>> {
+        let bytes = mine.iter().flat_map(|row| (*row as u64).to_le_bytes()).collect();
+        let all = self.trainee.all_gather_bytes(bytes)?.concat();
+        Ok(all.chunks_exact(8).map(|row| u64::from_le_bytes(row.try_into().expect("8 bytes")) as usize).collect())
+    }
+
+    /// The error of a run that makes no updates any more. A checkpoint is saved before, if there is a place for it, of the last
+    /// weights and behind the rows that were skipped.
+    fn give_up(&mut self, told: String) -> Result<TrainError> {
+        let step = self.state.step;
+        if let Some(dir) = self.plan.checkpoints.due(step, true).filter(|_| self.saved != step) {
+            self.save(dir)?;
+            if let Some(saved) = self.trainee.wait_for_save()? {
+                self.say(&format!("checkpoint {} is written", saved.display()));
+            }
+        }
+        Ok(TrainError::Diverged(format!("{told} (after step {step})")))
+    }
+
+    fn save(&mut self, dir: &Path) -> Result<()> {
+        let save = save(self.plan, self.trainee, dir, &self.state)?;
+        self.observe(|observer| observer.save(&save));
+        self.saved = self.state.step;
+        self.measured.saves += 1;
+        self.measured.stall_seconds += save.stall_seconds;
+        Ok(())
     }
 
     /// Does what is due after the last step: evaluation, the end of an epoch, a checkpoint.
@@ -273,55 +368,74 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if stays && plan.eval_every.is_some_and(|every| step.is_multiple_of(every)) {
             evaluated = self.evaluate(true)?;
         }
+        let stays = stays && self.measured.signal.is_none();
         if self.state.epoch.has_ended(plan.data.order.rows) || (last && stays && plan.data.held_out > 0) {
             if stays && evaluated.is_none() {
                 evaluated = self.evaluate(false)?;
             }
             if evaluated.is_none() {
-                self.phase(Phase::Train)?;
+                self.phase(Phase::Train);
             }
             let mut metrics = self.state.epoch.end(plan.data.order.rows, step, evaluated.clone());
-            self.observe(|observer| observer.epoch(&mut metrics))?;
+            self.observe(|observer| observer.epoch(&mut metrics));
             self.measured.epochs.push(metrics);
         }
+        let signal = signal.or(self.measured.signal);
+        let (last, stays) = (last || signal.is_some(), signal.is_none());
         if let Some(dir) = plan.checkpoints.due(step, last) {
             if plan.checkpoints.keep_best && stays {
                 if evaluated.is_none() {
                     evaluated = self.evaluate(true)?;
                 }
                 let loss = evaluated.map_or(self.since_save.0 / self.since_save.1 as f64, |evaluated| evaluated[0].1);
-                if self.state.best.is_none_or(|best| loss < best.loss) {
+                // An evaluation that a signal has ended says nothing.
+                let is_known = self.measured.signal.is_none();
+                if is_known && loss.is_finite() && self.state.best.is_none_or(|best| loss < best.loss) {
                     self.state.best = Some(Best { step: step as u64, loss });
                 }
             }
             self.since_save = (0.0, 0);
-            let save = save(plan, self.trainee, dir, &self.state)?;
-            self.observe(|observer| observer.save(&save))?;
-            self.measured.saves.push(save);
+            self.save(dir)?;
         }
-        self.measured.signal = signal;
+        self.measured.signal = self.measured.signal.or(signal);
         Ok(())
     }
 
-    /// Measures the rows that are held out, if there are some; `said` if nothing else will say it.
-    fn evaluate(&self, said: bool) -> Result<Option<Evaluated>> {
+    /// Measures the rows that are held out, if there are some and no signal ends it; `said` if nothing else will say it.
+    fn evaluate(&mut self, said: bool) -> Result<Option<Evaluated>> {
         if self.plan.data.held_out == 0 {
             return Ok(None);
         }
-        self.phase(Phase::Eval)?;
+        self.phase(Phase::Eval);
         let begin = Instant::now();
-        let values = evaluate_all(self.task, self.trainee, self.plan)?;
+        let values = match evaluate_all(self.task, self.trainee, self.plan)? {
+            Ok(values) => values,
+            Err(signal) => {
+                self.measured.signal = Some(signal);
+                return Ok(None);
+            }
+        };
         let seconds = begin.elapsed().as_secs_f64();
-        self.observe(|observer| observer.evaluation(self.state.step, &values, seconds, said))?;
-        self.phase(Phase::Train)?;
+        self.observe(|observer| observer.evaluation(self.state.step, &values, seconds, said));
+        self.phase(Phase::Train);
         Ok(Some(values))
     }
 
     /// Writes what is written at the end of a run.
     pub(super) fn finish(mut self) -> Result<Measured> {
-        let (plan, signal) = (self.plan, self.measured.signal);
+        let plan = self.plan;
         if let Some(saved) = self.trainee.wait_for_save()? {
-            self.say(&format!("checkpoint {} is written", saved.display()))?;
+            self.say(&format!("checkpoint {} is written", saved.display()));
+        }
+        let (steps, skipped) = (self.measured.steps.number, self.measured.steps.skipped);
+        // A dynamic loss scale is on its way to one that fits, or has ended the run by itself.
+        let gives_up = !self.has_dynamic_scale() && (skipped == steps || 2 * self.in_a_row > steps);
+        if self.measured.signal.is_none() && steps > 0 && gives_up {
+            let which = if skipped == steps { "all".into() } else { format!("the last {} of the", self.in_a_row) };
+            return Err(TrainError::Diverged(format!(
+                "{which} {steps} steps were skipped, as gradients were not finite: use a smaller learning rate, a warm-up, or clipping, \
+                 lower the loss scale, or look at the data and the weights"
+            )));
         }
         if let Some(out) = plan.save_16bit.as_ref().filter(|_| self.state.step == plan.steps) {
             // Whole 16-bit weights; every rank takes part.
@@ -329,28 +443,31 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
             let options = ExportOptions { dtype, ..ExportOptions::default() };
             self.trainee.export(plan.model.config.as_ref(), out, &options)?;
-            self.say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()))?;
+            self.say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()));
         }
-        if let Some(path) = plan.predictions.as_ref().filter(|_| signal.is_none()) {
+        if let Some(path) = plan.predictions.as_ref().filter(|_| self.measured.signal.is_none()) {
             let mut lines = Vec::new();
             let rows = plan.data.order.rows;
             let others = rows..rows + plan.data.held_out + plan.data.unlabelled;
-            each_of(others, plan, self.trainee.rank(), |rows, counted| {
+            self.measured.signal = each_of(others, plan, self.trainee, |rows, counted| {
                 let told = self.trainee.predict(rows)?.unwrap_or_default();
                 told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
                 Ok(())
             })?;
-            let all = self.trainee.all_gather_bytes(lines)?.concat();
-            if self.trainee.rank() == 0 {
-                write_whole(path, &all)?;
-                self.say(&format!("predictions are in {}", path.display()))?;
+            if self.measured.signal.is_none() {
+                let all = self.trainee.all_gather_bytes(lines)?.concat();
+                if self.trainee.rank() == 0 {
+                    write_whole(path, &all)?;
+                    self.say(&format!("predictions are in {}", path.display()));
+                }
             }
         }
+        let signal = self.measured.signal;
         // For a person. On a device it would compile kernels for shapes that no training has.
         if plan.progress && signal.is_none() && plan.backend == BackendChoice::Cpu {
             self.measured.sample = self.trainee.sample()?;
         }
-        self.observe(|observer| observer.end(self.state.step, signal))?;
+        self.observe(|observer| observer.end(self.state.step, signal));
         Ok(self.measured)
     }
 }
@@ -363,44 +480,65 @@ fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
 }
 
-/// What the task measures of all rows that are held out. All ranks evaluate equally often, for they may have to gather parameters
-/// together.
-fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Evaluated> {
-    let mut sums: Vec<(&str, f64)> = Vec::new();
+/// What the task measures of all rows that are held out, or the signal that has ended it. All ranks evaluate equally often, for
+/// they may have to gather parameters together.
+fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
+    let (mut names, mut sums): (Vec<&str>, Vec<[f64; 2]>) = Default::default();
     let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
-    each_of(held_out, plan, trainee.rank(), |rows, counted| {
-        let values = trainee.evaluate(rows)?;
-        sums.resize(values.len(), ("", 0.0));
-        for ((sum, total), (name, value)) in sums.iter_mut().zip(values) {
-            (*sum, *total) = (name, *total + value * counted as f64);
+    let signal = each_of(held_out, plan, trainee, |rows, counted| {
+        let (values, weights) = (trainee.evaluate(rows)?, task.weights(rows)?);
+        sums.resize(values.len(), [0.0; 2]);
+        names = values.iter().map(|(name, _)| *name).collect();
+        for (i, ([sum, items], (_, value))) in sums.iter_mut().zip(values).enumerate() {
+            let weight = if counted == 0 { 0.0 } else { weights.get(i).copied().unwrap_or(counted as f64) };
+            // A mean over nothing may be anything.
+            (*sum, *items) = (*sum + if weight == 0.0 { 0.0 } else { value * weight }, *items + weight);
         }
         Ok(())
     })?;
-    let totals: Vec<f64> = sums.iter().map(|(_, total)| *total).collect();
-    let totals = trainee.all_gather(&totals)?;
-    let mean = |i: usize| totals.iter().map(|rank| rank[i]).sum::<f64>() / plan.data.held_out as f64;
-    let means: Vec<f64> = (0..sums.len()).map(mean).collect();
-    let told =
-        task.figures(&means).unwrap_or_else(|| sums.iter().zip(means).map(|((name, _), mean)| (*name, mean)).collect());
-    Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect())
+    if let Some(signal) = signal {
+        return Ok(Err(signal));
+    }
+    let ranks = trainee.all_gather(&sums.concat())?;
+    let total = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
+    let mean = |i: usize| if total(2 * i + 1) > 0.0 { total(2 * i) / total(2 * i + 1) } else { 0.0 };
+    let means: Vec<f64> = (0..names.len()).map(mean).collect();
+    let told = task.figures(&means).unwrap_or_else(|| {
+        let mut told: Means = Vec::new();
+        for (name, mean) in names.into_iter().zip(means) {
+            match told.last_mut().filter(|(last, _)| *last == name) {
+                Some((_, sum)) => *sum += mean,
+                None => told.push((name, mean)),
+            }
+        }
+        told
+    });
+    Ok(Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
 }
 
 /// Gives `each` batches of rows that are not trained on, and how many of these rows count. Each rank takes as many, in their
 /// order, the first ones one more where they do not divide; in place of a batch that only other ranks have comes a row that does not
-/// count.
+/// count. Between batches ranks agree on whether a signal is to end it, and give that.
 fn each_of(
     others: Range<usize>,
     plan: &Plan,
-    rank: usize,
+    trainee: &dyn Trainee,
     mut each: impl FnMut(&Rows, usize) -> Result<()>,
-) -> Result<()> {
-    let (world, batch) = (plan.plan.world, plan.plan.batch.micro);
+) -> Result<Option<Signal>> {
+    let (world, batch, rank) = (plan.plan.world, plan.plan.batch.micro, trainee.rank());
     let share = |rank: usize| others.len() / world + usize::from(rank < others.len() % world);
     let begin = others.start + (0..rank).map(share).sum::<usize>();
     let mine: Vec<usize> = (begin..begin + share(rank)).collect();
     let mut batches = mine.chunks(batch);
-    (0..share(0).div_ceil(batch)).try_for_each(|_| match batches.next() {
-        Some(rows) => each(&rows.into(), rows.len()),
-        None => each(&[begin - 1][..].into(), 0),
-    })
+    for _ in 0..share(0).div_ceil(batch) {
+        match batches.next() {
+            Some(rows) => each(&rows.into(), rows.len())?,
+            None => each(&[begin - 1][..].into(), 0)?,
+        }
+        let asked = trainee.all_gather(&[Signal::asked()])?;
+        if let Some(signal) = Signal::of_ranks(asked.iter().map(|rank| rank[0])) {
+            return Ok(Some(signal));
+        }
+    }
+    Ok(None)
 }

@@ -13,7 +13,7 @@ use crate::config::{
 };
 use crate::error::{Result, wrong};
 use crate::loss_scale::DynamicLossScale;
-use crate::schedule::{Schedule, Warmup};
+use crate::schedule::Schedule;
 
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
@@ -83,13 +83,15 @@ fn adamw(options: &Hyperparameters) -> OptimizerPlan {
 
 /// The schedule that the options ask for, from 0 to the optimizer's learning rate and on.
 fn schedule(options: &Hyperparameters, lr: f64, steps: usize) -> Option<Schedule> {
-    let (warmup_steps, kind) = (options.warmup.unwrap_or(0), Warmup::Linear);
+    let warmup_steps = options.warmup.unwrap_or(0);
     match options.schedule.unwrap_or(ScheduleChoice::Constant) {
         ScheduleChoice::Constant if warmup_steps == 0 => None,
-        ScheduleChoice::Constant => Some(Schedule::WarmupLr { min_lr: 0.0, max_lr: lr, warmup_steps, kind }),
+        ScheduleChoice::Constant => Some(Schedule::Warmup { lr, warmup_steps }),
         shape => {
             let cosine = shape == ScheduleChoice::Cosine;
-            Some(Schedule::Decay { lr, warmup_steps, total_steps: steps, cosine })
+            let skipped = usize::from(options.is_recipe && warmup_steps > 0);
+            let (warmup_steps, total_steps) = (warmup_steps + skipped, steps + skipped);
+            Some(Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped })
         }
     }
 }
@@ -295,15 +297,17 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
     };
     let warmup_steps = match plan.schedule {
         Some(
-            Schedule::WarmupLr { warmup_steps, .. }
+            Schedule::Warmup { warmup_steps, .. }
+            | Schedule::WarmupLr { warmup_steps, .. }
             | Schedule::WarmupDecayLr { warmup_steps, .. }
             | Schedule::WarmupCosineLr { warmup_steps, .. }
             | Schedule::Decay { warmup_steps, .. },
         ) => warmup_steps,
         _ => 0,
     };
+    let lr = plan.schedule.as_ref().map_or(optimizer.lr, Schedule::top_lr);
     let shape = match plan.schedule {
-        None | Some(Schedule::Constant(_) | Schedule::WarmupLr { .. }) => "constant",
+        None | Some(Schedule::Constant(_) | Schedule::Warmup { .. } | Schedule::WarmupLr { .. }) => "constant",
         Some(Schedule::WarmupDecayLr { .. } | Schedule::Decay { cosine: false, .. }) => "linear",
         Some(Schedule::WarmupCosineLr { .. } | Schedule::Decay { .. }) => "cosine",
         Some(Schedule::OneCycle(_)) => "one cycle",
@@ -313,7 +317,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
         ("schedule", options.schedule.map(name), shape.to_string()),
         ("batch", text(options.batch), plan.batch.micro.to_string()),
         ("accumulation", text(options.accumulation), plan.batch.accumulation.to_string()),
-        ("lr", text(options.lr), optimizer.lr.to_string()),
+        ("lr", text(options.lr), lr.to_string()),
         ("beta1", rounded(options.beta1), said(betas.map(|betas| betas.0))),
         ("beta2", rounded(options.beta2), said(betas.map(|betas| betas.1))),
         ("eps", rounded(options.eps), said(epsilon)),

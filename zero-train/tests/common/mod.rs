@@ -4,6 +4,7 @@
 pub mod texts;
 
 use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command};
 use std::time::Duration;
@@ -134,6 +135,24 @@ impl Said {
         self.lines.read_to_string(&mut self.text).unwrap();
         &self.text
     }
+}
+
+/// Starts a child that heeds signals, even where this process was started with them ignored (a script's `&`, some build servers), and
+/// that ends by itself after five minutes, so that no test waits for it for ever.
+pub fn start(command: &mut Command) -> Child {
+    const SECONDS: u32 = 300;
+    let begin = || {
+        for number in [libc::SIGINT, libc::SIGTERM, libc::SIGHUP, libc::SIGUSR1, libc::SIGUSR2] {
+            // SAFETY: a call that may be made between fork and exec; it takes no pointer but the default action.
+            unsafe { libc::signal(number, libc::SIG_DFL) };
+        }
+        // SAFETY: as above, without a pointer.
+        unsafe { libc::alarm(SECONDS) };
+        Ok(())
+    };
+    // SAFETY: `begin` makes two system calls, and takes no lock and no memory.
+    unsafe { command.pre_exec(begin) };
+    command.spawn().unwrap()
 }
 
 /// Sends a signal by its name.

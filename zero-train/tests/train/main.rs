@@ -1,5 +1,6 @@
 //! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-train --test train [MODULE]`.
 
+mod batch_law;
 mod bert;
 mod classes;
 #[path = "../common/mod.rs"]
@@ -12,6 +13,7 @@ mod llama;
 mod lora;
 mod loss_scales;
 mod malformed;
+mod reported;
 mod schedules;
 mod seq2seq;
 #[path = "../sharded/mod.rs"]

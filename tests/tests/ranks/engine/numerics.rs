@@ -125,29 +125,35 @@ fn gradients_that_are_not_finite_are_an_error_on_all_ranks_if_asked_for() {
 
 /// As in PyTorch; rank 0 prints a warning.
 #[test]
-fn gradients_that_are_not_finite_are_used_otherwise() {
+fn gradients_that_are_not_finite_are_skipped_unless_asked_otherwise() {
     let run = Run::tiny(Stage::Parameters);
-    on_ranks(run.ranks, &run.zero, |device| {
-        let mut engine = engine(&run, config(1), &device);
-        train(&run, &mut engine, &device, 0, Some(Spoiled::Loss).filter(|_| device.rank() == 1));
-        let Step::Updated(update) = engine.step().unwrap() else { panic!("not updated") };
-        assert!(update.grad_norm.is_nan());
-        assert!(engine.full_parameter("ln_f.gamma").unwrap().values.iter().all(|x| x.is_nan()));
-    });
-    let config = |loss_scale, skip_overflow| EngineConfig {
-        loss_scale,
-        skip_overflow,
+    let spoilt = |skip_overflow| {
+        on_ranks(run.ranks, &run.zero, |device| {
+            let mut engine = engine(&run, EngineConfig { skip_overflow, ..config(1) }, &device);
+            train(&run, &mut engine, &device, 0, Some(Spoiled::Loss).filter(|_| device.rank() == 1));
+            let step = engine.step().unwrap();
+            (step, engine.full_parameter("ln_f.gamma").unwrap().values)
+        })
+    };
+    for (step, gamma) in spoilt(true) {
+        assert_eq!(step, Step::Skipped { loss_scale: 1.0, next_loss_scale: 1.0, skipped: 1 });
+        assert!(gamma.iter().all(|x| x.is_finite()));
+    }
+    for (step, gamma) in spoilt(false) {
+        let Step::Updated(update) = step else { panic!("not updated") };
+        assert!(update.grad_norm.is_nan() && gamma.iter().all(|x| x.is_nan()));
+    }
+    let wrong = EngineConfig {
+        loss_scale: Some(LossScaler::fixed(2.0).unwrap()),
         error_if_nonfinite: true,
         ..EngineConfig::default()
     };
-    for wrong in [config(None, true), config(Some(LossScaler::fixed(2.0).unwrap()), false)] {
-        let launched = launch::<Flex, (), EngineError>(1, &run.zero, &launch_options(), |device| {
-            let optimizer = Fused::new(Rule::sgd());
-            ZeroEngine::initialize(run.model.init::<B>(&device), optimizer, wrong.clone(), &device).map(|_| ())
-        });
-        let error = launched.unwrap_err().to_string();
-        assert!(error.contains("error_if_nonfinite is true") && error.contains("choose one"), "{error}");
-    }
+    let launched = launch::<Flex, (), EngineError>(1, &run.zero, &launch_options(), |device| {
+        let optimizer = Fused::new(Rule::sgd());
+        ZeroEngine::initialize(run.model.init::<B>(&device), optimizer, wrong.clone(), &device).map(|_| ())
+    });
+    let error = launched.unwrap_err().to_string();
+    assert!(error.contains("error_if_nonfinite is true") && error.contains("choose one"), "{error}");
 }
 
 #[test]
