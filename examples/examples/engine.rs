@@ -8,7 +8,8 @@ use std::process::ExitCode;
 use burn::backend::Autodiff;
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_flex::Flex;
-use zero_burn::{Zero, launch::launch_auto, optim::Fused};
+use zero_burn::launch::{launch_auto, launched_ranks};
+use zero_burn::{Zero, optim::Fused};
 use zero_core::Stage;
 use zero_models::Gpt2Config;
 use zero_train::config::{Config, Context, ZeroPlan};
@@ -25,9 +26,13 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), TrainError> {
+    // Two ranks, or as many as a launcher has started: batch sizes are of that number.
+    let ranks = launched_ranks(2).map_err(|error| TrainError::Launch(error.to_string()))?;
     let plan = match std::env::args().nth(1) {
-        Some(file) => Config::from_file(file)?.resolve(&Context { world: Some(2), ..Context::default() })?,
-        None => ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(2).gradient_clipping(1.0).build(2)?,
+        Some(file) => Config::from_file(file)?.resolve(&Context { world: Some(ranks), ..Context::default() })?,
+        None => {
+            ZeroPlan::builder(Stage::Parameters).micro_batch(2).accumulation(2).gradient_clipping(1.0).build(ranks)?
+        }
     };
     println!("{}\n", plan.explain());
     // Characters instead of tokens: a model of 256 symbols.
@@ -36,12 +41,23 @@ fn run() -> Result<(), TrainError> {
     launch_auto::<Flex, _, TrainError>(plan.world, &plan.zero_config(0), &Default::default(), |device| {
         let optimizer = Fused::new(plan.rule());
         let mut engine = ZeroEngine::initialize(model.init::<B>(&device), optimizer, plan.engine_config()?, &device)?;
+        // Positions begin as waves, in place of noise: every rank calls it, and rank 0's change is handed on.
+        engine.gathered(
+            |parameter| parameter.path == "wpe",
+            Some(0),
+            |found| {
+                let width = found[0].meta.shape[1];
+                for (at, value) in found[0].values.iter_mut().enumerate() {
+                    *value = 0.02 * ((at / width) as f32 / 10f32.powf((at % width) as f32 / width as f32 * 4.0)).sin();
+                }
+            },
+        );
         let mut at = device.rank() * TEXT.len() / plan.world;
         while engine.steps() + engine.skipped() < 30 {
             let rows = plan.batch.micro;
-            let ids: Vec<i32> = TEXT[at..at + rows * SEQ].iter().map(|&byte| i32::from(byte)).collect();
-            at += rows * SEQ;
-            let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, [rows, SEQ]), &device);
+            let ids = TEXT.iter().cycle().skip(at).take(rows * SEQ).map(|&byte| i32::from(byte)).collect();
+            at = (at + rows * SEQ) % TEXT.len();
+            let ids = Tensor::<B, 2, Int>::from_data(TensorData::new::<i32, _>(ids, [rows, SEQ]), &device);
 
             let loss = engine.forward(|model| model.loss(ids));
             let value = loss.clone().into_scalar();

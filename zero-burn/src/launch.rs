@@ -109,6 +109,19 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     Ok(results)
 }
 
+/// Returns the ranks of [`launch_auto`]: as many as the launcher has started processes, or else `world`. For a plan that is made before.
+///
+/// # Errors
+///
+/// [`EnvironmentError`] where the launcher's variables contradict one another.
+pub fn launched_ranks(world: usize) -> Result<usize, EnvironmentError> {
+    Ok(match Start::from_environment()?.world() {
+        Some(started) => started.world,
+        None if launched_alone() => 1,
+        None => world,
+    })
+}
+
 /// As [`launch`], on as many ranks as the launcher has started processes, also if that is one, or else on `world` threads.
 ///
 /// # Errors
@@ -120,12 +133,7 @@ pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     options: &LaunchOptions,
     body: impl Fn(ZeroDevice<B::Device>) -> Result<T, E> + Sync,
 ) -> Result<Vec<T>, LaunchError<E>> {
-    let world = match Start::from_environment()?.world() {
-        Some(started) => started.world,
-        None if launched_alone() => 1,
-        None => world,
-    };
-    launch::<B, T, E>(world, config, options, body)
+    launch::<B, T, E>(launched_ranks(world)?, config, options, body)
 }
 
 /// Refuses optimizer state in bf16 on a device that has none.

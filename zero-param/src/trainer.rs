@@ -163,6 +163,9 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
     }
+    if run.engine.sums_gradients {
+        return Err(refused("gradient_allreduce_op", "sum"));
+    }
     if run.engine.exclude_frozen_parameters {
         return Err(refused("LoRA", ASKED));
     }

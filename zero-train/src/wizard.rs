@@ -32,6 +32,7 @@ pub struct Stopped(pub String);
 /// By their numbers as [`MixedPrecision`].
 const PRECISIONS: [&str; 3] = ["no", "fp16", "bf16"];
 const DEVICES: [&str; 3] = ["none", "cpu", "nvme"];
+const MACHINES: [&str; 3] = ["No distributed training", "multi-CPU", "multi-GPU"];
 
 /// What the questions come to.
 // A field for each question.
@@ -61,6 +62,10 @@ pub struct Answers {
     pub main_process: Option<(String, u16)>,
     /// Ranks over all machines.
     pub processes: usize,
+    /// Whether ranks compute on processors.
+    pub use_cpu: bool,
+    /// Names of layers with experts, with commas, for Accelerate.
+    pub moe_layers: Option<String>,
     /// Precision.
     pub precision: MixedPrecision,
 }
@@ -81,80 +86,109 @@ impl Default for Answers {
             machine_rank: 0,
             main_process: None,
             processes: 2,
+            use_cpu: false,
+            moe_layers: None,
             precision: MixedPrecision::No,
         }
     }
 }
 
 impl Answers {
-    /// Asks for everything, in Accelerate's order. What `self` holds are the defaults.
+    /// Asks for everything, in Accelerate's order and words. What `self` holds are the defaults.
     ///
     /// # Errors
     ///
     /// [`Stopped`].
     pub fn ask(mut self, ask: &mut dyn Ask) -> Result<Self, Stopped> {
         let defaults = self.clone();
-        self.machines = ask.number("How many machines will train?", 1..=usize::MAX, defaults.machines)?;
+        let machine =
+            ask.choose("Which type of machine are you using?", &MACHINES, usize::from(!defaults.use_cpu) + 1)?;
+        self.use_cpu = machine != 2;
+        if machine > 0 {
+            let question = "How many different machines will you use (use more than 1 for multi-node training)?";
+            self.machines = ask.number(question, 1..=usize::MAX, defaults.machines)?;
+        } else {
+            let question = "Do you want to run your training on CPU only (even if a GPU / Apple Silicon / Ascend NPU device is available)?";
+            self.use_cpu = ask.yes(question, defaults.use_cpu)?;
+        }
         if self.machines > 1 {
             let ranks: Vec<String> = (0..self.machines).map(|rank| rank.to_string()).collect();
             let ranks: Vec<&str> = ranks.iter().map(String::as_str).collect();
-            self.machine_rank = ask.choose("Which of them is this one?", &ranks, defaults.machine_rank)?;
-            let address = ask.text("The address of machine 0?", "localhost")?;
-            let port = ask.number("The port to meet on there?", 1..=usize::from(u16::MAX), 29500)?;
+            self.machine_rank = ask.choose("What is the rank of this machine?", &ranks, defaults.machine_rank)?;
+            let question = "What is the IP address of the machine that will host the main process?";
+            let address = ask.text(question, "localhost")?;
+            let question = "What is the port you will use to communicate with the main process?";
+            let port = ask.number(question, 1..=usize::from(u16::MAX), 29500)?;
             self.main_process = Some((address, port as u16));
         }
         let given = self.deepspeed_config.take();
-        if ask.yes("Do you have a DeepSpeed configuration file (JSON)?", given.is_some())? {
+        if ask.yes("Do you want to specify a json file to a DeepSpeed config?", given.is_some())? {
             let default = given.unwrap_or("ds_config.json".into());
-            self.deepspeed_config = Some(ask.text("Where is it?", &default.display().to_string())?.into());
+            let question = "Please enter the path to the json DeepSpeed config file:";
+            self.deepspeed_config = Some(ask.text(question, &default.display().to_string())?.into());
         } else {
-            let stages = [
-                "0: every rank holds everything",
-                "1: optimizer state is sharded",
-                "2: and gradients",
-                "3: and parameters",
-            ];
-            self.stage = ask.choose("Which ZeRO stage?", &stages, usize::from(defaults.stage))? as u8;
+            let question = "What should be your DeepSpeed's ZeRO optimization stage?";
+            self.stage = ask.choose(question, &["0", "1", "2", "3"], usize::from(defaults.stage))? as u8;
             if self.stage >= 2 {
-                self.offload_optimizer = place(ask, "optimizer state")?;
+                let optimizer = ask.choose("Where to offload optimizer states?", &DEVICES, 0)?;
+                let parameters = match self.stage {
+                    3 => ask.choose("Where to offload parameters?", &DEVICES, 0)?,
+                    _ => 0,
+                };
+                self.offload_param = place(ask, parameters, "Nvme Path to offload parameters?")?;
+                self.offload_optimizer = place(ask, optimizer, "Nvme Path to offload optimizer states?")?;
+            }
+            let question = "How many gradient accumulation steps you're passing in your script?";
+            self.accumulation = ask.number(question, 1..=usize::MAX, defaults.accumulation)?;
+            if ask.yes("Do you want to use gradient clipping?", defaults.clipping.is_some())? {
+                let norm = ask.fraction("What is the gradient clipping value?", defaults.clipping.unwrap_or(1.0))?;
+                self.clipping = Some(norm);
             }
             if self.stage == 3 {
-                self.offload_param = place(ask, "parameters")?;
-            }
-            self.accumulation =
-                ask.number("How many micro-batches make a step?", 1..=usize::MAX, defaults.accumulation)?;
-            if ask.yes("Clip gradients by their global norm?", defaults.clipping.is_some())? {
-                self.clipping = Some(ask.fraction("At which norm?", defaults.clipping.unwrap_or(1.0))?);
-            }
-            if self.stage == 3 {
-                self.save_16bit = ask.yes("Save a 16-bit model at the end of training?", defaults.save_16bit)?;
-                self.zero_init =
-                    ask.yes("Create the model as shards, so that it may be larger than a rank's memory?", true)?;
+                let question = "Do you want to save 16-bit model weights when using ZeRO Stage-3?";
+                self.save_16bit = ask.yes(question, defaults.save_16bit)?;
+                let question = "Do you want to enable `deepspeed.zero.Init` when using ZeRO Stage-3 for constructing massive models?";
+                self.zero_init = ask.yes(question, true)?;
             }
         }
-        let ranks = defaults.processes.max(self.machines);
-        self.processes = ask.number("How many ranks, over all machines?", self.machines..=usize::MAX, ranks)?;
+        if ask.yes("Do you want to enable Mixture-of-Experts training (MoE)?", false)? {
+            let question = "Specify the comma-separated list of transformers MoE layer class names (case-sensitive), e.g : \
+                            `MixtralSparseMoeBlock`, `Qwen2MoeSparseMoeBlock`, `JetMoEAttention,JetMoEBlock` ...";
+            self.moe_layers = Some(ask.text(question, "MixtralSparseMoeBlock")?);
+        }
+        if machine > 0 {
+            let what = if self.use_cpu { "CPU(s)" } else { "GPU(s)" };
+            let ranks = defaults.processes.max(self.machines);
+            let question = format!("How many {what} should be used for distributed training?");
+            self.processes = ask.number(&question, self.machines..=usize::MAX, ranks)?;
+        } else {
+            self.processes = 1;
+        }
         // A DeepSpeed file says it itself.
         if self.deepspeed_config.is_none() {
-            self.precision = match ask.choose("Which precision?", &PRECISIONS, defaults.precision as usize)? {
-                1 => MixedPrecision::Fp16,
-                2 => MixedPrecision::Bf16,
-                _ => MixedPrecision::No,
-            };
+            self.precision =
+                match ask.choose("Do you wish to use mixed precision?", &PRECISIONS, defaults.precision as usize)? {
+                    1 => MixedPrecision::Fp16,
+                    2 => MixedPrecision::Bf16,
+                    _ => MixedPrecision::No,
+                };
         }
         Ok(self)
     }
 
     /// The file: what Accelerate's own `accelerate config` writes.
     pub fn to_yaml(&self) -> String {
-        let Self { stage, accumulation, zero_init, save_16bit, machines, machine_rank, processes, .. } = self;
+        let Self { stage, accumulation, zero_init, save_16bit, machines, machine_rank, processes, use_cpu, .. } = self;
         let mut yaml = String::from("compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n");
         match &self.deepspeed_config {
             Some(path) => {
                 let path = quoted(&path.display().to_string());
-                yaml += &format!("  deepspeed_config_file: {path}\n  zero3_init_flag: {zero_init}\n");
+                yaml += &format!("  deepspeed_config_file: {path}\n");
+                yaml += &self.moe_line();
+                yaml += &format!("  zero3_init_flag: {zero_init}\n");
             }
             None => {
+                yaml += &self.moe_line();
                 // 0 is DeepSpeed's "no clipping"; without the key it clips at 1.
                 let clipping = self.clipping.unwrap_or(0.0);
                 yaml += &format!("  gradient_accumulation_steps: {accumulation}\n  gradient_clipping: {clipping:?}\n");
@@ -185,17 +219,20 @@ impl Answers {
             yaml += &format!("mixed_precision: {}\n", quoted(PRECISIONS[self.precision as usize]));
         }
         yaml += &format!("num_machines: {machines}\nnum_processes: {processes}\n");
-        yaml + "rdzv_backend: static\nsame_network: true\nuse_cpu: false\n"
+        yaml + "rdzv_backend: static\nsame_network: true\n" + &format!("use_cpu: {use_cpu}\n")
+    }
+
+    fn moe_line(&self) -> String {
+        let line = |layers: &String| format!("  deepspeed_moe_layer_cls_names: {}\n", quoted(layers));
+        self.moe_layers.as_ref().map_or(String::new(), line)
     }
 }
 
-fn place(ask: &mut dyn Ask, what: &str) -> Result<Option<OffloadDevice>, Stopped> {
-    Ok(match ask.choose(&format!("Where to keep {what}?"), &DEVICES, 0)? {
+/// The place of this number among [`DEVICES`], whose folder is asked for.
+fn place(ask: &mut dyn Ask, device: usize, question: &str) -> Result<Option<OffloadDevice>, Stopped> {
+    Ok(match device {
         1 => Some(OffloadDevice::Cpu),
-        2 => {
-            let path = ask.text(&format!("In which folder, on a fast disk, for {what}?"), "/nvme")?.into();
-            Some(OffloadDevice::Nvme { path })
-        }
+        2 => Some(OffloadDevice::Nvme { path: ask.text(question, "/nvme")?.into() }),
         _ => None,
     })
 }
@@ -257,9 +294,25 @@ mod tests {
 
     #[test]
     fn the_whole_of_stage_3() {
-        let (answers, asked) =
-            answered(&["1", "no", "3", "cpu", "nvme", "/fast's disk", "4", "yes", "0.5", "yes", "yes", "8", "bf16"]);
-        assert_eq!(asked.len(), 13);
+        let (answers, asked) = answered(&[
+            "multi-GPU",
+            "1",
+            "no",
+            "3",
+            "cpu",
+            "nvme",
+            "/fast's disk",
+            "4",
+            "yes",
+            "0.5",
+            "yes",
+            "yes",
+            "no",
+            "8",
+            "bf16",
+        ]);
+        assert_eq!(asked.len(), 15);
+        assert!(asked.iter().any(|question| question.starts_with("How many GPU(s)")), "{asked:?}");
         let yaml = answers.to_yaml();
         insta::assert_snapshot!(yaml, @r"
         compute_environment: LOCAL_MACHINE
@@ -292,9 +345,11 @@ mod tests {
 
     #[test]
     fn lower_stages_ask_less() {
-        let (answers, asked) = answered(&["1", "no", "1", "1", "no", "2", "no"]);
-        assert_eq!(answers, Answers { stage: 1, ..Answers::default() });
-        assert!(asked.iter().all(|question| !question.contains("keep")), "{asked:?}");
+        let (answers, asked) = answered(&["multi-CPU", "1", "no", "1", "1", "no", "no", "2", "no"]);
+        assert_eq!(answers, Answers { stage: 1, use_cpu: true, ..Answers::default() });
+        assert!(asked.iter().all(|question| !question.contains("offload")), "{asked:?}");
+        assert!(asked.contains(&"How many CPU(s) should be used for distributed training?".to_string()), "{asked:?}");
+        assert!(answers.to_yaml().ends_with("use_cpu: true\n"));
         let config = Config::from_text("wizard.yaml", Format::Yaml, &answers.to_yaml()).unwrap();
         let auto = Auto { micro_batch: Some(1), ..Auto::default() };
         let plan = config.resolve(&Context { world: None, auto }).unwrap();
@@ -304,7 +359,7 @@ mod tests {
 
     #[test]
     fn several_machines_and_a_file() {
-        let (answers, _) = answered(&["2", "1", "10.0.0.1", "4242", "yes", "ds.json", "4"]);
+        let (answers, _) = answered(&["multi-GPU", "2", "1", "10.0.0.1", "4242", "yes", "ds.json", "no", "4"]);
         let yaml = answers.to_yaml();
         for line in [
             "  deepspeed_config_file: 'ds.json'",
@@ -322,7 +377,8 @@ mod tests {
     #[test]
     fn a_file_given_by_flag_is_asked_about_and_can_be_left() {
         let given = Answers { deepspeed_config: Some("ds.json".into()), ..Answers::default() };
-        let mut script = Script { answers: vec!["1", "no", "1", "1", "no", "2", "no"], asked: Vec::new() };
+        let mut script =
+            Script { answers: vec!["multi-GPU", "1", "no", "1", "1", "no", "no", "2", "no"], asked: Vec::new() };
         let answers = given.ask(&mut script).unwrap();
         assert_eq!(answers.deepspeed_config, None);
         assert!(!answers.to_yaml().contains("deepspeed_config_file"));
@@ -330,22 +386,34 @@ mod tests {
 
     #[test]
     fn a_port_is_none_beyond_65535() {
-        let mut script = Script { answers: vec!["2", "1", "10.0.0.1", "70000"], asked: Vec::new() };
+        let mut script = Script { answers: vec!["multi-GPU", "2", "1", "10.0.0.1", "70000"], asked: Vec::new() };
         let stopped = Answers::default().ask(&mut script).unwrap_err();
         assert!(stopped.to_string().contains("70000 of 1..=65535"), "{stopped}");
     }
 
     #[test]
     fn with_a_file_the_precision_is_not_asked_for() {
-        let (answers, asked) = answered(&["1", "yes", "ds.json", "4"]);
+        let (answers, asked) = answered(&["multi-GPU", "1", "yes", "ds.json", "no", "4"]);
         assert!(asked.iter().all(|question| !question.contains("precision")), "{asked:?}");
         assert!(answers.to_yaml().contains("deepspeed_config_file: 'ds.json'"));
     }
 
     #[test]
+    fn one_process_and_layers_with_experts() {
+        let (answers, _) = answered(&["No", "yes", "no", "2", "none", "1", "no", "yes", "MixtralSparseMoeBlock", "no"]);
+        let yaml = answers.to_yaml();
+        assert!(yaml.contains("num_processes: 1\n") && yaml.contains("use_cpu: true\n"), "{yaml}");
+        assert!(yaml.contains("  deepspeed_moe_layer_cls_names: 'MixtralSparseMoeBlock'\n"), "{yaml}");
+        Config::from_text("wizard.yaml", Format::Yaml, &yaml).unwrap();
+    }
+
+    #[test]
     fn giving_up_writes_nothing() {
-        let mut script = Script { answers: vec!["1", "no"], asked: Vec::new() };
+        let mut script = Script { answers: vec!["multi-CPU", "1", "no"], asked: Vec::new() };
         let stopped = Answers::default().ask(&mut script).unwrap_err();
-        assert_eq!(stopped.to_string(), "stopped before the last question (Which ZeRO stage?); nothing was written");
+        assert_eq!(
+            stopped.to_string(),
+            "stopped before the last question (What should be your DeepSpeed's ZeRO optimization stage?); nothing was written"
+        );
     }
 }

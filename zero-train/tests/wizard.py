@@ -13,11 +13,14 @@ import time
 
 ZERO = os.path.abspath(sys.argv[1] if len(sys.argv) > 1 else "target/debug/zero")
 DOWN = b"\x1b[B"
-ANSWERS = [("How many machines", b""), ("DeepSpeed configuration file", b""), ("Which ZeRO stage", DOWN),
-           ("Where to keep optimizer", b""), ("Where to keep parameters", b""), ("micro-batches make", b"4"),
-           ("Clip gradients", b"y"), ("At which norm", b"0.5"), ("Save a 16-bit", b""), ("Create the model", b""),
-           ("How many ranks", b"3"), ("Which precision", b"")]
-EXPECTED = ["  gradient_accumulation_steps: 4", "  gradient_clipping: 0.5", "  zero_stage: 3", "num_processes: 3"]
+UP = b"\x1b[A"
+ANSWERS = [("Which type of machine", UP), ("How many different machines", b""), ("json file to a DeepSpeed config", b""),
+           ("ZeRO optimization stage", DOWN), ("Where to offload optimizer states", b""), ("Where to offload parameters", b""),
+           ("How many gradient accumulation steps", b"4"), ("use gradient clipping", b"y"), ("gradient clipping value", b"0.5"),
+           ("save 16-bit model weights", b""), ("deepspeed.zero.Init", b""), ("Mixture-of-Experts", b""),
+           ("How many CPU(s)", b"3"), ("mixed precision", b"")]
+EXPECTED = ["  gradient_accumulation_steps: 4", "  gradient_clipping: 0.5", "  zero_stage: 3", "num_processes: 3",
+            "use_cpu: true"]
 
 file = os.path.join(tempfile.mkdtemp(), "zero.yaml")
 pid, terminal = pty.fork()

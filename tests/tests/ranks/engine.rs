@@ -511,3 +511,44 @@ fn the_schedule_counts_updates() {
     });
     assert_eq!(rates[0], (0..6).map(|step| schedule.lr(step)).collect::<Vec<_>>());
 }
+
+/// A plan whose batch sizes are of two ranks does not train four (DeepSpeed#3341).
+#[test]
+fn a_plan_for_another_number_of_ranks_is_refused() {
+    let run = Run::tiny(Stage::Parameters);
+    let config = EngineConfig { world: Some(2), ..EngineConfig::default() };
+    for ranks in [1, 2, 3] {
+        let launched = launch::<Flex, (), EngineError>(ranks, &run.zero, &launch_options(), |device| {
+            let optimizer = Fused::new(Rule::sgd());
+            ZeroEngine::initialize(run.model.init::<B>(&device), optimizer, config.clone(), &device).map(|_| ())
+        });
+        match launched {
+            Ok(_) => assert_eq!(ranks, 2),
+            Err(error) => {
+                let told = format!("the number of ranks of the plan is 2: but there are {ranks}");
+                assert!(ranks != 2 && error.to_string().contains(&told), "{error}");
+            }
+        }
+    }
+}
+
+/// Gradients that are added are the mean times the ranks.
+#[test]
+fn gradients_are_added_if_asked_for() {
+    let updated = |sums_gradients, lr| {
+        let run = Run::tiny(Stage::Gradients);
+        let weights = on_ranks(2, &run.zero, |device| {
+            let (schedule, optimizer) = (Schedule::Constant(lr), Fused::new(Rule::sgd()));
+            let config = EngineConfig { sums_gradients, schedule, ..EngineConfig::default() };
+            let model = run.model.init::<B>(&device);
+            let mut engine = ZeroEngine::initialize(model, optimizer, config, &device).unwrap();
+            numerics::train(&run, &mut engine, &device, 0, None);
+            let Step::Updated(update) = engine.step().unwrap() else { panic!("not updated") };
+            (update.grad_norm, engine.full_parameter("ln_f.gamma").unwrap().values)
+        });
+        weights[0].clone()
+    };
+    let ((mean, expected), (sum, values)) = (updated(false, 0.2), updated(true, 0.1));
+    assert!((sum - 2.0 * mean).abs() < 1e-6 * sum, "{sum} {mean}");
+    assert!(values.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6));
+}

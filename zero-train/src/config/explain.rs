@@ -151,7 +151,8 @@ impl ZeroPlan {
             true => ", with each micro-batch",
             false => ", once per optimizer step",
         };
-        format!("averaged over the ranks{dtype}{quantized} in buckets of {bucket} elements{overlap}{often}")
+        let how = if self.sums_gradients { "added" } else { "averaged" };
+        format!("{how} over the ranks{dtype}{quantized} in buckets of {bucket} elements{overlap}{often}")
     }
 }
 

@@ -59,6 +59,8 @@ pub struct ZeroPlan {
     pub prescale_gradients: bool,
     /// Without `prescale_gradients`: what they are divided by before the sum, the rest after it. Above 0.
     pub gradient_predivide_factor: f64,
+    /// Whether gradients are added over the ranks in place of averaged (`gradient_allreduce_op`).
+    pub sums_gradients: bool,
     /// The type of parameters and activations.
     pub precision: Precision,
     /// The type gradients are reduced in; `None` is their own.
@@ -210,6 +212,8 @@ impl ZeroPlan {
         };
         Ok(EngineConfig {
             exclude_frozen_parameters: false,
+            world: Some(self.world),
+            sums_gradients: self.sums_gradients,
             accumulation: self.batch.accumulation,
             sync_each_batch: self.sync_each_batch,
             error_if_nonfinite: self.error_if_nonfinite,

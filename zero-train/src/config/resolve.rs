@@ -88,6 +88,7 @@ impl Config {
             gradient_clipping: Some(top.get("gradient_clipping")).filter(|norm| *norm > 0.0),
             prescale_gradients: top.get("prescale_gradients"),
             gradient_predivide_factor: top.get("gradient_predivide_factor"),
+            sums_gradients: top.get::<String>("gradient_allreduce_op") == "sum",
             precision: precision(&top),
             communication_data_type: float_named(&top.get::<String>("communication_data_type")),
             quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),

@@ -41,6 +41,10 @@ pub(super) enum Kind {
     Decay,
     /// Two of them.
     Betas,
+    /// A number of at least 0, or a list of equal ones, one for each group of parameters.
+    Rates,
+    /// A number in [0, 1), or such a list of them.
+    Decays,
     /// A string.
     Text,
     /// A string or a list of strings.
@@ -55,6 +59,11 @@ pub(super) enum Kind {
     Tagged(&'static Tagged),
     /// A map whose keys are not looked at, because the feature does not exist here.
     Open(Gate),
+}
+
+/// Returns true for numbers that are all the same.
+fn alike(items: &[Node]) -> bool {
+    items.first().and_then(Node::as_f64).is_some_and(|first| items.iter().all(|item| item.as_f64() == Some(first)))
 }
 
 /// When a section does anything; a section that does nothing gives no warning and is never refused.
@@ -199,6 +208,7 @@ impl Kind {
         match (self, value) {
             (Kind::YesNo, Node::Text(text)) if ["yes", "true", "on"].contains(&&*word(text)) => Node::Bool(true),
             (Kind::YesNo, Node::Text(text)) if ["no", "false", "off"].contains(&&*word(text)) => Node::Bool(false),
+            (Kind::Rates | Kind::Decays, Node::List(items)) if alike(items) => items[0].clone(),
             // YAML 1.1 reads a bare `no` as false.
             (Kind::OneOf(words), Node::Bool(false)) if words.split(' ').any(|word| word == "no") => "no".into(),
             _ => value.clone(),
@@ -213,7 +223,8 @@ impl Kind {
             (Kind::Bool | Kind::YesNo, Node::Bool(_)) => true,
             (Kind::Int { min, max }, Node::Int(value)) => (min..=max).contains(value),
             (Kind::Num { min, max }, value) => value.as_f64().is_some_and(|value| (min..=max).contains(&value)),
-            (Kind::Decay, value) => is_decay(value),
+            (Kind::Rates, value) => value.as_f64().is_some_and(|value| (0.0..=f64::MAX).contains(&value)),
+            (Kind::Decay | Kind::Decays, value) => is_decay(value),
             (Kind::Betas, Node::List(items)) => items.len() == 2 && items.iter().all(is_decay),
             (Kind::Text | Kind::Texts, Node::Text(_)) => true,
             (Kind::Texts, Node::List(items)) => items.iter().all(|item| item.as_text().is_some()),
@@ -237,6 +248,8 @@ impl Kind {
             Kind::Num { min, .. } if min > f64::MIN => format!("a number of at least {min}"),
             Kind::Num { .. } => "a number".to_owned(),
             Kind::Decay => "a number of at least 0 and below 1".to_owned(),
+            Kind::Rates => "a number of at least 0, or a list of equal ones (all groups have one schedule)".to_owned(),
+            Kind::Decays => "a number of at least 0 and below 1, or a list of equal ones".to_owned(),
             Kind::Betas => "two numbers of at least 0 and below 1".to_owned(),
             Kind::Text => "a string".to_owned(),
             Kind::Texts => "a string or a list of strings".to_owned(),

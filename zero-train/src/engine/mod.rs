@@ -117,6 +117,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
         }
         let settings = zero_burn::ranks::config::<A::Base>();
+        let world = zero_burn::ranks::num_processes::<A::Base>();
+        if let Some(planned) = config.world.filter(|planned| *planned != world) {
+            let expected = format!(
+                "but there are {world}: make the plan for the ranks that there are (Context::world from \
+                 zero_burn::launch::launched_ranks), or start as many"
+            );
+            return Err(setting("the number of ranks of the plan", planned, &expected));
+        }
         if settings.param_dtype == Float::F16 && config.loss_scale.is_none() {
             let expected = "fp16 loses small gradients without one: set LossScaler::dynamic, or use bf16";
             return Err(setting("loss_scale", "absent", expected));

@@ -72,7 +72,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let grads = self.accumulator.grads();
         let model = self.model.take().expect("the module is absent only inside of step");
         let loss_scale = self.loss_scale();
-        let begun = Begun { lr: self.lr(), loss_scale, divisor: loss_scale * part };
+        let ranks = if self.config.sums_gradients { zero_burn::ranks::num_processes::<A::Base>() } else { 1 };
+        let begun = Begun { lr: self.lr(), loss_scale, divisor: loss_scale * part / ranks as f64 };
         if let (Some(momentum), Some(fused)) = (self.config.schedule.momentum(self.steps), self.optimizer.fused_mut()) {
             set_momentum(fused, momentum);
         }

@@ -21,6 +21,10 @@ pub struct EngineConfig {
     pub sync_each_batch: Option<bool>,
     /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
     pub clipping: Option<f64>,
+    /// Gradients are added over the ranks; otherwise they are averaged. DeepSpeed's `gradient_allreduce_op`.
+    pub sums_gradients: bool,
+    /// The number of ranks that the program was planned for: another number of them is an error. `None` for any.
+    pub world: Option<usize>,
     /// Learning rate by update.
     pub schedule: Schedule,
     /// What the loss is multiplied by, for fp16.
@@ -43,6 +47,8 @@ impl Default for EngineConfig {
             accumulation: 1,
             sync_each_batch: None,
             clipping: None,
+            sums_gradients: false,
+            world: None,
             schedule: Schedule::Constant(1e-3),
             loss_scale: None,
             skip_overflow: true,

@@ -192,6 +192,35 @@ fn check_and_train_say_the_same() {
     assert!(told.contains("Infinity is no number of JSON"), "{told}");
 }
 
+/// Keys of walkthroughs for which nothing is lost are accepted, with words that say so, and lists of groups that are alike.
+#[test]
+fn keys_of_walkthroughs_are_accepted() {
+    let dir = dir();
+    let dir = dir.path();
+    let told = |entries: &str| {
+        file(dir, entries);
+        let ran = zero(&["check", "ds.json", "--model", "tiny", "--ranks", "2"], dir);
+        let told = String::from_utf8([ran.stdout, ran.stderr].concat()).unwrap();
+        assert!(ran.status.success(), "{entries}: {told}");
+        told
+    };
+    let leaves = told(r#""zero_optimization": {"stage": 3, "stage3_allgather_sequential": true, "leaf_module": {"classes": ["A"]}}"#);
+    assert!(leaves.matches("nothing is lost").count() == 2 && !leaves.contains("not acted on yet"), "{leaves}");
+    assert!(told(r#""managed_gradient_accumulation": false"#).contains("step_now"));
+    let summed = told(r#""gradient_allreduce_op": "sum""#);
+    assert!(summed.contains("added over the ranks"), "{summed}");
+    let cycle = |rates: &str| {
+        format!(
+            r#""optimizer": {{"type": "AdamW", "params": {{"lr": 1e-3}}}}, "scheduler": {{"type": "OneCycle", "params":
+            {{"cycle_min_lr": {rates}, "cycle_max_lr": [1e-3, 1e-3], "cycle_max_mom": [0.95], "cycle_first_step_size": 10}}}}"#
+        )
+    };
+    assert!(told(&cycle("[1e-4, 1e-4]")).contains("one cycle from 0.0001 to 0.001"));
+    file(dir, &cycle("[1e-4, 2e-4]"));
+    let told = refused(&["check", "ds.json"], dir);
+    assert!(told.contains("all groups have one schedule"), "{told}");
+}
+
 /// A fixed scale under which every update overflows trains nothing (DeepSpeed#1958, #697).
 #[test]
 fn a_run_that_never_updates_is_no_success() {

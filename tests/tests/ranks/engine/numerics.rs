@@ -63,14 +63,14 @@ fn with_one_way_of_accumulating_all_stages_give_the_same_bits() {
 
 /// What a rank adds to its loss.
 #[derive(Debug, Clone, Copy)]
-enum Spoiled {
+pub(super) enum Spoiled {
     /// A NaN that goes by way of the last layer norm's scale.
     Loss,
     /// Nothing but a gradient that is not finite, there too.
     Gradient,
 }
 
-fn train(run: &Run, engine: &mut Engine, device: &Device, row: usize, spoiled: Option<Spoiled>) {
+pub(super) fn train(run: &Run, engine: &mut Engine, device: &Device, row: usize, spoiled: Option<Spoiled>) {
     let batch = tokens(run, row..row + 2, device);
     let loss = engine.forward(|model| {
         let gamma = model.ln_f.gamma.val();

@@ -26,7 +26,7 @@ pub(in crate::config) const ACCELERATE: &[Key] = keys! {
         deepspeed_hostfile = "none", deepspeed_multinode_launcher = "pdsh", deepspeed_inclusion_filter = "none",
         deepspeed_exclusion_filter = "none" => K::Text, LAUNCHER;
         deepspeed_moe_layer_cls_names = null => K::Text,
-            T::not_yet("modules are not gathered whole; parameters are gathered as they are used");
+            T::no_effect("nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others");
     }), T::ACTED;
     mixed_precision = "no" => K::OneOf("no fp16 bf16 fp8"), T::ACTED;
     fp16 = null => K::YesNo,
@@ -42,7 +42,8 @@ pub(in crate::config) const ACCELERATE: &[Key] = keys! {
     same_network = null => K::YesNo, T::QUIET;
     gpu_ids = "all" => K::Any, LAUNCHER;
     main_training_function = "main" => K::Text, T::QUIET;
-    use_cpu = false => K::YesNo, T::no_effect("the backend the program is built for decides the device");
+    // The program's backend decides.
+    use_cpu = false => K::YesNo, T::QUIET;
     enable_cpu_affinity = false => K::YesNo, LAUNCHER;
     debug = false => K::YesNo, T::no_effect("shapes of collectives are always checked");
     downcast_bf16 = false, tpu_use_cluster = false, tpu_use_sudo = false => K::YesNo, TPU;

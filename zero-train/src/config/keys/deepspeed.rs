@@ -54,8 +54,7 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
     gradient_clipping = 1 => K::POSITIVE, T::ACTED.auto(Fill::Clipping);
     prescale_gradients = false => K::Bool, T::ACTED;
     gradient_predivide_factor = 1 => K::Num { min: f64::MIN_POSITIVE, max: f64::MAX }, T::ACTED;
-    gradient_allreduce_op = "mean" => K::OneOf("mean sum"),
-        T::refused("gradients are averaged over the ranks; scale the loss instead");
+    gradient_allreduce_op = "mean" => K::OneOf("mean sum"), T::ACTED;
     communication_data_type = null => DTYPES, T::ACTED;
     fp32_allreduce = false => K::Bool, T::renamed("communication_data_type", |on| match on {
         Node::Bool(true) => "fp32".into(),
@@ -68,7 +67,9 @@ pub(in crate::config) const DEEPSPEED: &[Key] = keys! {
             T::refused("the type follows from bf16.enabled and fp16.enabled; remove the key");
     }), T::ACTED;
     managed_gradient_accumulation = true => K::Bool,
-        T::refused("the engine counts the micro-batches of a step; remove the key");
+        T::no_effect("the trainer counts the micro-batches of a step; a loop of your own ends one with ZeroEngine::step_now");
+    sequence_parallel_size = 1 => K::ONE_UP,
+        T::refused("sequences are not split over ranks; leave it at 1, or out");
     sparse_gradients = false => K::Bool, T::no_effect("gradients of embeddings are dense");
     disable_allgather = false => K::Bool, T::no_effect("there is one way to gather");
     allgather_size = null => K::COUNT, T::no_effect("deprecated; the all-gather of parameters has no such setting");

@@ -106,11 +106,12 @@ const WARMUP_COSINE_LR: &[Key] = keys! {
 };
 
 const ONE_CYCLE: &[Key] = keys! {
-    cycle_min_lr = null, cycle_max_lr = null, decay_lr_rate = 0 => K::POSITIVE, T::ACTED;
+    cycle_min_lr = null, cycle_max_lr = null => K::Rates, T::ACTED;
+    decay_lr_rate = 0 => K::POSITIVE, T::ACTED;
     cycle_first_step_size = 2000, cycle_second_step_size = null => K::ONE_UP, T::ACTED;
     cycle_first_stair_count = 0, cycle_second_stair_count = null, decay_step_size = 0 => K::COUNT, T::ACTED;
     cycle_momentum = true => K::Bool, T::ACTED;
-    cycle_min_mom = 0.8, cycle_max_mom = 0.9 => K::Decay, T::ACTED;
+    cycle_min_mom = 0.8, cycle_max_mom = 0.9 => K::Decays, T::ACTED;
     decay_mom_rate = 0 => K::POSITIVE, T::ACTED;
     last_batch_iteration = -1 => K::INT, RESUMES;
 };

@@ -10,7 +10,9 @@ const PYTORCH: T = T::no_effect("it works around PyTorch");
 const FETCHES: T = T::not_yet("the all-gather of parameters has no such variant yet");
 const SAVES: T = T::not_yet("checkpoints have no such option yet");
 const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with the next forward pass anyway");
-const LEAF: T = T::not_yet("modules are not gathered whole; parameters are gathered as they are used");
+const LEAF: T = T::no_effect(
+    "nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others",
+);
 const DEVICES: K = K::OneOf("none cpu nvme");
 
 /// All keys of `zero_optimization`.
@@ -58,8 +60,9 @@ pub(in crate::config) const ZERO: &[Key] = keys! {
         T::not_yet("persistent parameters are not limited in sum").since_stage(3);
     stage3_gather_16bit_weights_on_model_save = false => K::Bool, T::ACTED.since_stage(3).auto(Fill::SaveModel);
     stage3_module_granularity_threshold = 0 => K::INT, FETCHES.since_stage(3);
-    stage3_use_all_reduce_for_fetch_params = false, stage3_allgather_sequential = false => K::Bool,
-        FETCHES.since_stage(3);
+    stage3_use_all_reduce_for_fetch_params = false => K::Bool, FETCHES.since_stage(3);
+    stage3_allgather_sequential = false => K::Bool,
+        T::no_effect("nothing is lost: each parameter is gathered by an operation of its own").since_stage(3);
     memory_efficient_linear = true, override_module_apply = true => K::Bool, PYTORCH.since_stage(3);
     pipeline_loading_checkpoint = false => K::Bool, T::no_effect("there are no pipeline stages").since_stage(3);
     enable_sanity_checks = false => K::Bool, T::no_effect("the checks are always on");

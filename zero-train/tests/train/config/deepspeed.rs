@@ -28,6 +28,7 @@ fn the_shared_deepspeed_file() {
         gradient_clipping: Some(1.0),
         prescale_gradients: false,
         gradient_predivide_factor: 1.0,
+        sums_gradients: false,
         precision: Precision::Fp32,
         communication_data_type: None,
         grad_accum_dtype: None,

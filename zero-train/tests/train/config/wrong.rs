@@ -187,9 +187,9 @@ fn features_that_would_change_training_are_refused() {
     ds.json: elasticity: this section is not supported: it would choose other batch sizes; give them in the batch keys
     ds.json: amp: this section is not supported: NVIDIA's amp does not exist here; use bf16 or fp16
     "#);
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "gradient_allreduce_op": "sum"}"#), @r#"ds.json: gradient_allreduce_op: "sum" is not supported: gradients are averaged over the ranks; scale the loss instead"#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "sequence_parallel_size": 2}"#), @r#"ds.json: sequence_parallel_size: 2 is not supported: sequences are not split over ranks; leave it at 1, or out"#);
     assert!(
-        json(r#"{"train_batch_size": 2, "gradient_allreduce_op": "mean", "amp": {"enabled": false}}"#, &on(2)).is_ok()
+        json(r#"{"train_batch_size": 2, "gradient_allreduce_op": "mean", "sequence_parallel_size": 1, "amp": {"enabled": false}}"#, &on(2)).is_ok()
     );
 }
 
