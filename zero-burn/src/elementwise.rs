@@ -39,10 +39,26 @@ pub(crate) fn unary<B: Backend>(
         ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => ZeroTensor::ordinary([tensor], move |[x]| f(x)),
         ZeroTensor::Replicated(tensor) => ZeroTensor::Replicated(f(tensor)),
         ZeroTensor::Shard(Shard { cell, views }) if cell.is_version() => {
-            ZeroTensor::Shard(Shard { cell, views: views.map(Arc::new(move |x, _| f(x))) })
+            let views = views.map(Arc::new(move |x: B::FloatTensorPrimitive, _| f(x)));
+            ZeroTensor::Shard(folded(Shard { cell, views }))
         }
         ZeroTensor::Shard(shard) => piecewise(op, shard, f),
     }
+}
+
+/// The next version of a parameter on which a program has worked again and again without an optimizer, such as a temperature that it
+/// lowers in each step: every use would repeat all of it.
+fn folded<B: Backend>(shard: Shard<B>) -> Shard<B> {
+    const MOST: usize = 64;
+    if shard.views.len() < MOST || !shard.views.only_maps() || !shard.views.others().is_empty() {
+        return shard;
+    }
+    let template = shard.cell.template(Kind::Parameter, Origin::Version);
+    let is_cut = shard.cell.rank.config.stage.shards_parameters() || shard.cell.partition.is_whole();
+    Shard::new(match is_cut {
+        true => Cell::ready(template, shard.into_piece()),
+        false => Cell::whole(template, ZeroTensor::Shard(shard).load()),
+    })
 }
 
 /// Computes on the piece of a tensor that is no parameter.

@@ -91,6 +91,11 @@ impl<B: Backend> Views<B> {
         self
     }
 
+    /// How many there are.
+    pub(crate) fn len(&self) -> usize {
+        self.ops.len()
+    }
+
     pub(crate) fn is_empty(&self) -> bool {
         self.ops.is_empty()
     }

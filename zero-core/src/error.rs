@@ -188,7 +188,8 @@ pub enum StartError {
     /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
     #[error(
         "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
-         would be alone: build it with `--features mpi`, or start it with torchrun's variables"
+         would be alone: build it with `--features mpi`, or start it with torchrun's variables; if it is meant to be alone (in a \
+         shell of a job), unset {variable}"
     )]
     WithoutMpi {
         /// Its rank.

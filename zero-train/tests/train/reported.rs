@@ -204,7 +204,9 @@ fn keys_of_walkthroughs_are_accepted() {
         assert!(ran.status.success(), "{entries}: {told}");
         told
     };
-    let leaves = told(r#""zero_optimization": {"stage": 3, "stage3_allgather_sequential": true, "leaf_module": {"classes": ["A"]}}"#);
+    let leaves = told(
+        r#""zero_optimization": {"stage": 3, "stage3_allgather_sequential": true, "leaf_module": {"classes": ["A"]}}"#,
+    );
     assert!(leaves.matches("nothing is lost").count() == 2 && !leaves.contains("not acted on yet"), "{leaves}");
     assert!(told(r#""managed_gradient_accumulation": false"#).contains("step_now"));
     let summed = told(r#""gradient_allreduce_op": "sum""#);

@@ -6,10 +6,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, Shutdown, SocketAddr, SocketAddrV6, TcpListener, TcpStream, ToSocketAddrs};
 use std::time::{Duration, Instant};
 
 use hmac::Mac;
+use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use super::super::super::launcher::random;
 use super::error::Refused;
@@ -392,10 +393,20 @@ pub(super) fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-/// Listens on all addresses of this machine.
+/// Listens on all addresses of this machine, of IPv4 too where the system keeps these apart (`net.ipv6.bindv6only`).
 pub(super) fn bind_all(port: u16) -> std::io::Result<TcpListener> {
-    let (all6, all4) = (IpAddr::V6(Ipv6Addr::UNSPECIFIED), IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-    TcpListener::bind((all6, port)).or_else(|_| TcpListener::bind((all4, port)))
+    bind_both(port).or_else(|_| TcpListener::bind((IpAddr::V4(Ipv4Addr::UNSPECIFIED), port)))
+}
+
+fn bind_both(port: u16) -> std::io::Result<TcpListener> {
+    const WAITING: i32 = 128;
+    let socket = net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    net::sockopt::set_ipv6_v6only(&socket, false)?;
+    // As the standard library's listeners.
+    net::sockopt::set_socket_reuseaddr(&socket, true)?;
+    net::bind(&socket, &SocketAddrV6::new(Ipv6Addr::UNSPECIFIED, port, 0, 0))?;
+    net::listen(&socket, WAITING)?;
+    Ok(socket.into())
 }
 
 #[cfg(test)]
@@ -403,6 +414,16 @@ mod tests {
     use super::super::super::super::launcher::Rendezvous;
     use super::super::hello::knock;
     use super::*;
+
+    #[test]
+    fn a_listener_on_all_addresses_takes_both_families() {
+        let listener = bind_all(0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        TcpStream::connect(("127.0.0.1", port)).unwrap();
+        if listener.local_addr().unwrap().is_ipv6() {
+            assert!(!net::sockopt::ipv6_v6only(&listener).unwrap());
+        }
+    }
 
     /// A listener that was held up finds the connection of a rank that has given up meanwhile, and will come again.
     #[test]
