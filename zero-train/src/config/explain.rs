@@ -187,10 +187,10 @@ fn describe_schedule(schedule: &Schedule) -> String {
         Schedule::Warmup { lr, warmup_steps } => {
             format!("0 to {lr} in {}, then constant", count(*warmup_steps, "step"))
         }
-        Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped } => {
-            let (warmup_steps, total_steps) = (warmup_steps - skipped, total_steps - skipped);
+        Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle } => {
             let along = if *cosine { "along a cosine" } else { "linearly" };
-            format!("0 to {lr} in {}, then {along} to 0 at step {total_steps}", count(warmup_steps, "step"))
+            let rise = if *gentle { ", with their square" } else { "" };
+            format!("0 to {lr} in {}{rise}, then {along} to 0 at step {total_steps}", count(*warmup_steps, "step"))
         }
         Schedule::OneCycle(OneCycle {
             cycle_min_lr,

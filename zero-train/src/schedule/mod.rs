@@ -130,8 +130,9 @@ pub enum Schedule {
         total_steps: usize,
         /// Along half a cosine, or along a line.
         cosine: bool,
-        /// Updates at its beginning that are left out: with 1 the first update has a rate, as in nanoGPT.
-        skipped: usize,
+        /// The warm-up rises with the square of the updates, from a rate above 0: Adam's first updates are as large as all others, and
+        /// throw a deep model off. Otherwise along a line, from 0.
+        gentle: bool,
     },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
@@ -190,11 +191,11 @@ impl Schedule {
             Schedule::OneCycle(ref cycle) => cycle.lr(step),
             Schedule::Warmup { lr, warmup_steps } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
             Schedule::Warmup { lr, .. } => lr,
-            Schedule::Decay { lr, warmup_steps, skipped, .. } if step + skipped < warmup_steps => {
-                lr * (step + skipped) as f64 / warmup_steps as f64
+            Schedule::Decay { lr, warmup_steps, gentle: true, .. } if step < warmup_steps => {
+                lr * ((step + 1) as f64 / (warmup_steps + 1) as f64).powi(2)
             }
-            Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped } => {
-                let step = step + skipped;
+            Schedule::Decay { lr, warmup_steps, .. } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
+            Schedule::Decay { lr, warmup_steps, total_steps, cosine, .. } => {
                 let progress = (step - warmup_steps) as f64 / total_steps.saturating_sub(warmup_steps).max(1) as f64;
                 let progress = progress.min(1.0);
                 lr * if cosine { 0.5 * (1.0 + (PI * progress).cos()) } else { 1.0 - progress }

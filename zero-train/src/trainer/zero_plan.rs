@@ -89,9 +89,7 @@ fn schedule(options: &Hyperparameters, lr: f64, steps: usize) -> Option<Schedule
         ScheduleChoice::Constant => Some(Schedule::Warmup { lr, warmup_steps }),
         shape => {
             let cosine = shape == ScheduleChoice::Cosine;
-            let skipped = usize::from(options.is_recipe && warmup_steps > 0);
-            let (warmup_steps, total_steps) = (warmup_steps + skipped, steps + skipped);
-            Some(Schedule::Decay { lr, warmup_steps, total_steps, cosine, skipped })
+            Some(Schedule::Decay { lr, warmup_steps, total_steps: steps, cosine, gentle: options.is_recipe })
         }
     }
 }
