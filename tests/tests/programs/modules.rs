@@ -109,6 +109,7 @@ fn norms_of_single_rows() {
     });
 }
 
+#[allow(clippy::large_enum_variant)] // As a program has it.
 #[derive(Module, Debug)]
 enum Head<B: Backend> {
     Shallow(Linear<B>),

@@ -187,10 +187,11 @@ fn describe_schedule(schedule: &Schedule) -> String {
         Schedule::Warmup { lr, warmup_steps } => {
             format!("0 to {lr} in {}, then constant", count(*warmup_steps, "step"))
         }
-        Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle } => {
+        Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle, floor } => {
             let along = if *cosine { "along a cosine" } else { "linearly" };
             let rise = if *gentle { ", with their square" } else { "" };
-            format!("0 to {lr} in {}{rise}, then {along} to 0 at step {total_steps}", count(*warmup_steps, "step"))
+            let (steps, end) = (count(*warmup_steps, "step"), lr * floor);
+            format!("0 to {lr} in {steps}{rise}, then {along} to {end} at step {total_steps}")
         }
         Schedule::OneCycle(OneCycle {
             cycle_min_lr,

@@ -119,7 +119,7 @@ pub enum Schedule {
         /// Length of the warm-up in updates.
         warmup_steps: usize,
     },
-    /// From 0 to `lr` along a line, then to 0 at `total_steps`: transformers' schedules `linear` and `cosine`
+    /// From 0 to `lr` along a line, then to `floor` times it at `total_steps`: with 0, transformers' schedules `linear` and `cosine`
     /// (<https://github.com/huggingface/transformers/blob/main/src/transformers/optimization.py>). Not DeepSpeed's.
     Decay {
         /// Rate at the end of the warm-up.
@@ -133,6 +133,8 @@ pub enum Schedule {
         /// The warm-up rises with the square of the updates, from a rate above 0: Adam's first updates are as large as all others, and
         /// throw a deep model off. Otherwise along a line, from 0.
         gentle: bool,
+        /// Share of `lr` at the end.
+        floor: f64,
     },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
@@ -195,10 +197,11 @@ impl Schedule {
                 lr * ((step + 1) as f64 / (warmup_steps + 1) as f64).powi(2)
             }
             Schedule::Decay { lr, warmup_steps, .. } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
-            Schedule::Decay { lr, warmup_steps, total_steps, cosine, .. } => {
+            Schedule::Decay { lr, warmup_steps, total_steps, cosine, floor, .. } => {
                 let progress = (step - warmup_steps) as f64 / total_steps.saturating_sub(warmup_steps).max(1) as f64;
                 let progress = progress.min(1.0);
-                lr * if cosine { 0.5 * (1.0 + (PI * progress).cos()) } else { 1.0 - progress }
+                let left = if cosine { 0.5 * (1.0 + (PI * progress).cos()) } else { 1.0 - progress };
+                lr * if floor == 0.0 { left } else { floor + (1.0 - floor) * left }
             }
             Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase } => {
                 let intervals = step as f64 / step_size as f64;

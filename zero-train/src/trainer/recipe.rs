@@ -20,9 +20,9 @@ pub struct Recipe {
 }
 
 /// Warm-up steps of a run of so many: a fiftieth, at most 2,000 as in *LLaMA* (Touvron et al. 2023,
-/// <https://arxiv.org/abs/2302.13971>), and in a short run 10 or half of it: the first steps of a deep model are the ones that fail.
+/// <https://arxiv.org/abs/2302.13971>), and in a short run 8 or half of it: the first steps of a deep model are the ones that fail.
 fn warmup(steps: usize) -> usize {
-    (steps / 50).clamp(10, 2000).min(steps / 2)
+    (steps / 50).clamp(8, 2000).min(steps / 2)
 }
 
 impl Recipe {
@@ -65,9 +65,9 @@ mod tests {
         let recipe = Recipe { lr, beta2, weight_decay, clip, schedule: ScheduleChoice::Cosine, source: "a paper" };
         let batch = Hyperparameters { batch: Some(4), ..Hyperparameters::default() };
         let taken = recipe.complete(&batch, 20).unwrap();
-        assert_eq!((taken.batch, taken.lr, taken.warmup, taken.is_recipe), (Some(4), Some(2e-4), Some(10), true));
+        assert_eq!((taken.batch, taken.lr, taken.warmup, taken.is_recipe), (Some(4), Some(2e-4), Some(8), true));
         assert!(recipe.complete(&Hyperparameters { clip: Some(0.0), ..batch.clone() }, 20).is_none());
         assert!(recipe.complete(&Hyperparameters { warmup: Some(0), ..batch }, 20).is_none());
-        assert_eq!([1, 4, 20, 1000, 1_000_000].map(warmup), [0, 2, 10, 20, 2000]);
+        assert_eq!([1, 4, 20, 1000, 1_000_000].map(warmup), [0, 2, 8, 20, 2000]);
     }
 }

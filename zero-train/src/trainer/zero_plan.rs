@@ -89,7 +89,10 @@ fn schedule(options: &Hyperparameters, lr: f64, steps: usize) -> Option<Schedule
         ScheduleChoice::Constant => Some(Schedule::Warmup { lr, warmup_steps }),
         shape => {
             let cosine = shape == ScheduleChoice::Cosine;
-            Some(Schedule::Decay { lr, warmup_steps, total_steps: steps, cosine, gentle: options.is_recipe })
+            // Of both papers that fall along a cosine.
+            let floor = if options.is_recipe && cosine { 0.1 } else { 0.0 };
+            let (total_steps, gentle) = (steps, options.is_recipe);
+            Some(Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle, floor })
         }
     }
 }
