@@ -78,7 +78,7 @@ struct Passes {
     made: u64,
     /// Parameters whose gradients they have reduced.
     reduced: HashSet<u64>,
-    /// Whether one that reduced nothing has been noticed.
+    /// True once one that reduced nothing has been noticed.
     has_unmarked: bool,
 }
 
@@ -106,7 +106,7 @@ struct Step<B: Backend> {
     /// Whether the backward pass under way leaves gradients unreduced.
     holding: AtomicBool,
     passes: Mutex<Passes>,
-    /// Whether a module has been prepared.
+    /// True once a module has been prepared.
     is_prepared: AtomicBool,
     /// Blocks of the model that the pass under way has come to.
     blocks: AtomicUsize,

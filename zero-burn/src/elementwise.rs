@@ -200,7 +200,7 @@ fn masks<B: Backend>(
     }
 }
 
-/// What was recorded of versions of a parameter none of which is the last any more, as a piece.
+/// Computes, as a piece, an operation recorded of versions of a parameter none of which is the last any more.
 fn of_the_past<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
     match tensor {
         ZeroTensor::Shard(shard)
@@ -246,7 +246,7 @@ fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTens
     }
 }
 
-/// Whether these are different versions of one parameter, or functions of such.
+/// Returns true for different versions of one parameter, or functions of such.
 fn are_versions<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
     let slots = a.cell.slot.as_ref().zip(b.cell.slot.as_ref());
     slots.is_some_and(|(one, other)| Arc::ptr_eq(one, other))
@@ -267,7 +267,7 @@ fn single_beside<B: Backend>(x: &B::FloatTensorPrimitive, single: &B::FloatTenso
 const ADD: &str = "float_add";
 /// The operation that ends an optimizer's step.
 const SUB: &str = "float_sub";
-/// Those of a mask and of a scale.
+/// The operations of a mask and of a scale.
 const MUL: &str = "float_mul";
 const DIV: &str = "float_div";
 
@@ -425,7 +425,7 @@ pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     }
 }
 
-/// Whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss or of a moving average: an optimizer
+/// Returns true if a parameter minus an ordinary tensor is an update of it, rather than part of a loss or of a moving average: an optimizer
 /// has just asked for both, or nobody else holds the parameter, as its module does in a forward pass. Of a version that an update has
 /// just made with a reduced gradient there was no backward pass that could have given another. One that was never prepared may not be
 /// in such a loss either: its optimizer would leave no other trace.

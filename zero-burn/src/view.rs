@@ -91,7 +91,7 @@ impl<B: Backend> Views<B> {
         self
     }
 
-    /// How many there are.
+    /// The number of recorded operations.
     pub(crate) fn len(&self) -> usize {
         self.ops.len()
     }

@@ -30,7 +30,7 @@ fn proc_field(path: &str, field: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// What of `available` bytes a plan leaves to what else there is and starts: a tenth and at least 1 GiB, but no more than a quarter.
+/// Bytes of `available` that a plan leaves to other programs: a tenth and at least 1 GiB, but no more than a quarter.
 pub(crate) fn left_to_others(available: u64) -> u64 {
     (available / 10).max(1 << 30).min(available / 4)
 }

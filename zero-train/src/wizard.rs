@@ -62,7 +62,7 @@ pub struct Answers {
     pub main_process: Option<(String, u16)>,
     /// Ranks over all machines.
     pub processes: usize,
-    /// Whether ranks compute on processors.
+    /// True if ranks compute on processors.
     pub use_cpu: bool,
     /// Names of layers with experts, with commas, for Accelerate.
     pub moe_layers: Option<String>,

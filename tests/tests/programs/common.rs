@@ -1,4 +1,4 @@
-//! What the programs share: two ranks against one rank with the whole batch, at every stage, with a watchdog.
+//! Helpers of the programs: two ranks against one rank with the whole batch, at every stage, with a watchdog.
 #![allow(dead_code)]
 
 use std::ops::Range;

@@ -1,4 +1,4 @@
-//! What a module holds and does not train.
+//! Tensors that a module holds and does not train.
 
 use crate::common::*;
 use burn::module::{Module, Param, ParamId};

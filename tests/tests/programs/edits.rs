@@ -196,7 +196,7 @@ fn a_padding_row_stays_nought() {
     });
 }
 
-/// What the message advises: `prepare` after each edit, which also hands all weights on by rank 0.
+/// Calls `prepare` after each edit, which also hands all weights on by rank 0.
 #[test]
 fn prepared_again_after_each_edit() {
     like_one_rank("prepared again after each edit", |device, world| {

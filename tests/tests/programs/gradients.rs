@@ -8,7 +8,7 @@ use burn::tensor::{Distribution, Tensor};
 use zero_burn::module::collect_grads;
 use zero_burn::optim::distributed;
 
-/// How a gradient is changed.
+/// A change of a gradient.
 #[derive(Debug, Clone, Copy)]
 enum How {
     TimesMask,

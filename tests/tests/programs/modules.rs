@@ -162,7 +162,7 @@ impl<B: Backend> Zoo<B> {
     }
 }
 
-/// What is no parameter stays.
+/// Fields that are no parameters stay.
 #[test]
 fn every_container() {
     like_one_rank("every container", |device, world| {

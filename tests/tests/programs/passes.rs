@@ -13,7 +13,7 @@ fn prepared(device: &Device) -> (Linear<B>, impl Optimizer<Linear<B>, B>) {
     distributed::<B, Linear<B>, _>(model, SgdConfig::new().init(), device)
 }
 
-/// What the output does when the input moves: forces in a validation, saliency maps, adversarial examples.
+/// The slope of the output by the input: forces in a validation, saliency maps, adversarial examples.
 fn slope(model: &Linear<B>, x: Tensor<B, 2>) -> Tensor<Inner, 2> {
     let x = x.require_grad();
     let grads = model.forward(x.clone()).sum().backward();

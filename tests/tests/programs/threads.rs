@@ -77,7 +77,7 @@ fn a_thread_infers_while_the_rank_trains() {
     }
 }
 
-/// What fits the 8 MiB of a program's first thread fits a rank's.
+/// A stack that fits the 8 MiB of a program's first thread fits a rank's.
 #[test]
 fn a_body_of_four_mebibytes_of_stack() {
     #[inline(never)]

@@ -41,7 +41,7 @@ pub(crate) enum Kind {
     Parameter,
     Gradient,
     Optimizer,
-    /// What was computed of parameters alone, such as a moving average.
+    /// A result of parameters alone, such as a moving average.
     Average,
 }
 
@@ -222,7 +222,7 @@ impl<B: Backend> Cell<B> {
         self.is_version
     }
 
-    /// Whether this is the last version of a parameter that there is.
+    /// Returns true if this is the last version of a parameter that there is.
     pub(crate) fn is_current(self: &Arc<Self>) -> bool {
         let is_this = |current: Arc<Self>| Arc::ptr_eq(&current, self);
         self.slot.as_ref().and_then(|slot| slot.current.lock().upgrade()).is_some_and(is_this)

@@ -51,7 +51,7 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) is_frozen: AtomicBool,
     /// The version of which a gradient was last reduced; 0 before the first.
     pub(crate) reduced_version: AtomicU64,
-    /// Whether a program has put an ordinary tensor in its place, alike on all ranks, as gradients were last collected.
+    /// True if a program had put an ordinary tensor in its place, alike on all ranks, when gradients were last collected.
     pub(crate) is_edited: AtomicBool,
     /// What its gradients have lost.
     pub(crate) residual: Mutex<Residual>,

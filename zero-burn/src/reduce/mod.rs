@@ -79,7 +79,7 @@ pub(crate) enum Phase {
     Collect,
 }
 
-/// What a rank says of a pass that begins.
+/// A rank's words on a pass that begins.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
     pub(crate) phase: Phase,
@@ -492,11 +492,11 @@ fn stray(comm: &dyn Collective) -> CommError {
     }
 }
 
-/// What the ranks agree on as a pass begins.
+/// The ranks' agreement as a pass begins.
 struct Agreed {
     /// The union of the parameters that get a gradient, the module's last first.
     plan: Vec<u64>,
-    /// Whether a rank is in a backward pass.
+    /// True if a rank is in a backward pass.
     in_backward: bool,
     /// The union of the parameters that collected gradients are of.
     named: HashSet<u64>,

@@ -59,7 +59,7 @@ pub struct ZeroPlan {
     pub prescale_gradients: bool,
     /// Without `prescale_gradients`: what they are divided by before the sum, the rest after it. Above 0.
     pub gradient_predivide_factor: f64,
-    /// Whether gradients are added over the ranks in place of averaged (`gradient_allreduce_op`).
+    /// True if gradients are added over the ranks, and not averaged (`gradient_allreduce_op`).
     pub sums_gradients: bool,
     /// The type of parameters and activations.
     pub precision: Precision,

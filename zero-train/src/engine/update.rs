@@ -33,7 +33,7 @@ type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::Inner
 struct Begun {
     lr: f64,
     loss_scale: f64,
-    /// What the sum of its gradients is to be divided by: the loss scale, and less where it has fewer micro-batches than others.
+    /// Divides the sum of its gradients: the loss scale, and less where it has fewer micro-batches than others.
     divisor: f64,
 }
 

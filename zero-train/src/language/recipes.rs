@@ -13,7 +13,7 @@ const GPT3: [(f64, f64); 7] = [
     (13_000.0, 1e-4),
 ];
 
-/// Of a GPT-2, whose own paper names none: that of the GPT-3 model whose size is nearest.
+/// Gives a GPT-2's, whose own paper names none: that of the GPT-3 model whose size is nearest.
 pub(super) fn gpt2(parameters: usize) -> Recipe {
     let distance = |millions: f64| (parameters as f64 / 1e6 / millions).ln().abs();
     let nearest = GPT3.into_iter().min_by(|a, b| distance(a.0).total_cmp(&distance(b.0)));
@@ -22,14 +22,14 @@ pub(super) fn gpt2(parameters: usize) -> Recipe {
     Recipe { lr, beta2: 0.95, weight_decay: 0.1, clip: 1.0, schedule: ScheduleChoice::Cosine, source }
 }
 
-/// Of a Llama and the families that are built like it.
+/// Gives a Llama's and that of the families that are built like it.
 pub(super) fn llama(parameters: usize) -> Recipe {
     let lr = if parameters < 20_000_000_000 { 3e-4 } else { 1.5e-4 };
     let source = "LLaMA, Touvron et al. 2023, table 2, https://arxiv.org/abs/2302.13971";
     Recipe { lr, beta2: 0.95, weight_decay: 0.1, clip: 1.0, schedule: ScheduleChoice::Cosine, source }
 }
 
-/// Of a BERT.
+/// Gives a BERT's.
 pub(super) fn bert() -> Recipe {
     let source = "BERT, Devlin et al. 2018, appendix A.2, https://arxiv.org/abs/1810.04805";
     Recipe { lr: 1e-4, beta2: 0.999, weight_decay: 0.01, clip: 1.0, schedule: ScheduleChoice::Linear, source }

@@ -170,7 +170,7 @@ pub(super) struct Budget {
     /// The host's memory, where the backend has memory of its own.
     host: Option<u64>,
     disk: Option<u64>,
-    /// What of the machine's memory is left to others.
+    /// Bytes of the machine's memory that are left to others.
     left: u64,
     /// The most ranks of a machine, if they are processes; otherwise all.
     pub(super) ranks_here: Option<usize>,
@@ -198,7 +198,7 @@ impl Budget {
         Ok(Self { memory, host, disk, left, ranks_here: ranks.most_on_a_machine() })
     }
 
-    /// How much memory may be used, for a person.
+    /// Tells a person the memory that may be used.
     pub(super) fn told(&self) -> Option<String> {
         self.memory.map(|memory| format_bytes(memory) + &self.left_told())
     }

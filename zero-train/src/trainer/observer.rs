@@ -43,7 +43,7 @@ pub(super) struct Observer<'a> {
     /// Of the phases that have ended in this epoch.
     memory: Vec<MemoryReport>,
     skipped: usize,
-    /// What could not be written, each told once.
+    /// Errors of files that could not be written, each told once.
     lost: BTreeSet<String>,
 }
 

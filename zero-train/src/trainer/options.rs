@@ -55,7 +55,7 @@ pub struct Hyperparameters {
     /// Precision of the model, with fp32 master weights in the optimizer [default: fp32]
     #[arg(long, visible_alias = "mixed-precision")]
     pub dtype: Option<Dtype>,
-    /// Whether they are a model's [`Recipe`](super::Recipe), whose warm-up begins slowly.
+    /// True if they are a model's [`Recipe`](super::Recipe), whose warm-up begins slowly.
     #[arg(skip)]
     pub is_recipe: bool,
 }

@@ -53,7 +53,7 @@ pub(super) struct Plan {
     pub progress: bool,
     /// What the run needs.
     pub need: MemoryNeed,
-    /// Of how much memory, for a person.
+    /// The memory that it may take, for a person.
     pub memory: Option<String>,
     /// How long a step will take, for a person to read before it begins; not with `--json`, nor for small models.
     pub prediction: Option<Prediction>,

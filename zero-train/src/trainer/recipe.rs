@@ -1,4 +1,4 @@
-//! What a model is trained with where the user says nothing of it.
+//! Hyperparameters of models for users who give none.
 
 use super::options::{Hyperparameters, ScheduleChoice};
 
@@ -13,7 +13,7 @@ pub struct Recipe {
     pub weight_decay: f64,
     /// The global norm that gradients are clipped to.
     pub clip: f64,
-    /// What the rate does after the warm-up.
+    /// The shape of the rate after the warm-up.
     pub schedule: ScheduleChoice,
     /// Where these are from: a paper and its URL.
     pub source: &'static str,
@@ -45,7 +45,7 @@ impl Recipe {
         })
     }
 
-    /// What is said before training.
+    /// Tells a person the recipe, before training.
     pub(super) fn told(&self, name: &str) -> String {
         format!(
             "The recipe of {name}, as no --lr, --warmup, --schedule, --clip, --weight-decay or beta is given: learning rate {}, \

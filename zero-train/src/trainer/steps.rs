@@ -1,8 +1,8 @@
-//! What is kept of a run's steps for its report.
+//! Figures of a run's steps for its report.
 
 use crate::metrics::StepMetrics;
 
-/// What a report says of the steps so far, of a size that does not grow with their number.
+/// Figures of the steps so far, of a size that does not grow with their number.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Steps {
     pub(super) number: usize,
@@ -10,9 +10,9 @@ pub(super) struct Steps {
     pub(super) loss_first: f64,
     pub(super) last: StepMetrics,
     pub(super) speeds: Speeds,
-    /// Of all ranks, gradients in flight, gathered parameters, and memory of the process.
+    /// Peaks over all ranks: gradients in flight, gathered parameters, memory of the process.
     pub(super) peaks: [u64; 3],
-    /// Of the steps after the second, as long as all are known.
+    /// Sum over the steps after the second, as long as all are known.
     pub(super) fresh_bytes: Option<u64>,
 }
 
@@ -39,7 +39,7 @@ impl Steps {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Speeds {
     kept: Vec<f64>,
-    /// How many steps stand for one, as a power of two, and how many came.
+    /// Steps that stand for one, as a power of two, and steps that came.
     power: u32,
     seen: usize,
 }

@@ -69,7 +69,7 @@ pub trait Task: Sync {
         Ok(Vec::new())
     }
 
-    /// What is measured on examples that are held out: means over these, by name, or over their items
+    /// Measures examples that are held out: means over these, by name, or over their items
     /// ([`weights`](Self::weights)). The first is the loss, by which the best checkpoint is chosen (`--keep-best`).
     ///
     /// # Errors
@@ -182,7 +182,7 @@ pub trait Task: Sync {
         Value::Null
     }
 
-    /// What it is trained with where the user gives no hyperparameters and no configuration file. Without, their defaults are.
+    /// Hyperparameters for a user who gives none of them and no configuration file. Without a recipe, their defaults are taken.
     fn recipe(&self) -> Option<Recipe> {
         None
     }

@@ -480,7 +480,7 @@ fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
 }
 
-/// What the task measures of all rows that are held out, or the signal that has ended it. All ranks evaluate equally often, for
+/// Measures all rows that are held out; gives the figures, or the signal that has ended it. All ranks evaluate equally often, for
 /// they may have to gather parameters together.
 fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
     let (mut names, mut sums): (Vec<&str>, Vec<[f64; 2]>) = Default::default();

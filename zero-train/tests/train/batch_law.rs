@@ -20,7 +20,7 @@ use crate::common::texts::{self, json_lines, ok};
 const ROWS: usize = 12;
 const HELD_OUT: usize = 13;
 
-/// How an update's rows are cut: rows of a micro-batch, micro-batches, ranks, stage.
+/// Cuts of an update's rows: rows of a micro-batch, micro-batches, ranks, stage.
 const CUTS: [[usize; 4]; 9] = [
     [1, 12, 1, 0],
     [2, 6, 1, 2],

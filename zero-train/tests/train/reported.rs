@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train --test train reported`
 //!
-//! What users of DeepSpeed, transformers and others have reported of runs: settings that have no effect, rows that are not finite, log
+//! Reports of users of DeepSpeed, transformers and others: settings that have no effect, rows that are not finite, log
 //! files that cannot be written.
 
 use std::path::Path;
