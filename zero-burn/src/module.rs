@@ -36,7 +36,8 @@ use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
 /// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
-/// gradient is marked for reduction. Parameters of ints and bools get rank 0's values. Where ranks were seeded differently, parameters get the first values that rank 0's seed
+/// gradient is marked for reduction. Parameters of ints and bools get rank 0's values. Where ranks were seeded
+/// differently, parameters get the first values that rank 0's seed
 /// gives; what is drawn afterwards (dropout) is of each rank's own seed.
 ///
 /// State that a layer changes in its forward pass, such as a batch norm's running mean and variance, is no parameter: it

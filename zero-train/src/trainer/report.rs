@@ -42,7 +42,7 @@ pub struct Summary {
     pub skipped: usize,
     /// Epochs, also an unfinished one that was evaluated.
     pub epochs: Vec<EpochMetrics>,
-    /// Of `unit`: median over the steps, without the first where there are more, and over some of them where there are thousands.
+    /// Median over the steps, in `unit`, without the first where there are more, and over some of them where there are thousands.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
     pub model_state_bytes: StateBytes,
