@@ -248,18 +248,28 @@ impl<'a, F> Trainer<'a, F> {
 
     fn exit(&self, body: impl Fn(&Ranks<'_>) -> Result<Ended>) -> ExitCode {
         let launched = started();
-        let (stopped, label): (Stopped, _) = match with_ranks(self.options, body) {
+        let ended = with_ranks(self.options, |ranks| {
+            let ended = body(ranks)?;
+            if let Some(signal) = &ended.signal {
+                if ranks.is_main() {
+                    eprintln!("stopped: {}", told_once(signal));
+                }
+                // A launcher kills the other processes when the first exits. The run is over, so a rank that is gone is no error.
+                let _ = ranks.least(None);
+            }
+            Ok(ended)
+        });
+        let stopped: Stopped = match ended {
             Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
-            Ok(Ended { signal: Some(signal), .. }) => (signal.into(), "stopped"),
-            Err(stopped) => (stopped, "error"),
+            Ok(Ended { signal: Some(signal), .. }) => signal.into(),
+            Err(stopped) => {
+                eprintln!("error: {}", told_once(&stopped.error));
+                stopped
+            }
         };
-        let (text, code) = (told_once(&stopped.error), stopped.error.exit_code());
-        // What a signal has ended all ranks say alike.
-        if label == "error" || launched.as_ref().is_none_or(|launched| launched.rank == 0) {
-            eprintln!("{label}: {text}");
-        }
+        let code = stopped.error.exit_code();
         if let Some(launched) = launched {
-            write_status(launched.rank, code, &format!("rank {}: {text}", launched.rank));
+            write_status(launched.rank, code, &format!("rank {}: {}", launched.rank, told_once(&stopped.error)));
             drop(stopped);
             // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
             end_process(code.into());
