@@ -9,7 +9,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::mpsc;
+use std::sync::{LazyLock, mpsc};
 use std::time::SystemTime;
 
 use offload_common::{LIMIT, pool, small_blocks};
@@ -112,16 +112,24 @@ fn what_is_no_job_of_ours_is_left_alone() {
     // A folder between its creation and its lock.
     fs::create_dir(parent.path().join(".zero-swap-new-1-2")).unwrap();
     // What is left of a folder that was being removed.
-    fs::create_dir(parent.path().join("zero-swap-1-00000000000000a2")).unwrap();
+    fs::create_dir(parent.path().join(format!("zero-swap-{}-1-00000000000000a2", host()))).unwrap();
+    // Another machine's, whose locks are not seen here.
+    let other = folder(parent.path().join("zero-swap-other.host-0123abcd-1-00000000000000a2"), &["owner.lock"]);
     drop(SwapDir::open(parent.path()).unwrap());
     let mut left: Vec<_> = fs::read_dir(parent.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     left.sort();
-    assert_eq!(left, [".zero-swap-new-1-2", "data", "zero-swap-link", "zero-swap-notes.txt"]);
+    let other = other.file_name().unwrap().to_str().unwrap();
+    assert_eq!(left, [".zero-swap-new-1-2", "data", "zero-swap-link", "zero-swap-notes.txt", other]);
 }
 
 /// The name of a dead job's folder, and of a folder whose lock was not held yet when its job died. No process has that number.
-const DEAD: &str = "zero-swap-4194305-00112233aabbccdd";
-const NEWBORN: &str = ".zero-swap-new-4194305-00112233aabbccdd";
+static DEAD: LazyLock<String> = LazyLock::new(|| format!("zero-swap-{}-4194305-00112233aabbccdd", host()));
+static NEWBORN: LazyLock<String> = LazyLock::new(|| DEAD.replace("zero-swap-", ".zero-swap-new-"));
+
+/// What names of this machine's jobs have between prefix and process.
+fn host() -> String {
+    format!("{}-0123abcd", fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim())
+}
 
 /// A folder with files that hold their names.
 fn folder(path: PathBuf, files: &[&str]) -> PathBuf {
@@ -165,48 +173,46 @@ fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
     let build: [Hostile; 15] = [
         ("results, named alike", &|at| drop(folder(at.join("zero-swap-results"), &["loss.csv", "rank-00000.swap"]))),
         ("a name that is almost a job's", &|at| {
-            for name in
-                ["zero-swap-1-2", "zero-swap-017-00112233aabbccdd", "zero-swap-17-00112233AABBCCDD", "zero-swap-"]
-            {
-                folder(at.join(name), &["owner.lock", "rank-00000.swap"]);
+            for name in ["1-2", "017-00112233aabbccdd", "17-00112233AABBCCDD", ""] {
+                folder(at.join(format!("zero-swap-{}-{name}", host())), &["owner.lock", "rank-00000.swap"]);
             }
-            folder(at.join(format!("{DEAD}.bak")), &["owner.lock", "rank-00000.swap"]);
+            folder(at.join(format!("{}.bak", *DEAD)), &["owner.lock", "rank-00000.swap"]);
         }),
-        ("a job's name, foreign content", &|at| drop(folder(at.join(DEAD), &["thesis.tex", "rank-00000.swap"]))),
+        ("a job's name, foreign content", &|at| drop(folder(at.join(&*DEAD), &["thesis.tex", "rank-00000.swap"]))),
         ("a job's name, a folder in it", &|at| {
-            folder(at.join(DEAD).join("rank-00000.swap"), &["thesis.tex"]);
-            folder(at.join(DEAD).join("data"), &["owner.lock"]);
+            folder(at.join(&*DEAD).join("rank-00000.swap"), &["thesis.tex"]);
+            folder(at.join(&*DEAD).join("data"), &["owner.lock"]);
         }),
         ("a link to a folder", &|at| {
             folder(at.join("data"), &["owner.lock", "rank-00000.swap"]);
-            symlink("data", at.join(DEAD)).unwrap();
+            symlink("data", at.join(&*DEAD)).unwrap();
         }),
         ("a link to a file, and one to nothing", &|at| {
             fs::write(at.join("file"), "mine").unwrap();
-            symlink("file", at.join(DEAD)).unwrap();
-            symlink("nowhere", at.join(DEAD.replace("aa", "bb"))).unwrap();
+            symlink("file", at.join(&*DEAD)).unwrap();
+            symlink("nowhere", at.join(DEAD.replace("33aabb", "33bbbb"))).unwrap();
         }),
         ("a FIFO, and a file", &|at| {
-            fifo(&at.join(DEAD));
-            fs::write(at.join(DEAD.replace("aa", "bb")), "mine").unwrap();
+            fifo(&at.join(&*DEAD));
+            fs::write(at.join(DEAD.replace("33aabb", "33bbbb")), "mine").unwrap();
         }),
-        ("a FIFO for a lock", &|at| fifo(&folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock"))),
+        ("a FIFO for a lock", &|at| fifo(&folder(at.join(&*DEAD), &["rank-00000.swap"]).join("owner.lock"))),
         ("a link for a lock", &|at| {
             fs::write(at.join("lock"), "").unwrap();
-            symlink("../lock", folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock")).unwrap();
+            symlink("../lock", folder(at.join(&*DEAD), &["rank-00000.swap"]).join("owner.lock")).unwrap();
         }),
         ("a folder for a lock", &|at| {
-            drop(folder(folder(at.join(DEAD), &["rank-00000.swap"]).join("owner.lock"), &["a"]))
+            drop(folder(folder(at.join(&*DEAD), &["rank-00000.swap"]).join("owner.lock"), &["a"]))
         }),
         ("links, FIFOs and notes beside a lock", &|at| {
-            let dead = folder(at.join(DEAD), &["owner.lock", "notes.txt", "rank-0.swap", "rank-00000.swap.old"]);
+            let dead = folder(at.join(&*DEAD), &["owner.lock", "notes.txt", "rank-0.swap", "rank-00000.swap.old"]);
             folder(at.join("data"), &["weights"]);
             symlink("../data/weights", dead.join("rank-00000.swap")).unwrap();
             symlink("../data", dead.join("rank-00001.swap")).unwrap();
             fifo(&dead.join("rank-00002.swap"));
         }),
         ("one without content that may be entered by nobody", &|at| {
-            let dead = folder(at.join(DEAD), &["thesis.tex"]);
+            let dead = folder(at.join(&*DEAD), &["thesis.tex"]);
             fs::set_permissions(dead, fs::Permissions::from_mode(0o000)).unwrap();
         }),
         ("a name that is almost a newborn job's", &|at| {
@@ -216,12 +222,12 @@ fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
             }
         }),
         ("an old newborn job's name, foreign content", &|at| {
-            let path = folder(at.join(NEWBORN), &["loss.csv"]);
+            let path = folder(at.join(&*NEWBORN), &["loss.csv"]);
             fs::File::open(path).unwrap().set_modified(SystemTime::UNIX_EPOCH).unwrap();
         }),
         ("a link in a newborn job's place", &|at| {
             folder(at.join("data"), &["owner.lock"]);
-            symlink("data", at.join(NEWBORN)).unwrap();
+            symlink("data", at.join(&*NEWBORN)).unwrap();
         }),
     ];
     for (what, build) in build {
@@ -230,7 +236,10 @@ fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
         let (mut before, mut after) = (BTreeMap::new(), BTreeMap::new());
         everything(parent.path(), &mut before);
         // One that a job did leave, so that it is seen that there is a sweep.
-        let left = folder(parent.path().join("zero-swap-4194306-ffeeddccbbaa9988"), &["owner.lock", "rank-00001.swap"]);
+        let left = folder(
+            parent.path().join(format!("zero-swap-{}-4194306-ffeeddccbbaa9988", host())),
+            &["owner.lock", "rank-00001.swap"],
+        );
         start_and_end(parent.path());
         assert!(!left.exists(), "{what}: what a dead job left stays");
         everything(parent.path(), &mut after);
@@ -241,13 +250,13 @@ fn hostile_folders_are_left_as_they_are_and_hang_no_start() {
 #[test]
 fn what_else_lies_in_a_jobs_folder_stays_and_is_told() {
     let parent = tempfile::tempdir().unwrap();
-    let dead = folder(parent.path().join(DEAD), &["owner.lock", "rank-00000.swap", "rank-00001.swap", "notes.txt"]);
+    let dead = folder(parent.path().join(&*DEAD), &["owner.lock", "rank-00000.swap", "rank-00001.swap", "notes.txt"]);
     let log = start_and_end(parent.path());
     // The job is dead, so its own files go.
     assert_eq!(fs::read_to_string(dead.join("notes.txt")).unwrap(), "notes.txt");
     assert!(!dead.join("rank-00000.swap").exists() && !dead.join("rank-00001.swap").exists());
     assert!(
-        log.iter().any(|line| line.contains("WARN") && line.contains(DEAD) && line.contains("notes.txt")),
+        log.iter().any(|line| line.contains("WARN") && line.contains(&*DEAD) && line.contains("notes.txt")),
         "{log:?}"
     );
     // As in the folder of a job that ends.
@@ -262,7 +271,7 @@ fn what_else_lies_in_a_jobs_folder_stays_and_is_told() {
 
 #[test]
 fn a_living_jobs_folder_in_a_folder_named_alike_stays() {
-    for name in ["zero-swap-A", DEAD] {
+    for name in ["zero-swap-A", &DEAD] {
         let scratch = tempfile::tempdir().unwrap();
         let (mut living, alive) = start_job(&folder(scratch.path().join(name), &[]));
         start_and_end(scratch.path());
@@ -291,9 +300,9 @@ fn another_users_folder_stays() {
     const NOBODY: u32 = 65534;
     let parent = tempfile::tempdir().unwrap();
     fs::set_permissions(parent.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    let shown = folder(parent.path().join(DEAD), &["owner.lock", "rank-00000.swap"]);
-    let closed = folder(parent.path().join(DEAD.replace("aa", "bb")), &["owner.lock", "rank-00000.swap"]);
-    let waiting = folder(parent.path().join(DEAD.replace("aa", "cc")), &["rank-00000.swap"]);
+    let shown = folder(parent.path().join(&*DEAD), &["owner.lock", "rank-00000.swap"]);
+    let closed = folder(parent.path().join(DEAD.replace("33aabb", "33bbbb")), &["owner.lock", "rank-00000.swap"]);
+    let waiting = folder(parent.path().join(DEAD.replace("33aabb", "33ccbb")), &["rank-00000.swap"]);
     fifo(&waiting.join("owner.lock"));
     let hand_over = |owner| {
         for folder in [&shown, &closed, &waiting] {
@@ -322,7 +331,7 @@ fn another_users_folder_stays() {
     assert!(all_there());
     // And a folder of nobody's own that nobody may not enter, beside one that goes.
     std::os::unix::fs::chown(&closed, Some(NOBODY), Some(NOBODY)).unwrap();
-    let own = folder(parent.path().join(DEAD.replace("aa", "dd")), &["owner.lock"]);
+    let own = folder(parent.path().join(DEAD.replace("33aabb", "33ddbb")), &["owner.lock"]);
     for path in [own.join("owner.lock"), own.clone()] {
         std::os::unix::fs::chown(path, Some(NOBODY), Some(NOBODY)).unwrap();
     }

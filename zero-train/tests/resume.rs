@@ -81,7 +81,8 @@ fn a_run_goes_on_at_another_shape_and_its_files_are_one_run() {
     assert_eq!(csv.lines().count(), 10, "a head and nine steps: {csv}");
 
     // What a run leaves that is killed behind its last checkpoint: its locks are nobody's.
-    let left = inputs.path("zero-swap-1-0123456789abcdef");
+    let host = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap();
+    let left = inputs.path(&format!("zero-swap-{}-0123abcd-1-0123456789abcdef", host.trim()));
     std::fs::create_dir(&left).unwrap();
     std::fs::write(left.join("owner.lock"), "1").unwrap();
     std::fs::write(left.join("rank-00000.swap"), "its optimizer state").unwrap();

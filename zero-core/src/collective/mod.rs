@@ -18,7 +18,7 @@ pub mod flight;
 mod landing;
 pub mod launch;
 pub mod launcher;
-mod machine;
+pub(crate) mod machine;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 pub(crate) mod operation;

@@ -1,8 +1,6 @@
 //! A job's own folder among those of others, gone when the job is.
 
-use std::collections::hash_map::RandomState;
 use std::fs::{self, DirBuilder, File, OpenOptions};
-use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -10,6 +8,7 @@ use std::sync::Arc;
 
 use rustix::fs::FlockOperation;
 
+use crate::collective::machine::Machine;
 use crate::files::{is_not_offered, warn_once};
 use crate::offload::error::system_at;
 use crate::offload::sweep::{LOCK, NEWBORN_PREFIX, PREFIX};
@@ -17,13 +16,13 @@ use crate::offload::{DiskError, sweep};
 
 /// How the name of a job's folder begins where there are no locks: nobody can tell whether its job lives, so nobody removes
 /// it but the job.
-const UNLOCKED_PREFIX: &str = "zero-swap-nolock-";
+const UNLOCKED_PREFIX: &str = "zero-nolock-swap-";
 
 /// A folder for the swap files of one job, removed when the last handle is dropped, files included. A clone is another
 /// handle; a [`SwapFile`](super::SwapFile) holds one.
 ///
 /// The system gives the lock back when the process dies, however it dies, and this user's next job that opens a folder in
-/// the same place removes what is left: swap files, the lock, and the folder if nothing else was put there.
+/// the same place on the same machine removes what is left: swap files, the lock, and the folder if nothing else was put there.
 #[derive(Clone, Debug)]
 pub struct SwapDir {
     owned: Arc<Owned>,
@@ -54,7 +53,7 @@ impl SwapDir {
             Err(error) => return Err(system_at("look at", parent)(error)),
         }
         sweep::sweep(parent)?;
-        let name = format!("{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish());
+        let name = sweep::new_job(&Machine::here());
         let newborn = parent.join(format!("{NEWBORN_PREFIX}{name}"));
         DirBuilder::new().mode(0o700).create(&newborn).map_err(|error| not_writable(parent, error))?;
         let outcome = lock_new(&newborn.join(LOCK)).and_then(|(lock, refused)| {

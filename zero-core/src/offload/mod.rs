@@ -1,11 +1,11 @@
 //! Optimizer state, gradients and parameters on a disk: regions of a file, moved to and from a few buffers.
 //!
 //! ```text
-//! PATH/zero-swap-<pid>-<random>/owner.lock        held by flock for as long as the job lives
-//! PATH/zero-swap-<pid>-<random>/rank-00000.swap   one file per rank
+//! PATH/zero-swap-<host>-<boot>-<pid>-<random>/owner.lock        held by flock for as long as the job lives
+//! PATH/zero-swap-<host>-<boot>-<pid>-<random>/rank-00000.swap   one file per rank
 //! ```
 //!
-//! Of other folders in PATH only those are removed that have exactly this name, belong to this user, and whose lock nobody
+//! Of other folders in PATH only those are removed that have exactly this name with this machine's host or boot identity, belong to this user, and whose lock nobody
 //! holds; and of what is in them only these files.
 //!
 //! * In: a [`SwapBuffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].

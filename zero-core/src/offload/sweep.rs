@@ -4,8 +4,10 @@
 //! name that a job gives, is a folder and no link to one, and belongs to this user; and of what is in it only regular files
 //! with a job's names are removed. Everything goes through the open folder, so that nothing put in its place is met.
 
+use std::collections::hash_map::RandomState;
 use std::ffi::CStr;
 use std::fs::{self, DirEntry};
+use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
@@ -14,6 +16,7 @@ use std::time::Duration;
 use rustix::fs::{AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags};
 use rustix::io::Errno;
 
+use crate::collective::machine::Machine;
 use crate::offload::DiskError;
 use crate::offload::error::system_at;
 
@@ -29,15 +32,18 @@ pub(crate) const LOCK: &str = "owner.lock";
 /// How long a folder may exist before its lock is held: far longer than the two calls in between take.
 const NEWBORN: Duration = Duration::from_secs(60);
 
-/// Removes the folders in `parent` whose owners are dead, which is to say, whose locks nobody holds. What cannot be
+/// Removes this machine's folders in `parent` whose owners are dead, which is to say, whose locks nobody holds. What cannot be
 /// removed is named in the log and no error.
 pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
+    let machine = Machine::here();
     for entry in fs::read_dir(parent).map_err(system_at("list", parent))? {
         let entry = entry.map_err(system_at("list", parent))?;
         let name = entry.file_name();
         let name = name.to_string_lossy();
         let newborn = name.strip_prefix(NEWBORN_PREFIX);
-        if !newborn.or(name.strip_prefix(PREFIX)).is_some_and(is_job) || newborn.is_some() && !is_old(&entry) {
+        if !newborn.or(name.strip_prefix(PREFIX)).is_some_and(|rest| is_job(rest, &machine))
+            || newborn.is_some() && !is_old(&entry)
+        {
             continue;
         }
         match remove_if_dead(&entry.path()) {
@@ -51,12 +57,33 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
     Ok(())
 }
 
-/// Whether a name goes on as a job's does: its process and 16 hexadecimal digits.
-fn is_job(rest: &str) -> bool {
-    let Some((process, random)) = rest.split_once('-') else { return false };
-    let is_hex = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+/// Gives the rest of the name of a new job's folder: host, start of the boot identity, process, and 16 hexadecimal digits.
+pub(crate) fn new_job(machine: &Machine) -> String {
+    let (host, boot) = name_of(machine);
+    format!("{host}-{boot}-{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish())
+}
+
+/// Returns whether the rest of a name is that of a job of this machine: with its host name, as before a reboot, or its boot
+/// identity, as from another container.
+fn is_job(rest: &str, machine: &Machine) -> bool {
+    let parts: Vec<&str> = rest.rsplitn(4, '-').collect();
+    let &[random, process, boot, host] = parts.as_slice() else { return false };
+    let is_hex = |digits: &str| digits.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte));
     let is_process = process.parse::<u32>().is_ok_and(|number| number.to_string() == process);
-    is_process && random.len() == 16 && random.bytes().all(is_hex)
+    let (own_host, own_boot) = name_of(machine);
+    is_process
+        && random.len() == 16
+        && is_hex(random)
+        && boot.len() == 8
+        && is_hex(boot)
+        && (host == own_host || boot == own_boot)
+}
+
+/// Returns host and boot identity as they are written in names: the identity as 8 hexadecimal digits.
+fn name_of(machine: &Machine) -> (String, String) {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
+    let host = machine.host.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
+    (host, format!("{:08x}", crc32c::crc32c(machine.id.as_bytes())))
 }
 
 /// Whether a name is that of a rank's file.
@@ -139,4 +166,27 @@ fn remove_own(path: &Path, folder: BorrowedFd<'_>) -> io::Result<()> {
 /// Removes an empty folder.
 fn remove_folder(path: &Path) -> io::Result<()> {
     Ok(rustix::fs::unlinkat(CWD, path, AtFlags::REMOVEDIR)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_jobs_of_this_machine_are_ours() {
+        let machine = |host: &str, id: &str| Machine { host: host.into(), id: id.into() };
+        let own = machine("node-1.cluster", "boot a");
+        let name = new_job(&own);
+        assert!(name.starts_with("node-1.cluster-"), "{name}");
+        for (other, is_ours) in [
+            (own, true),
+            (machine("node-1.cluster", "after a reboot"), true),
+            (machine("another container", "boot a"), true),
+            (machine("node-2.cluster", "boot b"), false),
+            (machine("cluster", "boot b"), false),
+        ] {
+            assert_eq!(is_job(&name, &other), is_ours, "{other:?}");
+        }
+        assert!(!new_job(&machine("a/b", "c")).contains('/'));
+    }
 }
