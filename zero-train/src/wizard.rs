@@ -339,7 +339,7 @@ mod tests {
         ");
         let config = Config::from_text("wizard.yaml", Format::Yaml, &yaml).unwrap();
         let auto = Auto { micro_batch: Some(1), ..Auto::default() };
-        let plan = config.resolve(&Context { world: None, auto }).unwrap();
+        let plan = config.resolve(&Context { auto, ..Context::default() }).unwrap();
         assert_eq!((plan.world, plan.batch.accumulation, plan.gradient_clipping), (8, 4, Some(0.5)));
     }
 
@@ -352,7 +352,7 @@ mod tests {
         assert!(answers.to_yaml().ends_with("use_cpu: true\n"));
         let config = Config::from_text("wizard.yaml", Format::Yaml, &answers.to_yaml()).unwrap();
         let auto = Auto { micro_batch: Some(1), ..Auto::default() };
-        let plan = config.resolve(&Context { world: None, auto }).unwrap();
+        let plan = config.resolve(&Context { auto, ..Context::default() }).unwrap();
         assert_eq!(plan.gradient_clipping, None);
         assert_eq!(plan.warnings, []);
     }

@@ -397,7 +397,11 @@ fn a_launched_job_that_loses_a_rank_goes_on_from_its_checkpoint() {
     let told = lose_a_rank(dir.path(), &run, &["--ranks", "2"], &options);
     assert!(told.contains("restart 1 of 1, from the last sound checkpoint"), "{told}");
     assert_eq!(trajectory(&run), trajectory(&unbroken));
-    // On fewer ranks, and at another mesh.
+    // On fewer ranks, and at another mesh, with as many rows in a step.
+    let options = ["--stage", "3", "--steps", "30", "--save-every", "5", "--accumulation", "3"];
+    without_dropout(dir.path());
+    let unbroken = dir.path().join("unbroken-4");
+    threads(4, dir.path(), &unbroken, &options);
     for (fewer, mesh, taken) in [
         ("3", "--shard-size", "all of them"),
         ("3", "--secondary-shard-size", "all of them"),
@@ -408,8 +412,64 @@ fn a_launched_job_that_loses_a_rank_goes_on_from_its_checkpoint() {
         let told = lose_a_rank(dir.path(), &run, &["--ranks", "4", "--restart-ranks", fewer], &options);
         let notice = format!("{mesh} 2 does not divide the {fewer} ranks of this restart: {taken} it is");
         assert_eq!(told.matches(&notice).count(), usize::from(!taken.is_empty()), "{told}");
-        assert_eq!(trajectory(&run).len(), 60);
+        assert!(!told.contains("rows in a step"), "{told}");
+        if mesh == "--secondary-shard-size" {
+            // Of a model of its own.
+            assert_eq!(trajectory(&run).len(), 30);
+        } else {
+            assert_same_losses(&run, &unbroken);
+        }
     }
+}
+
+/// Other ranks draw other masks.
+fn without_dropout(inputs: &Path) {
+    for model in ["model", "wide"] {
+        let path = inputs.join(model).join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap().replace("0.1", "0.0");
+        std::fs::write(path, config).unwrap();
+    }
+}
+
+/// Two runs had the same losses, but for the order in which ranks add.
+fn assert_same_losses(run: &Path, unbroken: &Path) {
+    let losses = |run: &Path| -> Vec<f64> { trajectory(run).iter().map(|step| step[1].parse().unwrap()).collect() };
+    let (ours, theirs) = (losses(run), losses(unbroken));
+    assert!(ours.len() == theirs.len() && theirs.len() >= 30);
+    for (step, (ours, theirs)) in ours.into_iter().zip(theirs).enumerate() {
+        assert!((ours - theirs).abs() <= 1e-5 * theirs, "step {}: {ours} and {theirs}", step + 1);
+    }
+}
+
+#[test]
+fn restarts_on_fewer_ranks_keep_the_rows_of_a_step() {
+    let dir = tempfile::tempdir().unwrap();
+    write_inputs(dir.path());
+    without_dropout(dir.path());
+    let file = dir.path().join("fixed.json");
+    let sizes = r#""train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2"#;
+    std::fs::write(&file, format!(r#"{{{sizes}, "gradient_clipping": 1.0, "zero_optimization": {{"stage": 2}}}}"#))
+        .unwrap();
+    let options = ["--config", file.to_str().unwrap(), "--steps", "60", "--save-every", "5", "--accumulation", "2"];
+    let (unbroken, run) = (dir.path().join("unbroken"), dir.path().join("run"));
+    threads(2, dir.path(), &unbroken, &options);
+    lose_a_rank(dir.path(), &run, &["--ranks", "2", "--restart-ranks", "1"], &options);
+    assert_same_losses(&run, &unbroken);
+    // What cannot keep them is refused before anything is trained.
+    let run = dir.path().join("refused");
+    let mut command = launch(&["--ranks", "2", "--max-restarts", "1", "--restart-ranks", "3", "--", "train"]);
+    small(&mut command, dir.path(), &run, &options);
+    let output = finish(vec![begin(&mut command)]).swap_remove(0);
+    let told = text(&output);
+    assert!(output.status.code() == Some(2) && told.contains("divides the 8 rows of a step"), "{told}");
+    assert!(!run.join("out/metrics.jsonl").exists());
+    // By hand nothing is changed in silence.
+    let mut command = Command::new(ZERO);
+    command.args(["train", "--ranks", "1", "--resume", "auto"]);
+    small(&mut command, dir.path(), &dir.path().join("run"), &["--steps", "61"]);
+    let output = finish(vec![begin(&mut command)]).swap_remove(0);
+    let told = text(&output);
+    assert!(output.status.success() && told.contains("with 8 rows in a step, this run has 2"), "{told}");
 }
 
 /// Launches a training, kills its last rank once there is a checkpoint, and gives what was said by its good end.

@@ -8,6 +8,9 @@ pub struct Context {
     /// Number of ranks. Without it the file's `num_processes` counts, and without that what its three batch sizes come to, if
     /// it has all of them, or 1.
     pub world: Option<usize>,
+    /// Number of ranks that the file's batch sizes and `num_processes` are for, if a restart has another number: the rows of a step
+    /// stay the same where `world` divides them ([`Batch::on`](super::Batch::on)).
+    pub batch_world: Option<usize>,
     /// Values for `"auto"`.
     pub auto: Auto,
 }

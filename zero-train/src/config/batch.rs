@@ -118,6 +118,15 @@ impl Batch {
             _ => Ok(Self { global: product, micro, accumulation }),
         }
     }
+
+    /// Splits the same rows over another number of ranks: with the largest micro-batch that is not larger and leaves nothing over.
+    /// Where `world` does not divide the rows, micro-batches keep their size and the step gets the fewest more rows.
+    pub fn on(self, world: usize) -> Self {
+        let Self { global, micro, .. } = self;
+        let micro = (1..=micro).rev().find(|micro| global.is_multiple_of(micro * world)).unwrap_or(micro);
+        let accumulation = global.div_ceil(micro * world);
+        Self { global: micro * accumulation * world, micro, accumulation }
+    }
 }
 
 #[cfg(test)]
@@ -125,6 +134,20 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn other_ranks_take_the_same_rows() {
+        let on = |global, micro, world| {
+            let Batch { global, micro, accumulation } = Batch { global, micro, accumulation: 1 }.on(world);
+            (global, micro, accumulation)
+        };
+        assert_eq!(on(8, 2, 1), (8, 2, 4));
+        assert_eq!(on(8, 2, 8), (8, 1, 1));
+        assert_eq!(on(24, 4, 3), (24, 4, 2));
+        assert_eq!(on(12, 4, 2), (12, 3, 2));
+        assert_eq!(on(8, 2, 3), (12, 2, 2));
+        assert_eq!(on(4, 2, 5), (10, 2, 1));
+    }
 
     #[test]
     fn any_one_or_two_determine_the_rest() {

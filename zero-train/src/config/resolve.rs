@@ -52,7 +52,8 @@ impl Config {
         let findings = RefCell::new(self.findings.clone());
         let auto = &context.auto;
         let top = Reader::new(&self.tree, DEEPSPEED, self.stage.number(), auto, &findings);
-        let world = self.world(context.world, &top);
+        let named = self.world(context.batch_world.or(context.world), &top);
+        let world = context.world.unwrap_or(named);
         let (zero, watchdog) = (top.section("zero_optimization"), top.section("watchdog"));
         let optimizer = OptimizerPlan::read(&top);
         // A file asks for it by the section; DeepSpeed leaves the rest to the model, which is ours here.
@@ -60,7 +61,8 @@ impl Config {
         let blocks = || activations.get::<Option<usize>>("blocks").unwrap_or(usize::MAX);
         let checkpointed = top.given("activation_checkpointing").then(blocks);
         let sizes = batch_sizes(&top, auto);
-        let batch = batch(sizes, world, &mut findings.borrow_mut());
+        let batch = batch(sizes, named, &mut findings.borrow_mut());
+        let batch = if named == world { batch } else { batch.on(world.max(1)) };
         let by = ["--batch x --accumulation x ranks", "--batch", "--accumulation"];
         for ((key, by), value) in SIZES.into_iter().zip(by).zip([batch.global, batch.micro, batch.accumulation]) {
             if top.is_auto(key) {

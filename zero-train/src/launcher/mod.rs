@@ -31,6 +31,12 @@ pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 /// The variable that says how often a job has been started again.
 pub const RESTARTS: &str = "ZERO_RESTARTS";
 
+/// The variable that says how many ranks a job was started with first.
+pub const FIRST_RANKS: &str = "ZERO_FIRST_RANKS";
+
+/// The variable that says how many ranks the job's restarts will have.
+pub const RESTART_RANKS: &str = "ZERO_RESTART_RANKS";
+
 /// The variable that says when a job was launched first, in milliseconds since 1970.
 pub const LAUNCHED: &str = "ZERO_LAUNCHED_UNIX_MS";
 

@@ -62,13 +62,16 @@ pub(super) struct DataPosition {
     /// The seed by which rows are shuffled, if they are.
     #[serde(default)]
     pub(super) shuffle: Option<u64>,
+    /// Rows of a step, over all ranks; absent in checkpoints of earlier versions.
+    #[serde(default)]
+    pub(super) batch: Option<usize>,
 }
 
 impl DataPosition {
     /// The beginning of `data`.
-    pub(super) fn first(data: &Data) -> Self {
+    pub(super) fn first(data: &Data, batch: usize) -> Self {
         let ([checksum, _], shuffle) = (data.checksums, data.order.seed);
-        Self { used: 0, rows: data.order.rows, seq: data.units(), checksum, shuffle }
+        Self { used: 0, rows: data.order.rows, seq: data.units(), checksum, shuffle, batch: Some(batch) }
     }
 
     /// How `data` differs from the data that this is in, if it does.
@@ -99,6 +102,14 @@ impl DataPosition {
              {again}; to go on where the checkpoint was saved, give the data it was trained on"
         ))
     }
+}
+
+/// The warning about steps of another number of rows than those of the checkpoint, if there is one.
+pub(super) fn other_batch(there: Option<usize>, here: usize) -> Option<String> {
+    let there = there.filter(|&there| there != here)?;
+    Some(format!(
+        "the checkpoint was trained with {there} rows in a step, this run has {here}: the learning rate may no longer suit; to keep          {there}, change --batch x --accumulation x ranks"
+    ))
 }
 
 /// The pass over the data that is under way.

@@ -58,6 +58,9 @@ pub struct Hyperparameters {
     /// True if they are a model's [`Recipe`](super::Recipe), whose warm-up begins slowly.
     #[arg(skip)]
     pub is_recipe: bool,
+    /// Number of ranks that batch and accumulation are for, if a restart has another number.
+    #[arg(skip)]
+    pub batch_ranks: Option<usize>,
 }
 
 /// Options of a [`Trainer`](super::Trainer), for a program to flatten into its own (`#[command(flatten)]`). What is not given

@@ -24,7 +24,7 @@ use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
 use crate::config::{Config, Precision, Warning, ZeroPlan};
 use crate::error::{Result, TrainError, wrong, wrong_data};
-use crate::launcher::{LAUNCHED, RESTARTS};
+use crate::launcher::{FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS};
 use crate::memory::format_bytes;
 use crate::step::{EngineConfig, EngineError};
 
@@ -96,6 +96,7 @@ impl Plan {
         let notice = [task.notice(), recipe, chosen].into_iter().flatten().reduce(|a, b| format!("{a}\n{b}"));
         let options = &options;
         let mut plan = zero_plan(options, task.hidden_size())?;
+        check_restarts(&plan)?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         plan.report.memory_breakdown |= options.memory_breakdown;
         let (stage, ranks) = (plan.stage, plan.world);
@@ -295,10 +296,10 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
         // `mpirun -n 1`, or what is left after restarts.
         options.ranks = options.ranks.or(Some(1));
     }
-    let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
     // Each of several machines counts its own attempts, and their ranks look for a checkpoint together.
     let restarted = number(RESTARTS).is_some_and(|restarts| restarts > 0);
     if restarted && let Some(world) = options.ranks {
+        options.hyper.batch_ranks = number(FIRST_RANKS).map(|first| first as usize).filter(|&first| first != world);
         // As many ranks as hold model state between them now, or more: so memory is enough still.
         let even = |size: usize| (size.min(world)..=world).find(|&size| Mesh::new(world, size).is_some());
         for (name, size) in
@@ -328,6 +329,25 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
         }
     }
     Ok(options)
+}
+
+/// Returns a number that the launcher has left for its ranks.
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+/// Refuses, before anything is trained, a number of ranks for restarts that the rows of a step cannot be divided by.
+fn check_restarts(plan: &ZeroPlan) -> Result<()> {
+    let rows = plan.batch.global;
+    match number(RESTART_RANKS).map(|ranks| ranks as usize) {
+        Some(ranks) if ranks > 0 && plan.batch.on(ranks).global != rows => {
+            let expected = format!(
+                "expected a number that divides the {rows} rows of a step, so that restarts keep them; change --batch or --accumulation,                  or the file's batch sizes"
+            );
+            Err(wrong("restart-ranks", ranks, expected))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns true if a configuration file says how many processes there are.

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use zero_core::alloc::PageKeeper;
 
 use super::Task;
-use super::checkpoints::{DataPosition, EpochState, TrainerState};
+use super::checkpoints::{DataPosition, EpochState, TrainerState, other_batch};
 use super::front::{Front, Trainee};
 use super::observer::Observer;
 use super::plan::Plan;
@@ -45,12 +45,12 @@ fn run_rank(
     observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured> {
-    let (state, warning) = begin(plan, trainee)?;
+    let (state, warnings) = begin(plan, trainee)?;
     let done = state.step;
     // Rank 0 alone prints and writes.
     let observer = observer.filter(|_| trainee.rank() == 0);
     let mut training = Training::new(task, trainee, plan, observer, allocator, state);
-    if let Some(warning) = warning {
+    for warning in warnings {
         training.observe(|observer| observer.warn(done, &warning));
     }
     training.phase(Phase::Train);
@@ -60,17 +60,20 @@ fn run_rank(
 }
 
 /// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
-fn begin(plan: &Plan, trainee: &mut dyn Trainee) -> Result<(TrainerState, Option<String>)> {
-    let data = DataPosition::first(&plan.data);
+fn begin(plan: &Plan, trainee: &mut dyn Trainee) -> Result<(TrainerState, Vec<String>)> {
+    let batch = plan.plan.batch.global;
+    let data = DataPosition::first(&plan.data, batch);
     let Some(checkpoint) = &plan.checkpoints.resume else {
-        return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, None));
+        return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, Vec::new()));
     };
     let loaded = trainee.load(checkpoint)?;
     let mut state = TrainerState::loaded(&loaded, checkpoint)?;
     let warning = state.data.differs_from(&data);
     if warning.is_some() {
-        (state.data, state.epoch) = (data, EpochState { number: state.epoch.number, ..EpochState::first() });
+        state.data.used = 0;
+        state.epoch = EpochState { number: state.epoch.number, ..EpochState::first() };
     }
-    state.data.checksum = data.checksum;
-    Ok((state, warning))
+    let other = other_batch(state.data.batch, batch);
+    state.data = DataPosition { used: state.data.used, ..data };
+    Ok((state, warning.into_iter().chain(other).collect()))
 }

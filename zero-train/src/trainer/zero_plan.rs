@@ -9,7 +9,7 @@ use zero_kernels::Rule;
 use super::backend::{BackendChoice, name};
 use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
 use crate::config::{
-    Auto, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
+    Auto, Batch, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
 };
 use crate::error::{Result, wrong};
 use crate::loss_scale::DynamicLossScale;
@@ -42,7 +42,7 @@ pub fn outline(
 ) -> Result<(ZeroPlan, Vec<Filled>)> {
     check(hyper, steps, ranks)?;
     let auto = auto(hyper, steps, hidden_size);
-    let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto })?;
+    let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto, ..Context::default() })?;
     complete(&mut plan, hyper, steps);
     check_against(hyper, file, &plan)?;
     Ok((plan, filled))
@@ -192,6 +192,9 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
         builder = builder.secondary_shard_size(size);
     }
     let mut plan = builder.build(ranks)?;
+    if let Some(first) = hyper.batch_ranks {
+        plan.batch = Batch { global: plan.batch.global / ranks * first, ..plan.batch }.on(ranks);
+    }
     if options.offload_activations {
         plan.offload_activations = Some(there.device);
     }
@@ -232,7 +235,8 @@ fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
 fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Result<ZeroPlan> {
     let config = Config::from_file(path)?;
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
-    let mut plan = config.resolve(&Context { world, auto: auto(&options.hyper, options.steps, hidden_size) })?;
+    let (auto, batch_world) = (auto(&options.hyper, options.steps, hidden_size), options.hyper.batch_ranks);
+    let mut plan = config.resolve(&Context { world, batch_world, auto })?;
     complete(&mut plan, &options.hyper, options.steps);
     check_against(&options.hyper, path, &plan)?;
     let (kept, device) = match (&plan.offload_optimizer, &plan.offload_param) {
@@ -314,10 +318,12 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
         Some(Schedule::OneCycle(_)) => "one cycle",
         Some(Schedule::LrRangeTest { .. }) => "a range test",
     };
+    let is_first = options.batch_ranks.is_none();
     let options = [
         ("schedule", options.schedule.map(name), shape.to_string()),
-        ("batch", text(options.batch), plan.batch.micro.to_string()),
-        ("accumulation", text(options.accumulation), plan.batch.accumulation.to_string()),
+        // A restart on other ranks has cut the same rows otherwise.
+        ("batch", text(options.batch).filter(|_| is_first), plan.batch.micro.to_string()),
+        ("accumulation", text(options.accumulation).filter(|_| is_first), plan.batch.accumulation.to_string()),
         ("lr", text(options.lr), lr.to_string()),
         ("beta1", rounded(options.beta1), said(betas.map(|betas| betas.0))),
         ("beta2", rounded(options.beta2), said(betas.map(|betas| betas.1))),

@@ -39,7 +39,7 @@ fn read(format: Format, text: &str) {
         mixed_precision: Some(MixedPrecision::Fp16),
         save_16bit_model: Some(true),
     };
-    for context in [Context::default(), Context { world: Some(2), auto }] {
+    for context in [Context::default(), Context { world: Some(2), auto, ..Context::default() }] {
         // An outline is refused for nothing that a plan is not.
         match config.outline(&context) {
             Ok((plan, filled)) => assert!(!plan.explain_filled(&filled).is_empty()),

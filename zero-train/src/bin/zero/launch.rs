@@ -10,8 +10,8 @@ use clap::Args;
 use zero_core::collective::flight::merge;
 use zero_core::collective::launcher::{SECRET, Secret, TRUSTED_NETWORK};
 use zero_train::launcher::{
-    Asked, Ended, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTARTS, parse_hosts,
-    physical_cores, slots, spread, supervise,
+    Asked, Ended, FIRST_RANKS, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTART_RANKS,
+    RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
 };
 
 /// What a program ends with when its input is wrong: trying again would not help.
@@ -65,7 +65,8 @@ pub struct LaunchArgs {
     /// Start again so often after a rank has died, from the last sound checkpoint in the program's --save
     #[arg(long, value_name = "K", default_value_t = 0)]
     max_restarts: usize,
-    /// Number of ranks from the first restart on; with --hosts, never more than they have slots for [default: --ranks]
+    /// Number of ranks from the first restart on; with --hosts, never more than they have slots for. The rows of a step stay the same
+    /// [default: --ranks]
     #[arg(long, value_name = "N", value_parser = super::commands::at_least_one)]
     restart_ranks: Option<usize>,
     /// Seconds that the MPI launcher, or the other ranks, have to end after a rank has failed, before they are ended
@@ -145,6 +146,8 @@ impl LaunchArgs {
         }
         let mut variables = self.variables.clone();
         variables.push((RESTARTS.into(), attempt.to_string()));
+        variables.push((FIRST_RANKS.into(), asked.to_string()));
+        variables.extend(self.restart_ranks.map(|ranks| (RESTART_RANKS.into(), ranks.to_string())));
         variables.push((LAUNCHED.into(), launched_unix_ms.to_string()));
         if self.trusted_network {
             variables.push((TRUSTED_NETWORK.into(), "1".into()));

@@ -326,7 +326,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
 fn an_outline_needs_no_model() {
     let config = Config::from_file(file("templates/hugging_face_stage3.json")).unwrap();
     let auto = Auto { micro_batch: Some(2), learning_rate: Some(3e-5), ..Auto::default() };
-    let context = Context { world: Some(2), auto };
+    let context = Context { world: Some(2), auto, ..Context::default() };
     assert!(config.resolve(&context).unwrap_err().to_string().contains("Auto::hidden_size"));
     let (plan, filled) = config.outline(&context).unwrap();
     assert_eq!((plan.stage, plan.batch.global), (Stage::Parameters, 4));
@@ -374,7 +374,8 @@ fn the_ranks_of_a_file_with_all_three_batch_sizes() {
     assert!(json(&text(6), &Context::default()).is_err());
     // "auto" for the whole and nothing else is filled too.
     let auto = Auto { micro_batch: Some(3), ..Auto::default() };
-    let plan = json(r#"{"train_batch_size": "auto"}"#, &Context { world: Some(2), auto }).unwrap();
+    let plan =
+        json(r#"{"train_batch_size": "auto"}"#, &Context { world: Some(2), auto, ..Context::default() }).unwrap();
     assert_eq!(plan.batch.global, 6);
 }
 
@@ -391,7 +392,7 @@ fn no_warmup_is_one_of_two_steps() {
                     "scheduler": {{"type": "{name}", "params": {{"warmup_num_steps": {steps}{more}}}}}}}"#
             );
             let auto = Auto { warmup_steps: Some(0), ..Auto::default() };
-            json(&text, &Context { world: None, auto }).unwrap()
+            json(&text, &Context { auto, ..Context::default() }).unwrap()
         };
         for none in ["0", "\"auto\"", "1"] {
             let rates = plan(none).learning_rates();

@@ -41,6 +41,7 @@ fn warnings(plan: &ZeroPlan) -> String {
 fn script() -> Context {
     Context {
         world: Some(4),
+        batch_world: None,
         auto: Auto {
             hidden_size: Some(1024),
             micro_batch: Some(8),
