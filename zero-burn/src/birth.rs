@@ -76,6 +76,25 @@ pub fn load_state<R>(f: impl FnOnce() -> R) -> R {
     within(Birth::State, f)
 }
 
+/// Loads parameters as shards.
+///
+/// Burn's recorders tell the backend that they load parameters, and each is cut as it is read. A reader that makes ordinary tensors, such
+/// as `burn-store`'s, leaves the whole model on each rank until [`prepare`](crate::module::prepare) cuts it. Inside `f` every float
+/// tensor created from data is kept as this rank's piece; each rank must read the same data, in the same order.
+///
+/// ```no_run
+/// # struct Store;
+/// # trait Apply { fn load_from(&mut self, store: &mut Store) -> Result<(), String>; }
+/// # fn load(model: &mut impl Apply, mut store: Store) -> Result<(), String> {
+/// // `model.load_from` and `SafetensorsStore` are burn-store's.
+/// zero_burn::load_parameters(|| model.load_from(&mut store))?;
+/// # Ok(())
+/// # }
+/// ```
+pub fn load_parameters<R>(f: impl FnOnce() -> R) -> R {
+    within(Birth::Parameter, f)
+}
+
 /// What a new tensor is filled with.
 pub(crate) enum Fill<'a> {
     Data(TensorData),

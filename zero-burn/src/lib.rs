@@ -75,7 +75,7 @@ mod walk;
 mod worker;
 
 pub use backend::Zero;
-pub use birth::load_state;
+pub use birth::{load_parameters, load_state};
 pub use device::ZeroDevice;
 pub use tensor::ZeroTensor;
 #[doc(inline)]

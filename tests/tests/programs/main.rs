@@ -6,6 +6,7 @@ mod common;
 mod constants;
 mod edits;
 mod gradients;
+mod loading;
 mod modules;
 mod optimizers;
 mod passes;

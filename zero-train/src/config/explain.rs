@@ -189,7 +189,7 @@ fn describe_schedule(schedule: &Schedule) -> String {
         }
         Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle, floor } => {
             let along = if *cosine { "along a cosine" } else { "linearly" };
-            let rise = if *gentle { ", with their square" } else { "" };
+            let rise = if *gentle { " in equal ratios" } else { "" };
             let (steps, end) = (count(*warmup_steps, "step"), lr * floor);
             format!("0 to {lr} in {steps}{rise}, then {along} to {end} at step {total_steps}")
         }

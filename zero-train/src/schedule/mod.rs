@@ -130,8 +130,9 @@ pub enum Schedule {
         total_steps: usize,
         /// Along half a cosine, or along a line.
         cosine: bool,
-        /// The warm-up rises with the square of the updates, from a rate above 0: Adam's first updates are as large as all others, and
-        /// throw a deep model off. Otherwise along a line, from 0.
+        /// The warm-up rises in equal ratios from about a hundredth of `lr`. Adam's first updates are as large as all others, and in a deep
+        /// model one of them outweighs all that came before; with equal ratios none is larger than their sum. Otherwise along a line,
+        /// from 0.
         gentle: bool,
         /// Share of `lr` at the end.
         floor: f64,
@@ -194,7 +195,7 @@ impl Schedule {
             Schedule::Warmup { lr, warmup_steps } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
             Schedule::Warmup { lr, .. } => lr,
             Schedule::Decay { lr, warmup_steps, gentle: true, .. } if step < warmup_steps => {
-                lr * ((step + 1) as f64 / (warmup_steps + 1) as f64).powi(2)
+                lr * 100f64.powf((step + 1) as f64 / (warmup_steps + 1) as f64 - 1.0)
             }
             Schedule::Decay { lr, warmup_steps, .. } if step < warmup_steps => lr * step as f64 / warmup_steps as f64,
             Schedule::Decay { lr, warmup_steps, total_steps, cosine, floor, .. } => {

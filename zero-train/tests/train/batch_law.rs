@@ -1,4 +1,4 @@
-//! `cargo test -p zero-train --test train batch_law`
+//! `cargo test -p zero-train --test train batch_law`, and `ZERO_SEED=N` before it for other rows and cuts.
 //!
 //! The same rows give the same loss, norm and weights however they are cut into micro-batches and ranks, and the same held-out figures:
 //! each mean is over items (labels, masked tokens), and all items of an update or of the held-out rows count alike.
@@ -20,18 +20,30 @@ use crate::common::texts::{self, json_lines, ok};
 const ROWS: usize = 12;
 const HELD_OUT: usize = 13;
 
-/// Cuts of an update's rows: rows of a micro-batch, micro-batches, ranks, stage.
-const CUTS: [[usize; 4]; 9] = [
-    [1, 12, 1, 0],
-    [2, 6, 1, 2],
-    [3, 4, 1, 3],
-    [1, 6, 2, 1],
-    [6, 1, 2, 3],
-    [1, 4, 3, 2],
-    [4, 1, 3, 0],
-    [1, 3, 4, 3],
-    [3, 1, 4, 1],
-];
+/// Rows of a micro-batch, micro-batches, ranks, stage.
+type Cut = [usize; 4];
+
+const WHOLE: Cut = [ROWS, 1, 1, 0];
+
+/// `ZERO_SEED=N` draws other rows, weights and cuts.
+fn seed() -> u64 {
+    std::env::var("ZERO_SEED").map_or(44, |seed| seed.parse().unwrap())
+}
+
+/// Nine of all cuts of an update's rows over 1 to 4 ranks at stages 0 to 3, at least one of each number of ranks.
+fn cuts(draws: &mut Draws) -> Vec<Cut> {
+    let mut cuts = Vec::new();
+    for ranks in 1..=4 {
+        for accumulation in (1..=ROWS / ranks).filter(|parts| (ROWS / ranks).is_multiple_of(*parts)) {
+            cuts.extend((0..4).map(|stage| [ROWS / ranks / accumulation, accumulation, ranks, stage]));
+        }
+    }
+    draws.shuffle(&mut cuts);
+    let first = (1..=4).map(|ranks| cuts.iter().position(|cut| cut[2] == ranks).unwrap());
+    let first: Vec<usize> = first.collect();
+    let others = (0..cuts.len()).filter(|at| !first.contains(at)).take(5);
+    first.iter().copied().chain(others).map(|at| cuts[at]).collect()
+}
 
 fn close(a: f64, b: f64) -> bool {
     (a - b).abs() <= 1e-6 * a.abs().max(1.0)
@@ -55,21 +67,27 @@ fn numbers(path: &Path) -> Vec<[f64; 2]> {
 }
 
 /// A run by the command.
-fn trained(dir: &Path, task: &[&str], [micro, accumulation, ranks, stage]: [usize; 4]) -> Run {
+fn trained(dir: &Path, task: &[&str], [micro, accumulation, ranks, stage]: Cut) -> Run {
     let (run, file) = (format!("{micro}-{accumulation}-{ranks}-{stage}"), sgd(dir, stage, 0.05));
     let [micro, accumulation, ranks, held_out] = [micro, accumulation, ranks, HELD_OUT].map(|n| n.to_string());
     let cut = ["--batch", &micro, "--accumulation", &accumulation, "--ranks", &ranks];
-    let how = ["--config", &file, "--steps", "5", "--eval", &held_out];
+    let seed = seed().to_string();
+    let how = ["--config", &file, "--steps", "5", "--eval", &held_out, "--seed", &seed];
     let summary = texts::train(dir, &run, &[task, &cut, &how]);
     let figures = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].clone();
     let figures = figures.as_array().unwrap().iter().map(|figure| figure[1].as_f64().unwrap()).collect();
+    (numbers(&dir.join(&run).join("out/metrics.jsonl")), figures, weights(dir, &run))
+}
+
+/// All weights of a run's last checkpoint, by their names' order.
+fn weights(dir: &Path, run: &str) -> Vec<f32> {
     ok(&["export", &format!("{run}/checkpoints"), &format!("{run}/hf"), "--dtype", "fp32"], dir);
-    let bytes = std::fs::read(dir.join(&run).join("hf/model.safetensors")).unwrap();
+    let bytes = std::fs::read(dir.join(run).join("hf/model.safetensors")).unwrap();
     let tensors = SafeTensors::deserialize(&bytes).unwrap();
     let mut names = tensors.names();
     names.sort_unstable();
     let values = |name: &str| -> Vec<f32> { bytemuck::pod_collect_to_vec(tensors.tensor(name).unwrap().data()) };
-    (numbers(&dir.join(&run).join("out/metrics.jsonl")), figures, names.into_iter().flat_map(values).collect())
+    names.into_iter().flat_map(values).collect()
 }
 
 /// A file that asks for plain gradient descent: Adam would make steps of the last bits of gradients that are nothing.
@@ -82,11 +100,13 @@ fn sgd(dir: &Path, stage: usize, lr: f64) -> String {
     name
 }
 
-fn assert_law(dir: &Path, task: &[&str]) {
-    let whole = trained(dir, task, [ROWS, 1, 1, 0]);
-    for cut in CUTS {
-        assert_same(&trained(dir, task, cut), &whole, &format!("{cut:?}"));
+/// Returns the run with all rows in one micro-batch.
+fn assert_law(draws: &mut Draws, run: impl Fn(Cut) -> Run) -> Run {
+    let whole = run(WHOLE);
+    for cut in cuts(draws) {
+        assert_same(&run(cut), &whole, &format!("seed {}, {cut:?}", seed()));
     }
+    whole
 }
 
 /// The config file `name/config.json` without dropout, whose draws are of a rank's rows, and with room for these positions.
@@ -107,7 +127,7 @@ fn texts_to_be_made_of_1_to_60_tokens() {
     texts::labelled(dir);
     texts::bart(dir);
     without_dropout(dir, "bart", 80);
-    let mut draws = Draws::new(44);
+    let mut draws = Draws::new(seed());
     let words = ["cat", "dog", "sat", "ran", "on", "under", "mat", "tree"];
     let text = |draws: &mut Draws, longest: usize| {
         let words: Vec<&str> = (0..1 + draws.below(longest)).map(|_| words[draws.below(8)]).collect();
@@ -117,7 +137,8 @@ fn texts_to_be_made_of_1_to_60_tokens() {
         .map(|_| format!("{}\n", json!({ "text": text(&mut draws, 12), "label": text(&mut draws, 58) })))
         .collect();
     std::fs::write(dir.join("pairs.jsonl"), rows).unwrap();
-    assert_law(dir, &["--model", "bart", "--tokenizer", "tok", "--data", "pairs.jsonl", "--seq", "16"]);
+    let task = ["--model", "bart", "--tokenizer", "tok", "--data", "pairs.jsonl", "--seq", "16"];
+    assert_law(&mut draws, |cut| trained(dir, &task, cut));
 }
 
 #[test]
@@ -130,7 +151,8 @@ fn masked_tokens_and_pairs_of_sentences() {
     // Rows of some hundred tokens each would have as many masked: these differ by a factor of ten.
     let text = std::fs::read_to_string(dir.join("text.txt")).unwrap().repeat(3);
     std::fs::write(dir.join("long.txt"), text).unwrap();
-    assert_law(dir, &["--model", "bert", "--tokenizer", "tok", "--data", "long.txt", "--seq", "32"]);
+    let task = ["--model", "bert", "--tokenizer", "tok", "--data", "long.txt", "--seq", "32"];
+    assert_law(&mut Draws::new(seed() + 1), |cut| trained(dir, &task, cut));
 }
 
 /// A model of its own that predicts the next token, of rows that are filled up.
@@ -150,7 +172,7 @@ struct Next<B: burn::tensor::backend::Backend> {
 
 impl Padded {
     fn new(with_weights: bool) -> Self {
-        let (mut draws, rows) = (Draws::new(45), 5 * ROWS + HELD_OUT);
+        let (mut draws, rows) = (Draws::new(seed() + 2), 5 * ROWS + HELD_OUT);
         let mut padded = Self { ids: Vec::new(), labels: Vec::new(), with_weights };
         for _ in 0..rows {
             let (filled, first) = (1 + draws.below(WIDTH), padded.ids.len());
@@ -195,8 +217,9 @@ impl Task for Padded {
     }
 }
 
-fn own(dir: &Path, task: &Padded, [micro, accumulation, ranks, stage]: [usize; 4]) -> Run {
-    let run = dir.join(format!("{micro}-{accumulation}-{ranks}-{stage}-{}", task.with_weights));
+fn own(dir: &Path, task: &Padded, [micro, accumulation, ranks, stage]: Cut) -> Run {
+    let name = format!("{micro}-{accumulation}-{ranks}-{stage}-{}", task.with_weights);
+    let run = dir.join(&name);
     let options = Options {
         ranks: Some(ranks),
         steps: 5,
@@ -210,7 +233,7 @@ fn own(dir: &Path, task: &Padded, [micro, accumulation, ranks, stage]: [usize; 4
     };
     let summary = Trainer::new(&options).run(task).unwrap().unwrap();
     let figures = summary.epochs.last().unwrap().eval.as_ref().unwrap().iter().map(|figure| figure.1).collect();
-    (numbers(&run.join("out/metrics.jsonl")), figures, Vec::new())
+    (numbers(&run.join("out/metrics.jsonl")), figures, weights(dir, &name))
 }
 
 #[test]
@@ -218,11 +241,8 @@ fn next_tokens_of_rows_that_are_filled_up() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (task, plain) = (Padded::new(true), Padded::new(false));
-    let whole = own(dir, &task, [ROWS, 1, 1, 0]);
-    assert_eq!(own(dir, &plain, [ROWS, 1, 1, 0]).0, whole.0, "one micro-batch on one rank has no other mean");
-    for cut in CUTS {
-        assert_same(&own(dir, &task, cut), &whole, &format!("{cut:?}"));
-    }
+    let whole = assert_law(&mut Draws::new(seed() + 3), |cut| own(dir, &task, cut));
+    assert_eq!(own(dir, &plain, WHOLE).0, whole.0, "one micro-batch on one rank has no other mean");
     // The rows differ so much that a mean of means is another loss.
     let means = own(dir, &plain, [1, 6, 2, 1]).0;
     assert!((means[0][0] - whole.0[0][0]).abs() > 1e-4 * whole.0[0][0], "{means:?} {whole:?}");
