@@ -1,7 +1,8 @@
 //! `cargo run --release --example gpt2_1_5b`
 //!
 //! Trains GPT-2 1.5B (or the largest preset that fits into memory) on Shakespeare, on the CPU, with two ranks at ZeRO
-//! stage 3, 2 rows of 128 tokens each (`--batch`). Everything it needs is in the repository. `-- --help` lists the options.
+//! stage 3, with 2 rows of 128 tokens a rank (with `--model`, 1). Everything it needs is in the repository. `-- --help` lists
+//! the options.
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -26,8 +27,8 @@ struct Cli {
 
 fn main() -> ExitCode {
     let mut cli = Cli::parse();
-    let train = &mut cli.options.train;
-    if train.config.is_none() && !train.auto_find_batch_size {
+    let Options { model, weights, train, .. } = &mut cli.options;
+    if model.is_none() && weights.is_none() && train.config.is_none() && !train.auto_find_batch_size {
         // A step on one row of each rank is too noisy for so deep a model: its loss rises again and again.
         train.hyper.batch.get_or_insert(2);
     }
