@@ -189,9 +189,12 @@ fn describe_schedule(schedule: &Schedule) -> String {
         }
         Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle, floor } => {
             let along = if *cosine { "along a cosine" } else { "linearly" };
-            let rise = if *gentle { " in equal ratios" } else { "" };
+            let (from, rise) = match gentle {
+                true => (format!("a hundredth of {lr}"), " in equal ratios"),
+                false => ("0".into(), ""),
+            };
             let (steps, end) = (count(*warmup_steps, "step"), lr * floor);
-            format!("0 to {lr} in {steps}{rise}, then {along} to {end} at step {total_steps}")
+            format!("{from} to {lr} in {steps}{rise}, then {along} to {end} at step {total_steps}")
         }
         Schedule::OneCycle(OneCycle {
             cycle_min_lr,

@@ -339,7 +339,8 @@ fn number(name: &str) -> Option<u64> {
 /// Refuses, before anything is trained, a number of ranks for restarts that the rows of a step cannot be divided by.
 fn check_restarts(plan: &ZeroPlan) -> Result<()> {
     let rows = plan.batch.global;
-    match number(RESTART_RANKS).map(|ranks| ranks as usize) {
+    let is_first = number(RESTARTS) == Some(0);
+    match number(RESTART_RANKS).map(|ranks| ranks as usize).filter(|_| is_first) {
         Some(ranks) if ranks > 0 && plan.batch.on(ranks).global != rows => {
             let expected = format!(
                 "expected a number that divides the {rows} rows of a step, so that restarts keep them; change --batch or --accumulation,                  or the file's batch sizes"
