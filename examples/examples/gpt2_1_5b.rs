@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let mut cli = Cli::parse();
     let Options { model, weights, train, .. } = &mut cli.options;
     if model.is_none() && weights.is_none() && train.config.is_none() && !train.auto_find_batch_size {
-        // A step on one row of each rank is too noisy for so deep a model: its loss rises again and again.
+        // The gradient of one row a rank is too noisy for so deep a model.
         train.hyper.batch.get_or_insert(2);
     }
     let program = Program {

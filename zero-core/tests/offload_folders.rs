@@ -126,7 +126,7 @@ fn what_is_no_job_of_ours_is_left_alone() {
 static DEAD: LazyLock<String> = LazyLock::new(|| format!("zero-swap-{}-4194305-00112233aabbccdd", host()));
 static NEWBORN: LazyLock<String> = LazyLock::new(|| DEAD.replace("zero-swap-", ".zero-swap-new-"));
 
-/// What names of this machine's jobs have between prefix and process.
+/// The part between prefix and process in the names of this machine's jobs.
 fn host() -> String {
     format!("{}-0123abcd", fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim())
 }

@@ -5,8 +5,8 @@
 //! PATH/zero-swap-<host>-<boot>-<pid>-<random>/rank-00000.swap   one file per rank
 //! ```
 //!
-//! Of other folders in PATH only those are removed that have exactly this name with this machine's host or boot identity, belong to this user, and whose lock nobody
-//! holds; and of what is in them only these files.
+//! A job removes another folder in PATH only if it has such a name with this machine's host or boot identity, belongs to this
+//! user, and nobody holds its lock; and in it only these files.
 //!
 //! * In: a [`SwapBuffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
 //! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does that for a sequence of items: read ahead, compute,

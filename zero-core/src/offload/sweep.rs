@@ -63,8 +63,8 @@ pub(crate) fn new_job(machine: &Machine) -> String {
     format!("{host}-{boot}-{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish())
 }
 
-/// Returns whether the rest of a name is that of a job of this machine: with its host name, as before a reboot, or its boot
-/// identity, as from another container.
+/// Returns true if the rest of a name is that of a job of this machine: it has the same host name (before a reboot) or the same
+/// boot identity (from another container).
 fn is_job(rest: &str, machine: &Machine) -> bool {
     let parts: Vec<&str> = rest.rsplitn(4, '-').collect();
     let &[random, process, boot, host] = parts.as_slice() else { return false };

@@ -130,9 +130,8 @@ pub enum Schedule {
         total_steps: usize,
         /// Along half a cosine, or along a line.
         cosine: bool,
-        /// The warm-up rises in equal ratios from about a hundredth of `lr`. Adam's first updates are as large as all others, and in a deep
-        /// model one of them outweighs all that came before; with equal ratios none is larger than their sum. Otherwise along a line,
-        /// from 0.
+        /// The warm-up rises in equal ratios from about a hundredth of `lr`: Adam's first updates are as large as the rate, and large
+        /// ones raise the loss of a deep model. Otherwise along a line, from 0.
         gentle: bool,
         /// Share of `lr` at the end.
         floor: f64,

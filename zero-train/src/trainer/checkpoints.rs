@@ -104,11 +104,12 @@ impl DataPosition {
     }
 }
 
-/// The warning about steps of another number of rows than those of the checkpoint, if there is one.
+/// Returns a warning if this run has another number of rows in a step than the checkpoint.
 pub(super) fn other_batch(there: Option<usize>, here: usize) -> Option<String> {
     let there = there.filter(|&there| there != here)?;
     Some(format!(
-        "the checkpoint was trained with {there} rows in a step, this run has {here}: the learning rate may no longer suit; to keep          {there}, change --batch x --accumulation x ranks"
+        "the checkpoint was trained with {there} rows in a step, this run has {here}: the learning rate may no longer suit; to keep \
+         {there}, change --batch x --accumulation x ranks"
     ))
 }
 

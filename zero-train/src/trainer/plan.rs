@@ -343,7 +343,8 @@ fn check_restarts(plan: &ZeroPlan) -> Result<()> {
     match number(RESTART_RANKS).map(|ranks| ranks as usize).filter(|_| is_first) {
         Some(ranks) if ranks > 0 && plan.batch.on(ranks).global != rows => {
             let expected = format!(
-                "expected a number that divides the {rows} rows of a step, so that restarts keep them; change --batch or --accumulation,                  or the file's batch sizes"
+                "expected a number that divides the {rows} rows of a step, so that restarts keep them; change --batch or --accumulation, \
+                 or the file's batch sizes"
             );
             Err(wrong("restart-ranks", ranks, expected))
         }
