@@ -135,6 +135,17 @@ pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     mut read: impl FnMut(&ParamMeta, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
 ) -> (M, Result<(), E>) {
+    replace_pieces(module, |meta, _, range| match range.is_empty() {
+        true => Ok(Some((ElementType::F32, Vec::new()))),
+        false => read(meta, range),
+    })
+}
+
+/// As [`load_pieces`], with what each parameter has been; `read` is called for empty ranges too.
+pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
+    module: M,
+    mut read: impl FnMut(&ParamMeta, ZeroTensor<A::Base>, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
+) -> (M, Result<(), E>) {
     let context = Context::<A::Base>::current();
     end_forward::<A, M>(&module);
     // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
@@ -147,7 +158,7 @@ pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
                 return None;
             }
             let path = &meta.path;
-            let range = match tensor {
+            let range = match &tensor {
                 ZeroTensor::Shard(Shard { cell, .. }) => cell.partition.range(cell.place()),
                 dense if !meta.trained => 0..dense.shape().num_elements(),
                 _ => stop(format!(
@@ -155,11 +166,12 @@ pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
                 )),
             };
             let len = range.len().max(1);
-            let (element, bytes) = match range.is_empty() {
+            let is_empty = range.is_empty();
+            let (mut element, mut bytes) = read(meta, tensor, range).map_err(|error| failed = Some(error)).ok()??;
+            if is_empty {
                 // One element of filler, as everywhere.
-                true => (ElementType::F32, vec![0; 4]),
-                false => read(meta, range).map_err(|error| failed = Some(error)).ok()??,
-            };
+                (element, bytes) = (ElementType::F32, vec![0; 4]);
+            }
             let Some(dtype) = dtype(element) else {
                 stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
             };

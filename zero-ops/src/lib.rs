@@ -25,6 +25,7 @@ mod fallback;
 mod flex;
 mod functions;
 mod kinds;
+pub mod reductions;
 mod shared;
 
 pub use backend::FusedBackend;

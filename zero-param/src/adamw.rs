@@ -101,6 +101,7 @@ pub(crate) fn update<const D: usize>(
         a: State::F32(elements(&mut a)),
         b: State::F32(elements(&mut b)),
         copy: None,
+        average: None,
         first: 0,
     };
     let norms = run_stretch(kernel, 1.0, stretch, counted);

@@ -90,6 +90,7 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
         ("quantised gradients", zero.quantized_gradients.is_none()),
         ("quantised weights", zero.weights() == [None; 2]),
         ("optimizer state in bf16", !zero.bf16_optimizer_states),
+        ("a moving average of the weights (--ema-decay)", zero.ema_decay.is_none()),
         ("a check of replicas", zero.check_replicas == 0),
         ("activation checkpointing", zero.checkpointed_blocks == 0),
         ("offload of state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
@@ -398,6 +399,10 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
 
     fn take_times(&mut self) -> Times {
         std::mem::take(&mut self.times)
+    }
+
+    fn exchange_averages(&mut self) -> Result<()> {
+        Err(refused("a moving average of the weights (--ema-decay)", ASKED))
     }
 
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {

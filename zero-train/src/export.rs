@@ -20,6 +20,9 @@ use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig, lis
 /// What names of parameters begin with in a checkpoint.
 const PREFIX: &str = "model.";
 
+/// The name of an average among a parameter's states, `zero_burn::optim::EMA`.
+const AVERAGE: &str = "ema";
+
 /// Elements in 16 bit that are read and widened at a time.
 const PART_ELEMS: usize = 1 << 18;
 
@@ -66,6 +69,17 @@ pub enum ExportError {
     Model(#[from] ModelError),
 }
 
+/// Which numbers of a checkpoint are its parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Weights {
+    /// The weights as they were trained.
+    #[default]
+    Trained,
+    /// Their exponential moving averages, which a run with `--ema-decay` saves. A parameter that has none, as it is frozen, is as it
+    /// was trained.
+    Averaged,
+}
+
 /// A checkpoint that has been exported.
 #[derive(Debug)]
 pub struct ExportedCheckpoint {
@@ -92,14 +106,15 @@ pub fn export_checkpoint(
     out: &Path,
     options: &ExportOptions,
     names: Option<&KeyMap>,
+    weights: Weights,
 ) -> Result<ExportedCheckpoint, ExportError> {
-    let (checkpoint, skipped) = open(checkpoint)?;
+    let (checkpoint, skipped) = open_with(checkpoint, weights)?;
     let mut model = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())?;
     if let Some(names) = names {
         let own = model.parameters().into_iter().map(|param| (param.path, param.shape));
         model = ModuleConfig::new(own).renamed(names)?.into();
     }
-    let written = export(&model, out, options, |param, range| Ok(parameter(&checkpoint, param, range)?))?;
+    let written = export(&model, out, options, |param, range| Ok(parameter(&checkpoint, weights, param, range)?))?;
     Ok(exported(&checkpoint, skipped, model, written))
 }
 
@@ -114,8 +129,9 @@ pub fn merge_checkpoint(
     base: Option<&Path>,
     out: &Path,
     options: &ExportOptions,
+    weights: Weights,
 ) -> Result<ExportedCheckpoint, ExportError> {
-    let (checkpoint, skipped) = open(checkpoint)?;
+    let (checkpoint, skipped) = open_with(checkpoint, weights)?;
     let unfit =
         |problems: &str| ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems: problems.to_string() };
     let ModelConfig::Adapted(adapted) = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())? else {
@@ -124,13 +140,26 @@ pub fn merge_checkpoint(
     let Some(base) = base.or(adapted.weights.as_deref()) else {
         return Err(unfit("it does not say where its base is: name the folder with --base DIR"));
     };
-    let read = |param: &ModelParam| Ok(parameter(&checkpoint, param, 0..param.numel())?);
+    let read = |param: &ModelParam| Ok(parameter(&checkpoint, weights, param, 0..param.numel())?);
     let written = merge_with(&adapted, base, out, options, read)?;
     Ok(exported(&checkpoint, skipped, (*adapted.base).clone(), written))
 }
 
-fn parameter(checkpoint: &Checkpoint, param: &ModelParam, range: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
-    elements(checkpoint, &format!("{PREFIX}{}", param.path), range)
+fn parameter(
+    checkpoint: &Checkpoint,
+    weights: Weights,
+    param: &ModelParam,
+    range: Range<usize>,
+) -> Result<Vec<f32>, CheckpointError> {
+    let average = average_name(&param.path);
+    match weights == Weights::Averaged && checkpoint.tensors().contains_key(&average) {
+        true => elements(checkpoint, &average, range),
+        false => elements(checkpoint, &format!("{PREFIX}{}", param.path), range),
+    }
+}
+
+fn average_name(path: &str) -> String {
+    format!("optimizer.{path}.{AVERAGE}")
 }
 
 fn exported(checkpoint: &Checkpoint, skipped: Skipped, model: ModelConfig, written: Exported) -> ExportedCheckpoint {
@@ -138,6 +167,17 @@ fn exported(checkpoint: &Checkpoint, skipped: Skipped, model: ModelConfig, writt
 }
 
 type Skipped = Vec<(PathBuf, CheckpointError)>;
+
+/// As [`open`]; of a checkpoint that has such weights.
+fn open_with(path: &Path, weights: Weights) -> Result<(Checkpoint, Skipped), ExportError> {
+    let (checkpoint, skipped) = open(path)?;
+    let is_average = |name: &String| name.ends_with(&format!(".{AVERAGE}")) && name.starts_with("optimizer.");
+    if weights == Weights::Averaged && !checkpoint.tensors().keys().any(is_average) {
+        let problems = "it holds no moving averages: train with --ema-decay, or leave --ema out".into();
+        return Err(ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems });
+    }
+    Ok((checkpoint, skipped))
+}
 
 fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
     let named = path.file_name().is_some_and(|name| name.to_string_lossy().starts_with("step-"));

@@ -28,7 +28,7 @@ use zero_ops::FusedBackend;
 
 use crate::data::{Cutting, Tokenizer};
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
-use crate::export::export_checkpoint;
+use crate::export::{Weights, export_checkpoint};
 use crate::trainer::{BackendChoice, Dtype, OffloadTo};
 
 /// Options of `zero generate`.
@@ -137,7 +137,7 @@ pub fn run(options: &Options) -> Result<()> {
         let dir = there.path().join("model");
         let (dtype, ..) = options.dtype.types();
         let export = ExportOptions { dtype, ..ExportOptions::default() };
-        export_checkpoint(&options.model, &dir, &export, None).map_err(|error| {
+        export_checkpoint(&options.model, &dir, &export, None, Weights::Trained).map_err(|error| {
             wrong_data(&options.model, format!("has no config.json, and is no checkpoint: {error}"))
         })?;
         exported = Some(there);

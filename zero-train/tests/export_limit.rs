@@ -12,7 +12,7 @@ use sharded::{element, loaded, save_tensors, state, tensors};
 use zero_core::checkpoint::ElementType;
 use zero_models::hf_export::ExportOptions;
 use zero_models::{BertConfig, ModelConfig};
-use zero_train::export::export_checkpoint;
+use zero_train::export::{Weights, export_checkpoint};
 
 const DIR: &str = "ZERO_TEST_EXPORT_DIR";
 
@@ -32,7 +32,7 @@ fn export_under_the_parents_limit() {
     let Some(dir) = std::env::var_os(DIR).map(PathBuf::from) else { return };
     assert!(Vec::<u8>::new().try_reserve_exact(parameter_bytes() / 2).is_err(), "the limit holds");
     let options = ExportOptions { max_shard_bytes: 30_000_000, ..ExportOptions::default() };
-    let exported = export_checkpoint(&dir.join("saves"), &dir.join("out"), &options, None).unwrap();
+    let exported = export_checkpoint(&dir.join("saves"), &dir.join("out"), &options, None, Weights::Trained).unwrap();
     println!("exported: {:?}", exported.written);
 }
 

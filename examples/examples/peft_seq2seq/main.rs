@@ -19,7 +19,7 @@ use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_train::data::{Source, Tokenizer};
-use zero_train::export::export_checkpoint;
+use zero_train::export::{Weights, export_checkpoint};
 use zero_train::language::{self, LoraOptions, Program, Seq2SeqTask, TaskChoice};
 use zero_train::monitor::{MemoryFigures, MemoryReport};
 use zero_train::trainer::{self, Hyperparameters, Result, ScheduleChoice, Setup, Summary, Trainer, outline};
@@ -193,7 +193,7 @@ fn make_base(work: &Path, steps: usize, train: &trainer::Options, ranks: usize) 
     let trainer = Trainer::new(&options.train).allocator(&ALLOCATOR);
     trainer.run_with(|_| Seq2SeqTask::new(&options, &PROGRAM))?;
     let whole = ExportOptions { dtype: ExportDtype::Fp32, ..ExportOptions::default() };
-    let written = export_checkpoint(&at("base-checkpoints"), &at("base"), &whole, None);
+    let written = export_checkpoint(&at("base-checkpoints"), &at("base"), &whole, None, Weights::Trained);
     written.map_err(|error| TrainError::Run(error.to_string()))?;
     Ok(())
 }

@@ -27,7 +27,7 @@ use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_models::quantize::Format;
 use zero_models::{Gpt2, Gpt2Config, ModelConfig};
 use zero_train::engine::{EngineConfig, EngineError, Parts, Step, ZeroEngine};
-use zero_train::export::export_checkpoint;
+use zero_train::export::{Weights, export_checkpoint};
 use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 use zero_train::schedule::{Schedule, Warmup};
 
@@ -538,7 +538,7 @@ fn a_live_model_is_exported_as_its_checkpoint_is() {
             engine.save(&dir.path().join("checkpoints"), 2, state, &SaveOptions::default()).unwrap().path
         })
         .swap_remove(0);
-        export_checkpoint(&path, &offline, &options, None).unwrap();
+        export_checkpoint(&path, &offline, &options, None, Weights::Trained).unwrap();
         for file in ["model.safetensors", "config.json"] {
             let [live, offline] = [&live, &offline].map(|folder| std::fs::read(folder.join(file)).unwrap());
             assert!(live == offline, "{file} of {dtype:?} at stage {stage} on {ranks} ranks");

@@ -1,5 +1,6 @@
 //! Training on ranks, one binary, as each links all of Burn: `cargo test -p zero-tests --test ranks [MODULE]`.
 
+mod averages;
 mod axes;
 mod checkpointing;
 mod checkpoints;

@@ -15,9 +15,9 @@ impl<B: Backend> ActivationOps<Self> for Zero<B> {
         fn sigmoid(tensor: float) -> float;
         fn hard_sigmoid(tensor: float, alpha: (Scalar), beta: (Scalar)) -> float;
         fn log_sigmoid(tensor: float) -> float;
-        fn softmax(tensor: float, dim: (usize)) -> float;
-        fn log_softmax(tensor: float, dim: (usize)) -> float;
-        fn softmin(tensor: float, dim: (usize)) -> float;
+        fn softmax(tensor: float, dim: (usize)) -> float = reductions::softmax::<B>;
+        fn log_softmax(tensor: float, dim: (usize)) -> float = reductions::log_softmax::<B>;
+        fn softmin(tensor: float, dim: (usize)) -> float = reductions::softmin::<B>;
     }
 
     forward! {

@@ -14,6 +14,7 @@ mod quantized;
 mod transaction;
 
 use burn_backend::{Backend, TensorPrimitive};
+use zero_ops::reductions;
 
 use crate::activations::{Operands, Recording};
 use crate::backend::Zero;
@@ -170,17 +171,16 @@ macro_rules! again {
     };
 }
 
-/// Operations that load their float operands.
+/// Operations that load their float operands. `= function`: by this in place of the inner backend's.
 macro_rules! forward {
-    ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt;)*) => {
+    ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(= $by:path)?;)*) => {
         $(fn $name($($arg: ty!($kind)),*) -> ty!($ret) {
-            result!($ret, B::$name($(operand!($kind, $arg)),*), ZeroTensor::Dense)
+            result!($ret, called!($name $(, $by)?)($(operand!($kind, $arg)),*), ZeroTensor::Dense)
         })*
     };
 }
 
-/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again. `= function`: by this in
-/// place of the inner backend's.
+/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again.
 macro_rules! recorded {
     ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(= $by:path)?;)*) => {
         $(#[allow(unused_variables, clippy::clone_on_copy)] // Of some kinds.

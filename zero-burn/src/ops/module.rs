@@ -25,7 +25,7 @@ impl<B: Backend> ModuleOps<Self> for Zero<B> {
         fn max_pool2d(x: float, kernel_size: ([usize; 2]), stride: ([usize; 2]), padding: ([usize; 2]), dilation: ([usize; 2]), ceil_mode: (bool)) -> float;
         fn interpolate(x: float, output_size: ([usize; 2]), options: (InterpolateOptions)) -> float;
         fn attention(query: float, key: float, value: float, mask: opt_bool, attn_bias: opt_float, options: (AttentionModuleOptions)) -> float;
-        fn layer_norm(tensor: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float;
+        fn layer_norm(tensor: float, gamma: float, beta: opt_float, epsilon: (f64)) -> float = reductions::layer_norm::<B>;
         fn ctc_loss(log_probs: float, targets: int, input_lengths: int, target_lengths: int, blank: (usize)) -> float;
         fn rfft(signal: float, dim: (usize), n: (Option<usize>)) -> float_float;
         fn irfft(spectrum_re: float, spectrum_im: float, dim: (usize), n: (Option<usize>)) -> float;
@@ -37,7 +37,7 @@ impl<B: Backend> ModuleOps<Self> for Zero<B> {
         fn embedding_backward(weights: shape_of, output_grad: float, indices: int) -> float;
         fn linear_x_backward(weight: float, output_grad: float) -> float;
         fn linear_weight_backward(x: float, output_grad: float) -> float;
-        fn linear_bias_backward(output_grad: float) -> float;
+        fn linear_bias_backward(output_grad: float) -> float = reductions::linear_bias_backward::<B>;
         fn conv1d_x_backward(x: float, weight: float, output_grad: float, options: (ConvOptions<1>)) -> float;
         fn conv1d_weight_backward(x: float, weight: shape_of, output_grad: float, options: (ConvOptions<1>)) -> float;
         fn conv1d_bias_backward(x: float, bias: shape_of, output_grad: float) -> float;

@@ -15,7 +15,7 @@ use zero_core::offload::DiskError;
 use zero_ops::Rule;
 
 use super::plan::{Update, Where};
-use super::state::{MASTER, ParamState, StateRecord, flat};
+use super::state::{EMA, MASTER, ParamState, StateRecord, flat};
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
@@ -66,9 +66,9 @@ struct Group {
 pub struct Fused<A: ZeroAutodiff> {
     rule: Rule,
     groups: Vec<Group>,
-    states: Vec<ParamState<A::Base>>,
+    pub(super) states: Vec<ParamState<A::Base>>,
     /// Places in `states`.
-    index: HashMap<ParamId, usize>,
+    pub(super) index: HashMap<ParamId, usize>,
     /// Of what the last step has updated.
     latest: Vec<ParamId>,
 }
@@ -173,8 +173,8 @@ impl<A: ZeroAutodiff> Fused<A> {
         Context::<A::Base>::current().wait_for_updates();
     }
 
-    /// One state of a parameter by its name ([`Rule::state_names`], or "fp32_param" for the master of a parameter in 16
-    /// bit), flat. Reading its data is done by all ranks. `None` before the parameter's first step.
+    /// One state of a parameter by its name ([`Rule::state_names`], [`EMA`], or "fp32_param" for the master of a parameter in
+    /// 16 bit), flat. Reading its data is done by all ranks. `None` before the parameter's first step.
     pub fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
         let state = &self.states[*self.index.get(&id)?];
         state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| flat(cell))
@@ -260,10 +260,13 @@ impl<A: ZeroAutodiff> Fused<A> {
         self.rule
     }
 
-    /// Whether no rule takes a second pass, for which sums are read.
+    /// Returns true if a device can make a step by itself: no rule takes a second pass, for which sums are read, and no average follows
+    /// an update that may be left out.
     #[cfg(feature = "cubecl")]
     pub(super) fn has_one_pass(&self) -> bool {
-        self.groups.iter().map(|group| group.rule).chain([self.rule]).all(|rule| !matches!(rule, Rule::Lamb { .. }))
+        let mut rules = self.groups.iter().map(|group| group.rule).chain([self.rule]);
+        let has_average = Context::<A::Base>::current().rank.config.ema_decay.is_some();
+        !has_average && rules.all(|rule| !matches!(rule, Rule::Lamb { .. }))
     }
 
     /// Counts the last step as not made, as a device has left it out.
@@ -376,10 +379,10 @@ fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPri
 }
 
 /// State `name` of parameter `id` that comes from elsewhere than from an update: this rank's elements of it.
-fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
+pub(super) fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
     let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());
-    let dtype = if name == MASTER { DType::F32 } else { rank.state_dtype() };
+    let dtype = if [MASTER, EMA].contains(&name) { DType::F32 } else { rank.state_dtype() };
     let local = B::float_from_data(piece(held).convert_dtype(dtype), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));

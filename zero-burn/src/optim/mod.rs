@@ -9,6 +9,7 @@
 //! * Memory: the host's for burn-flex, the device's for CubeCL's backends (`device`); other backends copy in and out.
 //! * Threads: the rank's pool of compute threads.
 
+mod average;
 mod distributed;
 mod fused;
 mod late;
@@ -18,5 +19,5 @@ mod state;
 pub use distributed::{Distributed, distributed};
 pub use fused::{Fused, ParamInfo};
 pub use late::{Late, Told};
-pub use state::StateRecord;
+pub use state::{EMA, StateRecord};
 pub use zero_ops::{Clip, Rule};

@@ -7,12 +7,12 @@ use burn_std::DType;
 use zero_ops::Rule;
 use zero_ops::update::{Kernel, Norms};
 
-use super::state::{MASTER, ParamState, mismatch};
+use super::state::{EMA, MASTER, ParamState, mismatch};
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::tensor::Shard;
 use crate::tier::{Home, Stored, filled};
 use crate::trouble::{or_stop, stop};
-use crate::update::{Array, Job};
+use crate::update::{Array, Averaged, Job};
 use crate::values::{flat, narrow_or_f32, of_type, read};
 use crate::view::Extent;
 
@@ -47,15 +47,18 @@ impl<B: Backend> Update<B> {
         let updated = self.parameter.cell.template(Kind::Optimizer, Origin::Version);
         let rank = updated.rank.clone();
         let names = self.rule.state_names();
+        let half = matches!(dtype, DType::F16 | DType::BF16);
+        let decay = rank.config.ema_decay;
+        // Always in this order: names of cells count on it.
+        let kept: Vec<&str> = names.iter().copied().chain(decay.map(|_| EMA)).chain(half.then_some(MASTER)).collect();
         let template = |name: &&str| parent.template(Kind::Optimizer, Cell::derivation(name, &[&parent]));
-        let templates: Vec<Template<B>> = names.iter().chain([&MASTER]).map(template).collect();
+        let templates: Vec<Template<B>> = kept.iter().map(template).collect();
         // One element of filler where the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
         let slot = parent.slot.clone();
         let disk = |dtype: DType| rank.disk_for(Kind::Optimizer, elements * dtype.size(), slot.as_deref());
         let first = parent.partition.range(parent.place()).start;
         drop(parent);
-        let half = matches!(dtype, DType::F16 | DType::BF16);
         self.edit_master(state);
         let place = self.place(state, elements);
         let state_dtype = rank.state_dtype();
@@ -97,6 +100,11 @@ impl<B: Backend> Update<B> {
             Where::Device if !complete => Vec::new(),
             _ => states.into_iter().map(|state| state.unwrap_or_else(|| fresh(state_dtype))).collect(),
         };
+        let average = decay.map(|decay| match taken(EMA, DType::F32) {
+            Some(array) => Averaged { array, decay, fresh: false },
+            // On a device the parameter's tensor takes its place.
+            None => Averaged { array: fresh(DType::F32), decay, fresh: true },
+        });
         let master = taken(MASTER, DType::F32);
         let own = own(self.parameter, place, half && master.is_some());
         let (parameter, copy) = match half {
@@ -117,18 +125,17 @@ impl<B: Backend> Update<B> {
         };
         let gradient = gradient(self.gradient, place);
         let copied = copy.as_ref().map(|(copy, _)| copy);
-        for array in [&parameter, &gradient.0].into_iter().chain(copied).chain(&states) {
+        let averaged = average.as_ref().map(|average| &average.array);
+        for array in [&parameter, &gradient.0].into_iter().chain(copied).chain(averaged).chain(&states) {
             if let Some(other) = array.elements().filter(|&other| other != elements) {
                 stop(mismatch(other, elements));
             }
         }
-        // Always in this order: names of cells count on it.
-        let kept = names.iter().copied().chain(half.then_some(MASTER));
         let pending = |(name, template): (&str, _)| {
-            let dtype = if name == MASTER { DType::F32 } else { state_dtype };
+            let dtype = if [MASTER, EMA].contains(&name) { DType::F32 } else { state_dtype };
             (name.to_string(), Cell::pending(template, dtype))
         };
-        state.cells = kept.zip(templates).map(pending).collect();
+        state.cells = kept.into_iter().zip(templates).map(pending).collect();
         let version = Cell::pending(updated, dtype);
         let cells = state.cells.iter().map(|(_, cell)| cell.clone()).chain([version]).collect();
         let (gradient, norms) = (Some(gradient), Norms::default());
@@ -142,6 +149,7 @@ impl<B: Backend> Update<B> {
             gradient,
             states,
             state_dtype,
+            average,
             copy,
             cells,
             number,

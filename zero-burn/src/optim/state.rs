@@ -16,13 +16,16 @@ use crate::tensor::{Shard, ZeroTensor};
 /// Name of the fp32 master of a parameter in 16 bit.
 pub(super) const MASTER: &str = "fp32_param";
 
+/// The name of the moving average of a parameter ([`ema_decay`](crate::config::ZeroConfig::ema_decay)).
+pub const EMA: &str = "ema";
+
 /// A parameter's state: this rank's pieces.
 #[derive(Clone)]
 pub(super) struct ParamState<B: Backend> {
     pub(super) id: ParamId,
     /// Steps so far.
     pub(super) time: usize,
-    /// In the order of the rule's names, then the master if there is one.
+    /// In the order of the rule's names, then the average and the master if there are such.
     pub(super) cells: Vec<(String, Arc<Cell<B>>)>,
 }
 

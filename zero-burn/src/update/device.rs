@@ -7,7 +7,7 @@ use zero_ops::update::Norms;
 use zero_ops::{GradScale, Squares, UpdateItem, Updated, fused_update};
 
 use super::norms::sums_of_squares;
-use super::{Array, Job};
+use super::{Array, Averaged, Job};
 use crate::trouble::stop;
 use crate::values::part;
 
@@ -48,8 +48,10 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
             halfway.push(job);
             continue;
         }
-        // The states, then the parameter, or its master and its copy, as the cells are.
-        tensors.extend(job.states.into_iter().map(tensor).chain(states).chain([parameter]).chain(copy));
+        let average = job.average.map(|average| moved::<B>(average, &parameter));
+        // The states, the average, then the parameter, or its master and its copy, as the cells are.
+        let states = job.states.into_iter().map(tensor).chain(states);
+        tensors.extend(states.chain(average).chain([parameter]).chain(copy));
         waiting.extend(job.cells);
     }
     if let Some(rank) = waiting.first().map(|cell| cell.rank.clone()) {
@@ -59,6 +61,19 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
     }
     measure(&mut halfway);
     halfway
+}
+
+/// The average, moved towards the parameter as [`Average`](zero_ops::update::Average) is on the host.
+fn moved<B: Backend>(
+    Averaged { array, decay, fresh }: Averaged<B>,
+    parameter: &B::FloatTensorPrimitive,
+) -> B::FloatTensorPrimitive {
+    if fresh {
+        return parameter.clone();
+    }
+    let average = tensor(array);
+    let difference = B::float_sub(parameter.clone(), average.clone());
+    B::float_add(average, B::float_mul_scalar(difference, (1.0 - decay).into()))
 }
 
 /// Adds up the squares of parameters and updates, all in few launches.

@@ -21,7 +21,7 @@ use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
-use zero_ops::update::{Kernel, Norms, State, Stretch, Sweep, Target, run_stretch};
+use zero_ops::update::{Average, Kernel, Norms, State, Stretch, Sweep, Target, run_stretch};
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
@@ -70,6 +70,14 @@ impl<B: Backend> Array<B> {
     }
 }
 
+/// The moving average of a parameter, in fp32.
+pub(crate) struct Averaged<B: Backend> {
+    pub(crate) array: Array<B>,
+    pub(crate) decay: f64,
+    /// Begins with the parameter.
+    pub(crate) fresh: bool,
+}
+
 /// The update of one parameter.
 pub(crate) struct Job<B: Backend> {
     pub(crate) kernel: Kernel,
@@ -85,9 +93,11 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) states: Vec<Array<B>>,
     /// Of all states.
     pub(crate) state_dtype: DType,
+    /// Moved on by the pass that takes the step.
+    pub(crate) average: Option<Averaged<B>>,
     /// The parameter in 16 bit.
     pub(crate) copy: Option<(Array<B>, DType)>,
-    /// What comes of it, pending: the states, the master if there is a copy, the parameter's next version.
+    /// What comes of it, pending: the states, the average, the master if there is a copy, the parameter's next version.
     pub(crate) cells: Vec<Arc<Cell<B>>>,
     /// Its place among those of the step.
     pub(crate) number: usize,
@@ -107,6 +117,9 @@ impl<B: Backend> Job<B> {
         let mut arrays = vec![(&self.parameter, 4, updated(&self.parameter, is_first))];
         arrays.extend(self.gradient.iter().map(|(home, dtype)| (home, dtype.size(), Access::Read)));
         arrays.extend(self.states.iter().map(|home| (home, self.state_dtype.size(), updated(home, is_second))));
+        if let Some(average) = self.average.as_ref().filter(|_| !is_first) {
+            arrays.push((&average.array, 4, if average.fresh { Access::Write } else { Access::Update }));
+        }
         if let Some((home, dtype)) = self.copy.as_ref().filter(|_| self.takes_copy()) {
             // It is written over, unless the master is made of it.
             let access = if self.parameter.is_fresh() { Access::Update } else { Access::Write };
@@ -138,6 +151,7 @@ impl<B: Backend> Job<B> {
     pub(crate) fn compute(&mut self, range: Range<usize>, buffers: &mut [SwapBuffer]) {
         let mut buffers = buffers.iter_mut();
         let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
+        let is_first_pass = self.is_first_pass();
         let counted = counted.start.saturating_sub(range.start)..counted.end.saturating_sub(range.start);
         let p = numbers(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
@@ -153,6 +167,11 @@ impl<B: Backend> Job<B> {
         });
         let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);
+        let average = self.average.as_mut().filter(|_| !is_first_pass).map(|average| Average {
+            values: numbers(&mut average.array, &mut buffers, &range),
+            decay: average.decay,
+            fresh: average.fresh,
+        });
         let copy = self.copy.as_mut().filter(|_| takes_copy).map(|(home, dtype)| match dtype {
             DType::F16 => Target::F16(numbers(home, &mut buffers, &range)),
             _ => Target::Bf16(numbers(home, &mut buffers, &range)),
@@ -165,7 +184,7 @@ impl<B: Backend> Job<B> {
             }
         }
         let first = self.first + range.start;
-        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy, first }, counted);
+        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy, average, first }, counted);
         self.norms = self.norms.plus(norms);
     }
 
@@ -199,7 +218,9 @@ impl<B: Backend> Job<B> {
 
     /// Whether something that it has in memory belongs on the disk.
     pub(crate) fn is_to_be_stored(&self) -> bool {
-        let homes = self.states.iter().chain([&self.parameter]).chain(self.copy.as_ref().map(|(copy, _)| copy));
+        let average = self.average.as_ref().map(|average| &average.array);
+        let copy = self.copy.as_ref().map(|(copy, _)| copy);
+        let homes = self.states.iter().chain(average).chain([&self.parameter]).chain(copy);
         let in_memory = |home: &Array<B>| home.elements().is_some();
         homes.zip(&self.cells).any(|(home, cell)| in_memory(home) && matches!(cell.home(), Home::Disk(_)))
     }
@@ -217,8 +238,8 @@ impl<B: Backend> Job<B> {
 
     /// The cells of the result, each with what it waits for.
     pub(crate) fn results(self) -> impl Iterator<Item = (Arc<Cell<B>>, Array<B>)> {
-        let copy = self.copy.map(|(copy, _)| copy);
-        self.cells.into_iter().zip(self.states.into_iter().chain([self.parameter]).chain(copy))
+        let (average, copy) = (self.average.map(|average| average.array), self.copy.map(|(copy, _)| copy));
+        self.cells.into_iter().zip(self.states.into_iter().chain(average).chain([self.parameter]).chain(copy))
     }
 
     pub(crate) fn settle(self) {

@@ -369,19 +369,33 @@ fn macros_call_the_inner_operation_of_the_same_name() {
             let body = bodies.get(name.as_str()).unwrap_or_else(|| panic!("{name}! is not in ops/mod.rs"));
             assert_eq!(body.matches("fn $name(").count(), 1, "{name}!");
             // What is recorded is called at once outside of a block, and by what a block keeps.
-            let (call, calls) = if name == "recorded" { ("called!($name $(, $by)?)", 2) } else { ("B::$name", 1) };
+            let (call, calls) = match name.as_str() {
+                "recorded" => ("called!($name $(, $by)?)", 2),
+                "forward" => ("called!($name $(, $by)?)", 1),
+                _ => ("B::$name", 1),
+            };
             assert_eq!(body.matches(call).count(), calls, "{name}!");
             assert!(methods.iter().all(|method| method.body.is_none()), "{name}! holds a written-out function");
         }
     }
     assert_eq!(bodies["called"].matches("B::$name").count(), 1, "called!");
-    // By another function than the inner backend's: products alone, which ask it where the tensors are not CubeCL's.
-    let others: usize = TRAITS.iter().map(|of| our_text(of.ours).matches("::<B>;\n").count()).sum();
-    let float = our_text("ops/float.rs");
-    assert_eq!(
-        (others, float.matches(" = matmul::<B>;").count(), float.matches("B::float_matmul(lhs, rhs)").count()),
-        (1, 1, 1)
-    );
+    // By another function than the inner backend's: products, and reductions by that of the same name. Both ask the inner backend where the
+    // tensors are not CubeCL's.
+    let others: Vec<String> = TRAITS
+        .iter()
+        .flat_map(|of| our_text(of.ours).lines().map(str::to_string).collect::<Vec<_>>())
+        .filter(|line| line.ends_with("::<B>;"))
+        .collect();
+    for line in &others {
+        let (declared, by) = line.trim().split_once(" = ").expect("an operation and its function");
+        let name = declared.strip_prefix("fn ").and_then(|rest| rest.split('(').next()).expect("a function");
+        let expected = if name == "float_matmul" { "matmul".into() } else { format!("reductions::{name}") };
+        assert_eq!(by, format!("{expected}::<B>;"), "{name}");
+    }
+    assert_eq!(others.len(), 26);
+    assert_eq!(our_text("ops/float.rs").matches("B::float_matmul(lhs, rhs)").count(), 1);
+    let reductions = strip(include_str!("../../../zero-ops/src/reductions.rs"));
+    assert_eq!((reductions.matches("B::$name($x").count(), reductions.matches("B::layer_norm(x").count()), (1, 1));
 }
 
 #[test]

@@ -77,6 +77,12 @@ pub enum ConfigError {
         /// The factor given.
         got: f32,
     },
+    /// A decay that makes no average.
+    #[error("ema_decay is {got}: expected a number between 0 and 1, such as 0.999")]
+    EmaDecay {
+        /// The decay given.
+        got: f64,
+    },
     /// State in bf16 on a device that has no bf16.
     #[error(
         "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer's state, so that the CPU updates it, or \

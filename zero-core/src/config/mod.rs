@@ -230,6 +230,10 @@ pub struct ZeroConfig {
     /// trained; masters stay in fp32, and so do checkpoints. Only where the processor updates them. Default false; DeepSpeed's
     /// `bf16_optimizer_states`.
     pub bf16_optimizer_states: bool,
+    /// The decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as one more state of the optimizer:
+    /// the first update copies the weights, and each later one moves the average by `1 - ema_decay` of its distance to them, as
+    /// PyTorch's `get_ema_multi_avg_fn` does. Between 0 and 1. Default: none.
+    pub ema_decay: Option<f64>,
     /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
     /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
     pub communication_dtype: Option<Float>,
@@ -290,11 +294,12 @@ impl ZeroConfig {
         if self.bf16_optimizer_states { Float::Bf16 } else { Float::F32 }
     }
 
-    /// Bytes that `Fused` keeps of each element of a parameter: those of so many states, and of the master of 16
-    /// bit.
+    /// Bytes that `Fused` keeps of each element of a parameter: those of so many states, of the average of its weights, and of the
+    /// master of 16 bit.
     pub fn optimizer_arrays(&self, states: usize) -> impl Iterator<Item = usize> {
+        let average = self.ema_decay.map(|_| 4);
         let master = (self.param_dtype != Float::F32).then_some(4);
-        std::iter::repeat_n(self.optimizer_state_dtype().size(), states).chain(master)
+        std::iter::repeat_n(self.optimizer_state_dtype().size(), states).chain(average).chain(master)
     }
 
     /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
@@ -389,6 +394,9 @@ impl ZeroConfig {
         if !(self.gradient_predivide_factor.is_finite() && self.gradient_predivide_factor > 0.0) {
             return Err(ConfigError::Predivide { got: self.gradient_predivide_factor });
         }
+        if let Some(got) = self.ema_decay.filter(|decay| !(*decay > 0.0 && *decay < 1.0)) {
+            return Err(ConfigError::EmaDecay { got });
+        }
         let offload = &self.offload;
         let refuse = |key, expected| Err(ConfigError::Offload { key, expected });
         if offload.parameters != Tier::Memory && !self.stage.shards_parameters() {
@@ -437,6 +445,7 @@ impl Default for ZeroConfig {
             param_dtype: Float::F32,
             gradient_dtype: None,
             bf16_optimizer_states: false,
+            ema_decay: None,
             communication_dtype: None,
             quantized_gradients: None,
             error_feedback: None,

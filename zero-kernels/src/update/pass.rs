@@ -43,6 +43,35 @@ impl Norms {
     }
 }
 
+/// An exponential moving average of a parameter.
+pub struct Average<'a> {
+    /// The average, as long as the parameter.
+    pub values: &'a mut [f32],
+    /// The share of the average that an update keeps.
+    pub decay: f64,
+    /// True if `values` mean nothing yet: the average begins with the parameter.
+    pub fresh: bool,
+}
+
+impl Average<'_> {
+    /// Moves the average towards `p`, by the formula of PyTorch's `lerp`. Each operation is rounded, so that all processors give the
+    /// same bits; PyTorch joins the product and the sum.
+    #[inline(always)]
+    fn follow(self, p: &[f32]) {
+        let weight = (1.0 - self.decay) as f32;
+        match self.fresh {
+            true => self.values.copy_from_slice(p),
+            false if weight < 0.5 => self.values.iter_mut().zip(p).for_each(|(a, &p)| *a += weight * (p - *a)),
+            false => self.values.iter_mut().zip(p).for_each(|(a, &p)| *a = p - (p - *a) * (1.0 - weight)),
+        }
+    }
+
+    fn chunks(&mut self) -> impl Iterator<Item = Average<'_>> {
+        let (decay, fresh) = (self.decay, self.fresh);
+        self.values.chunks_mut(CHUNK).map(move |values| Average { values, decay, fresh })
+    }
+}
+
 /// The arrays of a stretch of the piece, equally long but for a gradient and states that the pass does not read, which are
 /// empty.
 pub struct Stretch<'a> {
@@ -56,6 +85,8 @@ pub struct Stretch<'a> {
     pub b: State<'a>,
     /// The parameter in 16 bit, written behind it.
     pub copy: Option<Target<'a>>,
+    /// The parameter's moving average, which the pass that takes the step moves on.
+    pub average: Option<Average<'a>>,
     /// The place of the first element in its parameter: how states in bfloat16 are rounded follows from it.
     pub first: usize,
 }
@@ -63,8 +94,9 @@ pub struct Stretch<'a> {
 /// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool. A
 /// first pass gives the sums over the elements `counted`.
 pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy, first } = stretch;
+    let Stretch { p, g, a, b, copy, mut average, first } = stretch;
     let mut copies = copy.map(Target::chunks);
+    let mut averages = average.as_mut().map(Average::chunks);
     let (mut g, mut a, mut b) = (chunks_of(g), a.chunks(CHUNK), b.chunks(CHUNK));
     let chunks: Vec<(Stretch<'_>, Range<usize>)> = p
         .chunks_mut(CHUNK)
@@ -74,7 +106,8 @@ pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Ra
             let g = g.next().unwrap_or(Elements::F32(&[]));
             let (a, b) = (a.next().unwrap_or_default(), b.next().unwrap_or_default());
             let copy = copies.as_mut().and_then(Iterator::next);
-            (Stretch { p, g, a, b, copy, first: first + index * CHUNK }, counted)
+            let average = averages.as_mut().and_then(Iterator::next);
+            (Stretch { p, g, a, b, copy, average, first: first + index * CHUNK }, counted)
         })
         .collect();
     let arch = pulp::Arch::new();
@@ -108,14 +141,15 @@ impl pulp::NullaryFnOnce for Task<'_> {
 
 #[inline(always)]
 fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy, first } = chunk;
+    let Stretch { p, g, a, b, copy, average, first } = chunk;
+    let written = (copy, average);
     match (a, b) {
-        (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, copy, counted),
+        (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, written, counted),
         (a, b) => {
             let (a, b, mut wide) = (a.halves(), b.halves(), [[0f32; CHUNK]; 2]);
             let [wide_a, wide_b] = &mut wide;
             let arrays = (p, g, widened(a, wide_a), widened(b, wide_b));
-            in_fp32(kernel, scale, arrays, Some((a, b)), first, copy, counted)
+            in_fp32(kernel, scale, arrays, Some((a, b)), first, written, counted)
         }
     }
 }
@@ -128,7 +162,7 @@ fn in_fp32(
     (p, g, a, b): (&mut [f32], Elements<'_>, &mut [f32], &mut [f32]),
     kept: Option<(&mut [bf16], &mut [bf16])>,
     first: usize,
-    copy: Option<Target<'_>>,
+    (copy, average): (Option<Target<'_>>, Option<Average<'_>>),
     counted: Range<usize>,
 ) -> Norms {
     match (kernel.pass, g) {
@@ -161,6 +195,9 @@ fn in_fp32(
         if kernel.pass == Sweep::First {
             return norms;
         }
+    }
+    if let Some(average) = average {
+        average.follow(p);
     }
     match copy {
         None => {}

@@ -146,6 +146,7 @@ mod tests {
                     a: State::Bf16(&mut m[range.clone()]),
                     b: State::Bf16(&mut v[range]),
                     copy: None,
+                    average: None,
                     first,
                 };
                 run_stretch(kernel, 1.0, stretch, 0..0);
@@ -170,7 +171,7 @@ mod tests {
         for time in 2..302 {
             let (a, b) = (State::Bf16(&mut m), State::Bf16(&mut v));
             let g = vec![1e-3; numel];
-            let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, first: 0 };
+            let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first: 0 };
             run_stretch(Kernel::new(Rule::adamw(), 1e-3, time), 1.0, stretch, 0..0);
         }
         let mean = v.iter().map(|v| f64::from(v.to_f32())).sum::<f64>() / numel as f64;

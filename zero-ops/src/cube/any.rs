@@ -383,7 +383,7 @@ pub(crate) fn uninit_on_cuda<B: Backend>(
 }
 
 /// `value` under the name that its type has here.
-fn same<A: 'static, T: 'static>(value: A) -> T {
+pub(crate) fn same<A: 'static, T: 'static>(value: A) -> T {
     let mut value = Some(value);
     let value = (&mut value as &mut dyn Any).downcast_mut::<Option<T>>();
     value.and_then(Option::take).expect("the types have been compared")

@@ -95,7 +95,7 @@ pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
 }
 
 /// A tensor without gaps, seen in another shape.
-pub(super) fn shaped<R: CubeRuntime>(mut x: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
+pub(crate) fn shaped<R: CubeRuntime>(mut x: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
     let mut steps = strides![0; shape.num_dims()];
     let mut step = 1;
     for (axis, size) in shape.iter().enumerate().rev() {

@@ -31,7 +31,7 @@ pub(crate) mod embedding;
 pub(crate) mod gelu;
 pub(crate) mod layer_norm;
 pub(crate) mod linear;
-mod many;
+pub(crate) mod many;
 pub(crate) mod norm;
 pub(crate) mod optim;
 pub(crate) mod pack;
@@ -41,7 +41,7 @@ pub(crate) mod random;
 mod rotary;
 mod rows;
 mod swiglu;
-mod tensor;
+pub(crate) mod tensor;
 #[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
 mod tested;
 

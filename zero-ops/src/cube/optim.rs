@@ -655,7 +655,7 @@ mod tests {
                 (parameter, states) = (item.parameter, item.states);
                 let mut halves = kept.iter_mut().map(|kept| State::Bf16(kept));
                 let (a, b) = (halves.next().unwrap(), halves.next().unwrap_or(State::Bf16(&mut [])));
-                let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, first };
+                let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first };
                 run_stretch(Kernel::new(rule, 1e-3, time), 1.0, stretch, 0..0);
                 for (state, kept) in states.iter().zip(&kept) {
                     let kept: Vec<f32> = kept.iter().map(|kept| kept.to_f32()).collect();

@@ -171,7 +171,7 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
 }
 
 /// Which of a runtime's backends: all have the same tensors.
-type Plain<R> = CubeBackend<R, f32, i32, u8>;
+pub(crate) type Plain<R> = CubeBackend<R, f32, i32, u8>;
 
 /// A fusion stream's tensors.
 type Handles<R> = HandleContainer<<Plain<R> as BackendIr>::Handle>;

@@ -44,9 +44,11 @@ impl ZeroPlan {
                 }
             ),
             format!(
-                "Optimizer: {}{}.",
+                "Optimizer: {}{}{}.",
                 self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe),
-                if self.bf16_optimizer_states { ", moments in bf16" } else { "" }
+                if self.bf16_optimizer_states { ", moments in bf16" } else { "" },
+                self.ema_decay
+                    .map_or_else(String::new, |decay| format!(", and a moving average of the weights (decay {decay})"))
             ),
             format!(
                 "Learning rate: {}.",

@@ -77,6 +77,9 @@ pub struct ZeroPlan {
     pub grad_accum_dtype: Option<Float>,
     /// Whether the optimizer keeps its moments in bf16. It changes what is trained.
     pub bf16_optimizer_states: bool,
+    /// The decay of an exponential moving average of the weights, kept with the optimizer's state; `None` keeps none. No file has a
+    /// key for it.
+    pub ema_decay: Option<f64>,
     /// The optimizer; `None` leaves it to the program.
     pub optimizer: Option<OptimizerPlan>,
     /// The learning-rate schedule, with the steps of its warm-up as written; `None` leaves it to the program.
@@ -135,6 +138,7 @@ impl ZeroPlan {
             },
             gradient_dtype: self.gradient_dtype(),
             bf16_optimizer_states: self.bf16_optimizer_states,
+            ema_decay: self.ema_decay,
             communication_dtype: self.communication_data_type,
             overlap_comm: self.overlap_comm.unwrap_or(true),
             offload: self.offload(),

@@ -98,6 +98,7 @@ impl Config {
             quantized_weights: weights("zero_quantized_weights"),
             quantized_nontrainable_weights: weights("zero_quantized_nontrainable_weights"),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
+            ema_decay: None,
             bf16_optimizer_states: top.section("bf16").get("bf16_optimizer_states"),
             schedule: schedule::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,

@@ -29,6 +29,7 @@
 //! .unwrap();
 //! ```
 
+mod average;
 mod checkpoint;
 mod export;
 mod optimizer;
@@ -148,6 +149,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 let expected =
                     "this optimizer's momentum cannot be changed: use zero_burn::optim::Fused, or cycle_momentum false";
                 return Err(setting("cycle_momentum", true, expected));
+            }
+            None if settings.ema_decay.is_some() => {
+                let expected =
+                    "only zero_burn::optim::Fused keeps averages: use that, or keep averages in a module of your own";
+                return Err(setting("ema_decay", settings.ema_decay.unwrap_or_default(), expected));
             }
             None if settings.bf16_optimizer_states => {
                 let expected =

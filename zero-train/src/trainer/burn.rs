@@ -153,6 +153,10 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
         self.engine.take_times()
     }
 
+    fn exchange_averages(&mut self) -> Result<()> {
+        Ok(self.engine.exchange_averages()?)
+    }
+
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {
         self.engine.evaluate(|model| self.task.evaluate(model, rows, &self.device))
     }

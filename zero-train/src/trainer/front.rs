@@ -118,6 +118,12 @@ pub trait Trainee {
     /// What has been spent since the last call.
     fn take_times(&mut self) -> Times;
 
+    /// Exchanges the weights with their moving averages, for what follows but training; and back. All ranks do.
+    ///
+    /// # Errors
+    /// Of a run without averages.
+    fn exchange_averages(&mut self) -> Result<()>;
+
     /// What the task measures of rows that are held out.
     ///
     /// # Errors

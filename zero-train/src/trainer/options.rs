@@ -99,6 +99,13 @@ pub struct Options {
     /// Write what the trained model says of each row that is held out into this file, a JSON object a line, at the end
     #[arg(long, value_name = "FILE")]
     pub predictions: Option<PathBuf>,
+    /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded as the optimizer's state is: each step moves it by 1 - DECAY
+    /// of its distance to the weights. Checkpoints hold it; `zero export --ema` writes it [default: none]
+    #[arg(long, value_name = "DECAY")]
+    pub ema_decay: Option<f64>,
+    /// Evaluate, predict, sample and save the 16-bit model by the averages of --ema-decay in place of the weights
+    #[arg(long, requires = "ema_decay")]
+    pub eval_ema: bool,
     /// What weight decay leaves alone: nothing, as DeepSpeed without parameter groups; vectors, which are biases and norms; or
     /// embeddings too
     #[arg(long, value_name = "WHAT", default_value = "vectors")]

@@ -41,6 +41,8 @@ pub(super) struct Plan {
     pub decay_except: DecayExcept,
     pub steps: usize,
     pub eval_every: Option<usize>,
+    /// Whether what is measured, predicted and exported is the moving average of the weights.
+    pub eval_ema: bool,
     pub launch: LaunchOptions,
     /// Folder for metrics.
     pub out: Option<PathBuf>,
@@ -140,6 +142,7 @@ impl Plan {
             decay_except: options.decay_except,
             steps: options.steps,
             eval_every: options.eval_every,
+            eval_ema: options.eval_ema,
             launch: launch_options(options)?,
             out: options.out.clone(),
             checkpoints: Checkpoints::new(options, here)?,
@@ -185,7 +188,7 @@ impl Plan {
             format!("the schedule {:?}", self.plan.schedule),
             format!("clipping {:?}", self.plan.gradient_clipping),
             format!("the settings {zero:?}"),
-            format!("{} steps, evaluation every {:?}", self.steps, self.eval_every),
+            format!("{} steps, evaluation every {:?}, of averages {}", self.steps, self.eval_every, self.eval_ema),
             format!("{} rows of {:?} tokens, and {} held out", data.order.rows, data.tokens_per_row, data.held_out),
             format!("{} rows without a label", data.unlabelled),
             format!("data with the checksum {train:08x?}, held out {eval:08x?}, shuffled by {shuffle:?}"),

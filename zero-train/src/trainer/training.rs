@@ -408,7 +408,15 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         }
         self.phase(Phase::Eval);
         let begin = Instant::now();
-        let values = match evaluate_all(self.task, self.trainee, self.plan)? {
+        let averages = self.plan.eval_ema;
+        if averages {
+            self.trainee.exchange_averages()?;
+        }
+        let evaluated = evaluate_all(self.task, self.trainee, self.plan)?;
+        if averages {
+            self.trainee.exchange_averages()?;
+        }
+        let values = match evaluated {
             Ok(values) => values,
             Err(signal) => {
                 self.measured.signal = Some(signal);
@@ -436,6 +444,10 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
                 "{which} {steps} steps were skipped, as gradients were not finite: use a smaller learning rate, a warm-up, or clipping, \
                  lower the loss scale, or look at the data and the weights"
             )));
+        }
+        // Nothing is trained or saved after this.
+        if plan.eval_ema {
+            self.trainee.exchange_averages()?;
         }
         if let Some(out) = plan.save_16bit.as_ref().filter(|_| self.state.step == plan.steps) {
             // Whole 16-bit weights; every rank takes part.

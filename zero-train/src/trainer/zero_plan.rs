@@ -21,10 +21,15 @@ const DEFAULT_LR: f64 = 1e-3;
 /// The plan for a model of this width.
 pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result<ZeroPlan> {
     check(&options.hyper, options.steps, options.ranks)?;
-    match &options.config {
-        Some(path) => from_config(options, path, hidden_size),
-        None => from_options(options),
+    if let Some(decay) = options.ema_decay.filter(|decay| !(*decay > 0.0 && *decay < 1.0)) {
+        return Err(wrong("ema-decay", decay, "expected a number between 0 and 1, such as 0.999"));
     }
+    let mut plan = match &options.config {
+        Some(path) => from_config(options, path, hidden_size)?,
+        None => from_options(options)?,
+    };
+    plan.ema_decay = options.ema_decay;
+    Ok(plan)
 }
 
 /// What a configuration file means to a run of so many `steps`, with a model of this width; without,

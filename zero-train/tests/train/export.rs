@@ -15,7 +15,7 @@ use sharded::{Whole, bert, element, gpt2, loaded, save_model, save_tensors, stat
 use zero_core::checkpoint::{Checkpoint, ElementType};
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_models::{Gpt2Config, KeyMap, ModelConfig};
-use zero_train::export::export_checkpoint;
+use zero_train::export::{Weights, export_checkpoint};
 
 fn options(dtype: ExportDtype) -> ExportOptions {
     ExportOptions { dtype, ..ExportOptions::default() }
@@ -57,11 +57,11 @@ fn the_checkpoint_of_any_number_of_ranks_is_exported_exactly() {
                     })
                     .collect();
                 let [one, many] = ["one", "many"].map(|name| dir.path().join(format!("{name}-{dtype}")));
-                let exported = export_checkpoint(&checkpoint, &one, &options(dtype), None).unwrap();
+                let exported = export_checkpoint(&checkpoint, &one, &options(dtype), None, Weights::Trained).unwrap();
                 assert_eq!((exported.step, &exported.model, exported.skipped.len()), (3, &config, 0));
                 assert_eq!(loaded(&config, &one), expected, "{dtype}, {world} ranks");
                 let sharded = ExportOptions { max_shard_bytes: 2000, chunk_elems: 37, ..options(dtype) };
-                let exported = export_checkpoint(&checkpoint, &many, &sharded, None).unwrap();
+                let exported = export_checkpoint(&checkpoint, &many, &sharded, None, Weights::Trained).unwrap();
                 assert!(exported.written.files.len() > 2);
                 assert_eq!(loaded(&config, &many), expected, "{dtype}, {world} ranks, sharded");
             }
@@ -75,7 +75,14 @@ fn files_do_not_depend_on_the_ranks_that_saved() {
     let exports = [1, 2, 3].map(|world| {
         let dir = tempfile::tempdir().unwrap();
         let out = dir.path().join("out");
-        export_checkpoint(&save_model(&config, dir.path(), world), &out, &ExportOptions::default(), None).unwrap();
+        export_checkpoint(
+            &save_model(&config, dir.path(), world),
+            &out,
+            &ExportOptions::default(),
+            None,
+            Weights::Trained,
+        )
+        .unwrap();
         files(&out)
     });
     assert!(exports[0] == exports[1] && exports[0] == exports[2]);
@@ -89,8 +96,8 @@ fn parameters_in_16_bit_are_exact() {
         let dir = tempfile::tempdir().unwrap();
         let checkpoint = save_tensors(&tensors(&config, saved), &state(&config), dir.path(), 3, 2);
         let [narrow, wide] = ["narrow", "wide"].map(|name| dir.path().join(name));
-        export_checkpoint(&checkpoint, &narrow, &options(dtype), None).unwrap();
-        export_checkpoint(&checkpoint, &wide, &options(ExportDtype::Fp32), None).unwrap();
+        export_checkpoint(&checkpoint, &narrow, &options(dtype), None, Weights::Trained).unwrap();
+        export_checkpoint(&checkpoint, &wide, &options(ExportDtype::Fp32), None, Weights::Trained).unwrap();
         let values = loaded(&config, &narrow);
         assert_eq!(values, loaded(&config, &wide));
         let rounded = match saved {
@@ -110,13 +117,21 @@ fn the_folder_above_stands_for_its_newest_sound_checkpoint() {
     for step in [1, 2] {
         save_tensors(&tensors(&config, ElementType::F32), &state(&config), &saves, step, 2);
     }
-    let exported = export_checkpoint(&saves, &dir.path().join("a"), &ExportOptions::default(), None).unwrap();
+    let exported =
+        export_checkpoint(&saves, &dir.path().join("a"), &ExportOptions::default(), None, Weights::Trained).unwrap();
     assert_eq!((exported.step, exported.checkpoint), (2, saves.join("step-00000002")));
 
     std::fs::remove_file(saves.join("step-00000002/rank-00001-of-00002.safetensors")).unwrap();
-    let exported = export_checkpoint(&saves, &dir.path().join("b"), &ExportOptions::default(), None).unwrap();
+    let exported =
+        export_checkpoint(&saves, &dir.path().join("b"), &ExportOptions::default(), None, Weights::Trained).unwrap();
     assert_eq!((exported.step, exported.skipped.len()), (1, 1));
-    let error = export_checkpoint(&saves.join("step-00000002"), &dir.path().join("c"), &ExportOptions::default(), None);
+    let error = export_checkpoint(
+        &saves.join("step-00000002"),
+        &dir.path().join("c"),
+        &ExportOptions::default(),
+        None,
+        Weights::Trained,
+    );
     assert!(error.unwrap_err().to_string().contains("rank-00001-of-00002.safetensors"));
 }
 
@@ -124,7 +139,9 @@ fn the_folder_above_stands_for_its_newest_sound_checkpoint() {
 fn refusal(tensors: &[Whole], state: &serde_json::Value) -> String {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = save_tensors(tensors, state, &dir.path().join("saves"), 3, 2);
-    let error = export_checkpoint(&checkpoint, &dir.path().join("out"), &ExportOptions::default(), None).unwrap_err();
+    let error =
+        export_checkpoint(&checkpoint, &dir.path().join("out"), &ExportOptions::default(), None, Weights::Trained)
+            .unwrap_err();
     assert_eq!(names(dir.path()), ["saves"]);
     error.to_string()
 }
@@ -173,7 +190,7 @@ fn a_module_of_no_known_family_keeps_its_names_or_is_given_others() {
     };
     let (known, unknown) = (save(&state(&config), "known"), save(&json!({ "engine": {} }), "unknown"));
     let fp32 = options(ExportDtype::Fp32);
-    let exported = export_checkpoint(&unknown, &of("paths"), &fp32, None).unwrap();
+    let exported = export_checkpoint(&unknown, &of("paths"), &fp32, None, Weights::Trained).unwrap();
     assert_eq!((exported.model.architecture(), names(&of("paths"))), (None, vec!["model.safetensors".to_string()]));
     let bytes = std::fs::read(of("paths/model.safetensors")).unwrap();
     let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
@@ -181,10 +198,10 @@ fn a_module_of_no_known_family_keeps_its_names_or_is_given_others() {
         assert_eq!(file.tensor(&param.path).unwrap().shape(), param.shape);
     }
     // With the names of transformers it is what a GPT-2 is exported as, but for the order in the file.
-    export_checkpoint(&known, &of("transformers"), &fp32, None).unwrap();
+    export_checkpoint(&known, &of("transformers"), &fp32, None, Weights::Trained).unwrap();
     let rules = ["^=>transformer.", "gamma$=>weight", "beta$=>bias", "(wte|wpe)$=>$1.weight"];
     let map = KeyMap::new(&rules, &[] as &[&str]).unwrap();
-    export_checkpoint(&unknown, &of("renamed"), &fp32, Some(&map)).unwrap();
+    export_checkpoint(&unknown, &of("renamed"), &fp32, Some(&map), Weights::Trained).unwrap();
     std::fs::copy(of("transformers/config.json"), of("renamed/config.json")).unwrap();
     assert_eq!(loaded(&config, &of("renamed")), loaded(&config, &of("transformers")));
 }
@@ -214,7 +231,9 @@ fn a_damaged_byte_is_found_and_nothing_is_left() {
     let header = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     bytes[8 + header + 3] ^= 1;
     std::fs::write(&file, bytes).unwrap();
-    let error = export_checkpoint(&checkpoint, &dir.path().join("out"), &ExportOptions::default(), None).unwrap_err();
+    let error =
+        export_checkpoint(&checkpoint, &dir.path().join("out"), &ExportOptions::default(), None, Weights::Trained)
+            .unwrap_err();
     let source = std::error::Error::source(&error).map(ToString::to_string).unwrap_or_default();
     assert_contains(&format!("{error} {source}"), &["is corrupt in", "crc32c"]);
     assert_eq!(names(dir.path()), ["saves"]);

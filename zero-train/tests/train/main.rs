@@ -1,5 +1,6 @@
 //! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-train --test train [MODULE]`.
 
+mod averages;
 mod batch_law;
 mod bert;
 mod classes;

@@ -177,6 +177,70 @@ pub fn worlds_agree<B: Backend>() {
     }
 }
 
+/// Reductions along rows, written by hand, behind an operation on another tensor of the same shape. Burn's fusion makes one kernel of
+/// them, and burn-cubecl-fusion 0.21 panics on the device's thread in some (<https://github.com/tracel-ai/burn/issues/5292>).
+pub fn reductions_are_right<B: Backend>() {
+    type T<B> = Tensor<Zero<B>, 2>;
+    let (rows, columns) = (6, 8);
+    let value = |i: usize| ((i * 7 + 3) % 11) as f32 / 8.0 - 0.5;
+    let values: Vec<f32> = (0..rows * columns).map(value).collect();
+    let check = |what: &str, reduce: fn(T<B>) -> T<B>, right: fn(&[f64], f64) -> f64| {
+        let made = ranks::<B, _>(1, &config(Stage::DataParallel), |device| {
+            let of = |values: &[f32]| Tensor::<Zero<B>, 1>::from_floats(values, &device).reshape([rows, columns]);
+            let read = |x: T<B>| x.into_data().to_vec::<f32>().expect("floats in fp32");
+            // The device's tuner measures the reduction alone, and keeps its choice for the one behind another operation.
+            [false, true].map(|is_behind_another| {
+                // What is read is in memory, and fusion begins anew.
+                let (x, other) = (of(&values), of(&values));
+                drop((read(x.clone()), read(other.clone())));
+                let before = is_behind_another.then(|| other.clone() * other.clone());
+                let made = reduce(x.clone()) + x;
+                let after = (!is_behind_another).then(|| made.clone() * other.clone() * other.clone());
+                let made = read(made);
+                let (other, before) = (read(other), before.map(read).unwrap_or_default());
+                assert!(before.iter().zip(&other).all(|(squared, x)| *squared == x * x), "{what}: {before:?}");
+                drop(after.map(read));
+                made
+            })
+        });
+        let row = |row: &[f32]| -> Vec<f64> {
+            let row: Vec<f64> = row.iter().copied().map(f64::from).collect();
+            row.iter().map(|&x| right(&row, x) + x).collect()
+        };
+        let right: Vec<f64> = values.chunks(columns).flat_map(row).collect();
+        let close = |(made, right): (&f32, &f64)| (f64::from(*made) - right).abs() < 1e-5;
+        for made in made.as_flattened() {
+            assert!(
+                made.len() == right.len() && made.iter().zip(&right).all(close),
+                "{what}: {made:?} against {right:?}"
+            );
+        }
+    };
+    let normalized = |x: T<B>| {
+        let centered = x.clone() - x.mean_dim(1);
+        centered.clone() / (centered.clone() * centered).mean_dim(1).add_scalar(1e-5).sqrt()
+    };
+    check("normalized", normalized, |row, x| {
+        let mean = |of: &dyn Fn(f64) -> f64| row.iter().map(|&x| of(x)).sum::<f64>() / row.len() as f64;
+        let center = mean(&|x| x);
+        (x - center) / (mean(&|x| (x - center).powi(2)) + 1e-5).sqrt()
+    });
+    check("mean", |x| x.clone() - x.mean_dim(1), |row, x| x - row.iter().sum::<f64>() / row.len() as f64);
+    check("sum", |x| x.clone() / x.sum_dim(1), |row, x| x / row.iter().sum::<f64>());
+    check("prod", |x| x.clone() * x.prod_dim(1), |row, x| x * row.iter().product::<f64>());
+    check("max", |x| x.clone() - x.max_dim(1), |row, x| x - row.iter().copied().fold(f64::MIN, f64::max));
+    check("min", |x| x.clone() - x.min_dim(1), |row, x| x - row.iter().copied().fold(f64::MAX, f64::min));
+    check(
+        "largest",
+        |x| x.clone() / x.max_abs_dim(1),
+        |row, x| x / row.iter().fold(0.0, |most: f64, x| most.max(x.abs())),
+    );
+    let softmax = |x| burn::tensor::activation::softmax(x, 1);
+    check("softmax", softmax, |row, x| x.exp() / row.iter().map(|x| x.exp()).sum::<f64>());
+    let log_softmax = |x| burn::tensor::activation::log_softmax(x, 1);
+    check("log softmax", log_softmax, |row, x| x - row.iter().map(|x| x.exp()).sum::<f64>().ln());
+}
+
 /// Burn's optimizers, unmodified, give the same bits at every stage.
 pub fn optimizers_work<B: Backend>() {
     macro_rules! agree {
@@ -280,6 +344,39 @@ pub fn fused_rules_work<B: Backend>() {
             assert!(!restored.set_state(id, "exp_avg", &moment[1..]));
             let read = restored.state(id, "exp_avg").unwrap().into_data().iter::<f32>().collect::<Vec<_>>();
             assert_eq!(read, moment);
+        });
+    }
+}
+
+/// A moving average follows the weights by PyTorch's formula, and takes their place and gives it back.
+pub fn averages_follow_the_weights<B: Backend>() {
+    for stage in [Stage::DataParallel, Stage::Gradients, Stage::Parameters] {
+        let config = ZeroConfig { ema_decay: Some(0.9), ..config(stage) };
+        ranks::<B, _>(2, &config, |device| {
+            let mut model = prepare::<Ad<B>, _>(Awkward::new(&device), &device);
+            let mut optimizer = Fused::<Ad<B>>::new(Rule::adamw());
+            let weights =
+                |model: &Awkward<Ad<B>>| model.twice.weight.val().into_data().iter::<f32>().collect::<Vec<_>>();
+            let mut expected = Vec::new();
+            for step in 0..3 {
+                let first = 2 * step + device.rank();
+                let loss = model.loss(tokens(first..first + 2, &device), true);
+                let grads = collect_grads::<Ad<B>, _>(GradientsParams::from_grads(loss.backward(), &model), &model);
+                model = optimizer.step(0.05, model, grads);
+                let now = weights(&model);
+                match step {
+                    0 => expected = now,
+                    _ => expected.iter_mut().zip(now).for_each(|(average, now)| *average += 0.1 * (now - *average)),
+                }
+            }
+            let before = weights(&model);
+            model = optimizer.exchange_averages(model);
+            let there = weights(&model);
+            let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6;
+            assert!(there.len() == expected.len() && there.iter().zip(&expected).all(close), "{there:?}, {expected:?}");
+            assert!(there != before);
+            model = optimizer.exchange_averages(model);
+            assert_eq!(weights(&model), before, "{stage}");
         });
     }
 }

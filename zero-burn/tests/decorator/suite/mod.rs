@@ -102,6 +102,16 @@ macro_rules! laws {
         }
 
         #[test]
+        fn averages_follow_the_weights() {
+            $crate::suite::laws::averages_follow_the_weights::<$inner>();
+        }
+
+        #[test]
+        fn reductions_are_right() {
+            $crate::suite::laws::reductions_are_right::<$inner>();
+        }
+
+        #[test]
         fn gradient_norms_agree() {
             $crate::suite::laws::gradient_norms_agree::<$inner>();
         }

@@ -13,7 +13,7 @@ use zero_models::{KeyMap, ModelConfig};
 use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::{Source, Tokenizer};
 use zero_train::estimate::{Links, cheapest, estimates, layouts, layouts_table, table};
-use zero_train::export::{export_checkpoint, merge_checkpoint};
+use zero_train::export::{Weights, export_checkpoint, merge_checkpoint};
 use zero_train::language::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
 use zero_train::monitor::{RunReport, write_page};
@@ -309,6 +309,9 @@ pub struct ExportArgs {
     /// PEFT reads it. CKPT may be such a folder too
     #[arg(long, conflicts_with_all = ["rename", "transpose"])]
     merge: bool,
+    /// Write the moving averages of a run with --ema-decay in place of the weights
+    #[arg(long)]
+    ema: bool,
     /// The folder with the base's weights, for --merge [default: where they were in training]
     #[arg(long, value_name = "DIR", requires = "merge")]
     base: Option<PathBuf>,
@@ -332,9 +335,10 @@ pub fn export(args: &ExportArgs) -> Result<()> {
         println!("{} with {} tensors is in {}", base.display(), written.tensors, written.path.display());
         return Ok(());
     }
+    let weights = if args.ema { Weights::Averaged } else { Weights::Trained };
     let exported = match args.merge {
-        true => merge_checkpoint(&args.checkpoint, args.base.as_deref(), &args.out, &options)?,
-        false => export_checkpoint(&args.checkpoint, &args.out, &options, names)?,
+        true => merge_checkpoint(&args.checkpoint, args.base.as_deref(), &args.out, &options, weights)?,
+        false => export_checkpoint(&args.checkpoint, &args.out, &options, names, weights)?,
     };
     for (path, reason) in &exported.skipped {
         eprintln!("warning: {} was skipped: {reason}", path.display());

@@ -33,6 +33,7 @@ fn the_shared_deepspeed_file() {
         communication_data_type: None,
         grad_accum_dtype: None,
         bf16_optimizer_states: false,
+        ema_decay: None,
         optimizer: Some(OptimizerPlan {
             lr: 1e-3,
             rule: Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true },

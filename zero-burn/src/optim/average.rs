@@ -1,0 +1,69 @@
+//! Moving averages in the place of weights: to evaluate, predict and export by them.
+
+use std::convert::Infallible;
+
+use burn::module::AutodiffModule;
+use burn_backend::Backend;
+use burn_std::DType;
+use zero_core::checkpoint::ElementType;
+
+use super::fused::{Fused, loaded_state};
+use super::state::{EMA, MASTER, flat};
+use crate::autodiff::ZeroAutodiff;
+use crate::cell::Cell;
+use crate::context::Context;
+use crate::pieces::replace_pieces;
+use crate::tensor::ZeroTensor;
+use crate::trouble::stop;
+use crate::values::{self, read};
+
+impl<A: ZeroAutodiff> Fused<A> {
+    /// Exchanges the parameters of `module`, and their masters, with their moving averages; a second call exchanges them back, bit by
+    /// bit. A parameter that has no average, as it is frozen or has not been updated, stays. Every rank calls it. Between the two
+    /// calls the module may be read and saved as usual, and must not be trained.
+    ///
+    /// Memory: two copies of one parameter at a time. Where a rank holds more of a parameter than of its state (stages 1 and 2) the
+    /// averages are gathered.
+    pub fn exchange_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
+        let context = Context::<A::Base>::current();
+        context.wait_for_updates();
+        let (module, exchanged) = replace_pieces::<A, M, Infallible>(module, |meta, parameter, range| {
+            let Some(&place) = self.index.get(&meta.id) else { return Ok(None) };
+            let cells = &mut self.states[place].cells;
+            let named = |name: &str| cells.iter().position(|(known, _)| known == name);
+            let Some(average) = named(EMA) else { return Ok(None) };
+            let master = named(MASTER);
+            let cell = cells[average].1.clone();
+            let held = cell.partition.range(cell.place());
+            let values = match held == range {
+                true => local::<A::Base>(&cell, held.len()),
+                false => {
+                    let whole: Vec<f32> = flat(&cell).into_data().iter::<f32>().collect();
+                    whole[range.clone()].to_vec()
+                }
+            };
+            cells[average].1 = match master {
+                Some(master) => std::mem::replace(&mut cells[master].1, cell),
+                None => {
+                    let ZeroTensor::Shard(shard) = parameter else {
+                        stop(format!("parameter {} is an ordinary tensor: call zero_burn::module::prepare", meta.path));
+                    };
+                    let own = values::flat(read::<A::Base>(shard.into_piece())).convert_dtype(DType::F32);
+                    let first = held.start - range.start.min(held.start);
+                    let own = own.as_slice::<f32>().expect("it was converted")[first..first + held.len()].to_vec();
+                    loaded_state(meta.id, EMA, cell.shape.clone(), own)
+                }
+            };
+            let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            Ok(Some((ElementType::F32, bytes)))
+        });
+        let Ok(()) = exchanged;
+        module
+    }
+}
+
+/// The first `len` elements that this rank holds of a state.
+fn local<B: Backend>(cell: &std::sync::Arc<Cell<B>>, len: usize) -> Vec<f32> {
+    let data = values::flat(read::<B>(cell.local()));
+    data.iter::<f32>().take(len).collect()
+}

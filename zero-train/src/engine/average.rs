@@ -1,0 +1,38 @@
+//! Evaluation and export by the moving averages of the weights.
+
+use burn::module::AutodiffModule;
+use zero_burn::module::ZeroAutodiff;
+
+use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
+
+impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
+    /// Runs `f` while the parameters are their exponential moving averages
+    /// ([`ZeroConfig::ema_decay`](zero_burn::config::ZeroConfig::ema_decay)): [`evaluate`](Self::evaluate), [`export`](Self::export) and
+    /// [`full_parameter`](Self::full_parameter) use these. Afterwards the weights are back, bit by bit. A parameter without an average,
+    /// as it is frozen or has not been updated, stays. Every rank calls it. `f` must not train.
+    ///
+    /// # Errors
+    ///
+    /// [`EngineError::Order`] between the micro-batches of an update, or without averages.
+    pub fn with_averages<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> Result<R> {
+        self.exchange_averages()?;
+        let result = f(self);
+        self.exchange_averages()?;
+        Ok(result)
+    }
+
+    /// Exchanges weights and averages.
+    pub(crate) fn exchange_averages(&mut self) -> Result<()> {
+        let has_averages = zero_burn::ranks::config::<A::Base>().ema_decay.is_some();
+        let fused = self.optimizer.fused_mut().filter(|_| has_averages && self.micro_batches == 0);
+        let Some(fused) = fused else {
+            return Err(EngineError::Order(
+                "averages were asked for between the micro-batches of an update, or there are none: set ZeroConfig::ema_decay, and ask \
+                 after step",
+            ));
+        };
+        let model = self.model.take().expect("the module is absent only inside of step");
+        self.model = Some(fused.exchange_averages(model));
+        Ok(())
+    }
+}
