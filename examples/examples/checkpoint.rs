@@ -68,7 +68,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             if engine.steps().is_multiple_of(5) {
                 let state = json!({ "at": at, "model": { "family": "gpt2", "config": model } });
                 let state = state.as_object().expect("it is one").clone();
-                let keep = SaveOptions { keep_last: NonZeroUsize::new(2), protect: Vec::new() };
+                let keep = SaveOptions { keep_last: NonZeroUsize::new(2), ..SaveOptions::default() };
                 let saved = engine.save(&dir, engine.steps() as u64, state, &keep)?;
                 if device.rank() == 0 {
                     println!("saved {} in {:.2} s", saved.path.display(), saved.seconds);

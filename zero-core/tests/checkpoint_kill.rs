@@ -77,7 +77,7 @@ fn child_saves_forever_asynchronously() {
 fn forever(dir: &std::path::Path, asynchronous: bool) {
     let found = find_latest(dir, Check::Contents).unwrap().checkpoint;
     let begin = found.map_or(1, |path| Checkpoint::open(&path).unwrap().step() + 1);
-    let options = SaveOptions { keep_last: NonZeroUsize::new(2), protect: Vec::new() };
+    let options = SaveOptions { keep_last: NonZeroUsize::new(2), ..SaveOptions::default() };
     let specs = specs();
     let _ = ranks(WORLD, |comm| {
         let mut saver = AsyncSaver::new(comm)?;

@@ -10,8 +10,8 @@ use common::{check, pieces, ranks, save_specs, small_specs, specs, state, whole}
 use proptest::prelude::*;
 use zero_core::Collective;
 use zero_core::checkpoint::{
-    AsyncSaver, Check, Checkpoint, CheckpointError, ElementType, Found, Piece, SaveOptions, TensorSpec, check_together,
-    find_latest, find_latest_together, save, save_streamed, verify,
+    AsyncSaver, Check, Checkpoint, CheckpointError, ElementType, Found, Piece, SaveOptions, SideFile, TensorSpec,
+    check_together, find_latest, find_latest_together, save, save_streamed, verify,
 };
 use zero_core::collective::threads::{ThreadOptions, run};
 
@@ -101,6 +101,25 @@ fn what_is_not_there_is_said_so() {
     assert!(matches!(reversed, Err(CheckpointError::OutOfRange { .. })));
     assert!(matches!(checkpoint.read_into("scalar", 0..1, &mut [0; 7]), Err(CheckpointError::Unfit { .. })));
     assert!(checkpoint.read("scalar", 1..1).unwrap().is_empty());
+}
+
+#[test]
+fn files_are_kept_with_the_tensors() {
+    let (specs, dir) = (small_specs(), tempfile::tempdir().unwrap());
+    let file = |name: &str, bytes: &[u8]| SideFile { name: name.into(), bytes: bytes.into() };
+    let long: Vec<u8> = (0..1000).map(|i| (i % 251) as u8).collect();
+    let kept = [file("a.json", b"{}"), file("long.bin", &long)];
+    // What is empty needs no place; what leads out of a folder is not given back.
+    let others = [file("empty.txt", b""), file("../up.txt", b"x"), file("a/b.txt", b"x"), file(".hidden", b"x")];
+    for world in [1, 3] {
+        let files = kept.iter().chain(&others).cloned().collect();
+        let options = SaveOptions { files, ..SaveOptions::default() };
+        let saved = save_specs(&specs, dir.path(), world as u64, world, &options);
+        assert!(verify(&saved[0].path).is_empty());
+        let checkpoint = Checkpoint::open(&saved[0].path).unwrap();
+        assert_eq!(checkpoint.files().unwrap(), kept);
+        assert_eq!(checkpoint.tensors().len(), specs.len() + 5);
+    }
 }
 
 #[test]

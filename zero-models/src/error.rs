@@ -72,6 +72,15 @@ pub enum ModelError {
         source: serde_json::Error,
     },
 
+    /// A configuration of a family that is not known.
+    #[error("the configuration has {got}: expected a model_type of {known}")]
+    Family {
+        /// What the file has.
+        got: String,
+        /// The families that there are.
+        known: String,
+    },
+
     /// A configuration of another model.
     #[error(
         "the configuration has model_type \"{got}\", expected \"{expected}\"; load it as the model that it describes"
@@ -229,6 +238,20 @@ pub enum ModelError {
         dir: PathBuf,
         /// What does not fit.
         mismatches: Vec<ShapeMismatch>,
+    },
+
+    /// Tensors that the configuration ties, and that differ.
+    #[error(
+        "checkpoint {dir} has other numbers in \"{second}\" than in \"{first}\", which config.json ties to it: set tie_word_embeddings to \
+         false there, or take \"{second}\" out of the weights"
+    )]
+    Untied {
+        /// The folder.
+        dir: PathBuf,
+        /// The tensor that would be loaded.
+        first: String,
+        /// The one that would be left out.
+        second: String,
     },
 
     /// A tensor with elements that cannot be converted to 32-bit floats.

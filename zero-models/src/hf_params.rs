@@ -276,6 +276,27 @@ fn match_names<'a>(
     })
 }
 
+/// Refuses repeats of a parameter that hold other numbers: the model would be another one.
+fn check_repeats(sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<()> {
+    for found in sources {
+        let Some((first, repeats)) = found.split_first() else { continue };
+        for repeat in repeats {
+            let is_same = match first.dtype == repeat.dtype {
+                true => first.bytes() == repeat.bytes(),
+                false => first.to_f32()? == repeat.to_f32()?,
+            };
+            if !is_same {
+                return Err(ModelError::Untied {
+                    dir: checkpoint.dir().to_path_buf(),
+                    first: first.name.to_string(),
+                    second: repeat.name.to_string(),
+                });
+            }
+        }
+    }
+    Ok(())
+}
+
 fn check_shapes(params: &[(String, Vec<usize>)], sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<()> {
     let mut mismatches = Vec::new();
     for ((_, shape), found) in params.iter().zip(sources) {
@@ -292,7 +313,7 @@ fn check_shapes(params: &[(String, Vec<usize>)], sources: &Sources<'_>, checkpoi
         }
     }
     if mismatches.is_empty() {
-        return Ok(());
+        return check_repeats(sources, checkpoint);
     }
     Err(ModelError::TensorShapes { dir: checkpoint.dir().to_path_buf(), mismatches })
 }

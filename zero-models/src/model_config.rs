@@ -45,16 +45,33 @@ impl ModelConfig {
     /// Reads a Hugging Face `config.json` of any family.
     ///
     /// # Errors
-    /// As [`Gpt2Config::from_file`] and its like; a file without `model_type` is taken for a GPT-2's.
+    /// As [`from_json`](Self::from_json), and when the file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self> {
-        let text = std::fs::read(path).map_err(io_at("read", path))?;
-        // Of what is no JSON, the family will tell.
-        let keys: Value = serde_json::from_slice(&text).unwrap_or_default();
-        match keys["model_type"].as_str() {
-            Some("bart") => BartConfig::from_file(path).map(Self::Bart),
-            Some("bert") => BertConfig::from_file(path).map(Self::Bert),
-            Some("llama" | "mistral" | "qwen2") => LlamaConfig::from_file(path).map(Self::Llama),
-            _ => Gpt2Config::from_file(path).map(Self::Gpt2),
+        let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
+        Self::from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+    }
+
+    /// Reads the text of a Hugging Face `config.json`, of the family that its `model_type` names; without that, the one of its
+    /// `architectures` or of keys that only one family has.
+    ///
+    /// # Errors
+    /// [`ModelError::Family`] for another family, and as [`Gpt2Config::from_json`] and its like.
+    pub fn from_json(text: &str) -> Result<Self> {
+        // Of what is no JSON, GPT-2's will tell.
+        let mut keys: Value = serde_json::from_str(text).unwrap_or_default();
+        let family = family(&keys)?;
+        let text = match keys.as_object_mut() {
+            Some(keys) if !keys.contains_key("model_type") => {
+                keys.insert("model_type".into(), family.into());
+                &serde_json::to_string(keys).expect("it was JSON")
+            }
+            _ => text,
+        };
+        match family {
+            "bart" => BartConfig::from_json(text).map(Self::Bart),
+            "bert" => BertConfig::from_json(text).map(Self::Bert),
+            "llama" | "mistral" | "qwen2" => LlamaConfig::from_json(text).map(Self::Llama),
+            _ => Gpt2Config::from_json(text).map(Self::Gpt2),
         }
     }
 
@@ -219,6 +236,38 @@ impl ModelConfig {
             Self::Bert(config) if !config.tie_word_embeddings && param.name == PREDICTION_BIAS => Some(DECODER_BIAS),
             _ => None,
         }
+    }
+}
+
+/// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
+const FAMILIES: [(&str, &str, &[&str]); 6] = [
+    ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
+    ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
+    ("bert", "Bert", &["type_vocab_size"]),
+    ("qwen2", "Qwen2", &[]),
+    ("mistral", "Mistral", &[]),
+    ("llama", "Llama", &["rms_norm_eps"]),
+];
+
+/// The `model_type` of the family that a `config.json` is of.
+fn family(keys: &Value) -> Result<&'static str> {
+    let refused = |got: String| {
+        let known = FAMILIES.map(|(family, ..)| family).join(", ");
+        ModelError::Family { got, known }
+    };
+    if let Some(given) = keys["model_type"].as_str() {
+        let known = FAMILIES.iter().find(|(family, ..)| *family == given);
+        return known.map(|(family, ..)| *family).ok_or_else(|| refused(format!("model_type {given:?}")));
+    }
+    let class = keys["architectures"][0].as_str();
+    let by_class = |class: &str| FAMILIES.iter().find(|(_, begins, _)| class.starts_with(begins));
+    let by_keys = || FAMILIES.iter().find(|(.., own)| own.iter().any(|key| keys.get(key).is_some()));
+    match (class.and_then(by_class).or_else(by_keys), class) {
+        (Some((family, ..)), _) => Ok(family),
+        (None, Some(class)) => Err(refused(format!("the architecture {class:?}"))),
+        // What is no object is told by what reads it.
+        (None, None) if keys.as_object().is_none_or(|keys| keys.is_empty()) => Ok("gpt2"),
+        (None, None) => Err(refused("no model_type".into())),
     }
 }
 

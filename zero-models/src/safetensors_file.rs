@@ -125,6 +125,11 @@ impl StoredTensor<'_> {
         }
     }
 
+    /// Its elements as they lie in the file.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.bytes
+    }
+
     /// Number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()

@@ -114,6 +114,7 @@ pub fn export_checkpoint(
         let own = model.parameters().into_iter().map(|param| (param.path, param.shape));
         model = ModuleConfig::new(own).renamed(names)?.into();
     }
+    let options = &with_files(&checkpoint, options)?;
     let written = export(&model, out, options, |param, range| Ok(parameter(&checkpoint, weights, param, range)?))?;
     Ok(exported(&checkpoint, skipped, model, written))
 }
@@ -141,6 +142,7 @@ pub fn merge_checkpoint(
         return Err(unfit("it does not say where its base is: name the folder with --base DIR"));
     };
     let read = |param: &ModelParam| Ok(parameter(&checkpoint, weights, param, 0..param.numel())?);
+    let options = &with_files(&checkpoint, options)?;
     let written = merge_with(&adapted, base, out, options, read)?;
     Ok(exported(&checkpoint, skipped, (*adapted.base).clone(), written))
 }
@@ -156,6 +158,12 @@ fn parameter(
         true => elements(checkpoint, &average, range),
         false => elements(checkpoint, &format!("{PREFIX}{}", param.path), range),
     }
+}
+
+/// With the files that the checkpoint keeps, unless there are some.
+fn with_files(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<ExportOptions, CheckpointError> {
+    let files = if options.files.is_empty() { checkpoint.files()? } else { options.files.clone() };
+    Ok(ExportOptions { files, ..options.clone() })
 }
 
 fn average_name(path: &str) -> String {

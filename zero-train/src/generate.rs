@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use clap::Args;
-use serde_json::json;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::end_pass;
@@ -46,7 +46,7 @@ pub struct Options {
     /// A file with a prompt in each line
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
-    /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own]
+    /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own for a GPT-2]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
     /// Most tokens that are made of a prompt [default: 64; of a BART no more than it has positions]
@@ -73,7 +73,8 @@ pub struct Options {
     /// By beam search, a score is divided by the text's length to this power
     #[arg(long, value_name = "POWER", default_value_t = 1.0)]
     pub length_penalty: f64,
-    /// A token that ends a text, by its name; may be given several times [default: the tokenizer's end of text; a BART's own]
+    /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
+    /// generation_config.json or config.json, and the tokenizer's end of text; a BART's own]
     #[arg(long, value_name = "TOKEN")]
     pub stop: Vec<String>,
     /// Where ranks compute: cpu, cuda or vulkan
@@ -174,21 +175,28 @@ fn run_on_model<F: TextFamily>(
     family: &F,
     vocab_size: usize,
 ) -> Result<()> {
-    let folders = [dir];
-    let cutting =
-        Cutting { vocab_size, tokenizer: options.tokenizer.as_deref(), folders: &folders, ..Cutting::default() };
-    let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
     let config: ModelConfig = family.clone().into();
+    let folders: Vec<&Path> = adapter.into_iter().chain([dir]).collect();
+    let cutting = Cutting {
+        vocab_size,
+        tokenizer: options.tokenizer.as_deref(),
+        folders: &folders,
+        is_gpt2: matches!(config, ModelConfig::Gpt2(_)),
+        ..Cutting::default()
+    };
+    let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
     let mut texts = options.prompt.clone();
     if let Some(file) = &options.prompts {
-        texts.extend(std::fs::read_to_string(file).map_err(io("read", file))?.lines().map(str::to_string));
+        let lines = std::fs::read_to_string(file).map_err(io("read", file))?;
+        // Some programs begin a file with a byte order mark.
+        texts.extend(lines.trim_start_matches('\u{feff}').lines().map(str::to_string));
     }
     let encode = |text: &String| {
         let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
         Ok::<_, TrainError>(match &config {
             // As in training.
             ModelConfig::Bart(bart) => tokenizer.begin().into_iter().chain(ids).chain([bart.eos_token_id]).collect(),
-            _ => ids,
+            _ => begun(&tokenizer, ids),
         })
     };
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
@@ -204,16 +212,51 @@ fn run_on_model<F: TextFamily>(
     drop(made_for_this);
     let streamed = job.streams();
     for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
-        let (prompt, begins) = if job.goes_on() { (&prompt[..], text.as_str()) } else { (&[][..], "") };
-        let all = tokenizer.decode(&[prompt, tokens].concat());
-        let follows = all.strip_prefix(begins).unwrap_or(&all);
+        let prompt = if job.goes_on() { &prompt[..] } else { &[][..] };
+        let (begins, all) = (tokenizer.decode(prompt), tokenizer.decode(&[prompt, tokens].concat()));
+        let follows = all.strip_prefix(&begins).unwrap_or(&all);
         if options.json {
             println!("{}", json!({ "prompt": text, "text": follows, "tokens": tokens }));
         } else if !streamed {
-            println!("{begins}{follows}\n");
+            println!("{all}\n");
         }
     }
     Ok(())
+}
+
+/// A prompt's tokens behind what the tokenizer puts before a text, unless they begin with it; of an empty one the token that begins
+/// a text.
+fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
+    let begin = tokenizer.put_before();
+    match ids.starts_with(begin) {
+        true if ids.is_empty() => tokenizer.bos().into_iter().collect(),
+        true => ids,
+        false => [begin, &ids].concat(),
+    }
+}
+
+/// The tokens that end a text by the model's folder: `eos_token_id`, a number or a list, of `generation_config.json` or else of
+/// `config.json`.
+fn ends(dir: &Path) -> Result<Vec<u32>> {
+    for file in ["generation_config.json", "config.json"] {
+        let path = dir.join(file);
+        let Ok(bytes) = std::fs::read(&path) else { continue };
+        let settings: Value = serde_json::from_slice(&bytes)
+            .map_err(|error| wrong_data(&path, format!("is not a whole JSON file ({error}): write it again")))?;
+        let numbers = match &settings["eos_token_id"] {
+            Value::Null => continue,
+            Value::Array(numbers) => numbers.iter().collect(),
+            number => vec![number],
+        };
+        let number = |number: &Value| {
+            let found = number.as_u64().and_then(|number| u32::try_from(number).ok());
+            found.ok_or_else(|| {
+                wrong_data(&path, format!("has an eos_token_id of {number}: expected numbers of tokens"))
+            })
+        };
+        return numbers.into_iter().map(number).collect();
+    }
+    Ok(Vec::new())
 }
 
 struct Job<'a, F> {
@@ -249,7 +292,11 @@ impl<F: TextFamily> Job<'_, F> {
                 let default = bart.sampling();
                 Sampling { max_new_tokens: default.max_new_tokens.min(bart.max_position_embeddings - 1), ..default }
             }
-            _ => Sampling { stop: self.tokenizer.end().into_iter().collect(), ..Sampling::default() },
+            _ => {
+                let mut stop = ends(self.dir)?;
+                stop.extend(self.tokenizer.end().filter(|end| !stop.contains(end)));
+                Sampling { stop, ..Sampling::default() }
+            }
         };
         let stop = match options.stop.len() {
             0 => default.stop,

@@ -288,7 +288,7 @@ fn a_save_beside_the_training_is_the_same_checkpoint() {
     on_ranks(run.ranks, &run.zero, |device| {
         let mut engine = engine(&run, &device);
         train(&run, &mut engine, 0..2, &device);
-        let options = SaveOptions { keep_last: NonZeroUsize::new(2), protect: vec![] };
+        let options = SaveOptions { keep_last: NonZeroUsize::new(2), ..SaveOptions::default() };
         engine.save(&dir.path().join("now"), 2, Map::new(), &options).unwrap();
         let beside = dir.path().join("beside");
         let started = engine.save_async(&beside, 2, Map::new(), &options).unwrap();

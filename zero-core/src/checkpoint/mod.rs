@@ -54,6 +54,7 @@ mod piece;
 mod publish;
 mod save;
 mod shard;
+mod side;
 mod sound;
 mod writer;
 
@@ -69,4 +70,5 @@ pub use open::{Checkpoint, piece_for, verify};
 pub use piece::{Piece, TensorSpec};
 pub use publish::SaveOptions;
 pub use save::{Saved, save, save_streamed};
+pub use side::SideFile;
 pub use writer::SafetensorsWriter;

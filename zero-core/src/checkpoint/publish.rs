@@ -14,7 +14,7 @@ use super::exchange::Heartbeat;
 use super::names::{
     LATEST, MANIFEST, NEW_LATEST, PRUNED, REPLACED, SAVING, is_remains, names_in, pointed_at, rank_file, step_folder,
 };
-use super::{Manifest, sound};
+use super::{Manifest, SideFile, sound};
 use crate::files;
 
 const LOCK: &str = ".lock";
@@ -27,6 +27,8 @@ pub struct SaveOptions {
     pub keep_last: Option<NonZeroUsize>,
     /// Steps that are kept in any case, such as the best so far.
     pub protect: Vec<u64>,
+    /// Files to keep with the tensors, such as a tokenizer's: the same on every rank.
+    pub files: Vec<SideFile>,
 }
 
 /// What rank 0 has made visible.

@@ -15,7 +15,7 @@ use super::exchange::{DiskWork, Heartbeat, Ranks, Task};
 use super::names::{OWNER, rank_file, step_folder};
 use super::publish::{Published, SaveOptions, Staging};
 use super::{
-    CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, TensorEntry, TensorSpec,
+    CheckpointError, ElementType, FORMAT_VERSION, Manifest, Piece, SafetensorsWriter, SideFile, TensorEntry, TensorSpec,
 };
 use crate::{Collective, Partition};
 
@@ -118,6 +118,18 @@ fn save_checked<'p>(
 ) -> Result<Saved, CheckpointError> {
     let begin = Instant::now();
     let (rank, world) = (comm.rank(), comm.world());
+    let files = options.files.iter().filter(|file| !file.bytes.is_empty());
+    let files: Vec<SideFile> = files.cloned().collect();
+    let own = tensors.len();
+    let tensors: Vec<TensorSpec> = tensors.iter().cloned().chain(files.iter().map(SideFile::spec)).collect();
+    let mut bytes = |index: usize| match index.checked_sub(own) {
+        None => bytes(index),
+        Some(file) => {
+            let whole = &files[file].bytes;
+            let range = Partition::new(whole.len(), world).range(rank);
+            Ok(Cow::Owned(whole[range].to_vec()))
+        }
+    };
     // Large elements first keeps each tensor aligned to its own; names make the order the same on every rank.
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_by(|&a, &b| {

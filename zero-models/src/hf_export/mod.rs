@@ -25,6 +25,7 @@
 
 mod dtype;
 mod shards;
+mod side;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -32,7 +33,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter};
+use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter, SideFile};
 
 pub use crate::error::ReadError;
 use crate::error::io_at;
@@ -42,6 +43,7 @@ use crate::{ModelConfig, ModelError, ModelParam, Result};
 pub use dtype::ExportDtype;
 pub use shards::parse_bytes;
 use shards::{Tensor, shard_name, split, tensors};
+pub use side::side_files;
 
 /// Elements that are converted and written at a time.
 const PART_ELEMS: usize = 1 << 18;
@@ -56,12 +58,15 @@ pub struct ExportOptions {
     /// The most elements that are asked for at a time, for parameters that lie in the file as they lie in the module. Who
     /// has to gather a whole parameter anyway says `usize::MAX`.
     pub chunk_elems: usize,
+    /// Files of the model that training began from ([`side_files`]): its tokenizer and `generation_config.json` are written beside
+    /// the weights, and keys of its `config.json` that the configuration does not have are kept. An adapter gets its tokenizer alone.
+    pub files: Vec<SideFile>,
 }
 
 impl Default for ExportOptions {
-    /// bfloat16, 5 GB, 4 MiB of fp32.
+    /// bfloat16, 5 GB, 4 MiB of fp32, no files.
     fn default() -> Self {
-        Self { dtype: ExportDtype::Bf16, max_shard_bytes: 5_000_000_000, chunk_elems: 1 << 20 }
+        Self { dtype: ExportDtype::Bf16, max_shard_bytes: 5_000_000_000, chunk_elems: 1 << 20, files: Vec::new() }
     }
 }
 
@@ -109,9 +114,10 @@ pub fn export(
     if files.len() > 1 {
         folder.write_file(INDEX, &index(&names, &files, total_bytes, options.dtype))?;
     }
-    if let Some(json) = config_json(config, options.dtype) {
+    if let Some(json) = config_json(config, options) {
         folder.write_file(config.files()[1], &pretty(&json))?;
     }
+    side::write(&folder, config, &options.files)?;
     let path = folder.publish()?;
     Ok(Exported { path, files: names, tensors: tensors.len(), bytes: total_bytes })
 }
@@ -208,16 +214,23 @@ fn index(names: &[String], files: &[Vec<Tensor<'_>>], total_bytes: u64, dtype: E
 }
 
 /// None for a module of which nothing is known but its parameters.
-fn config_json(config: &ModelConfig, dtype: ExportDtype) -> Option<Value> {
+fn config_json(config: &ModelConfig, options: &ExportOptions) -> Option<Value> {
+    let dtype = options.dtype;
     let mut value = config.to_hf();
     if value.is_null() && config.architecture().is_none() {
         return None;
+    }
+    if !matches!(config, ModelConfig::Adapted(_) | ModelConfig::Module(_)) {
+        side::keep_keys(&mut value, &options.files);
     }
     if let Some(architecture) = config.architecture() {
         value["architectures"] = json!([architecture]);
     }
     if !matches!(config, ModelConfig::Adapted(_)) {
         value["torch_dtype"] = json!(dtype.torch_name());
+        if value.get("dtype").is_some() {
+            value["dtype"] = json!(dtype.torch_name());
+        }
     }
     Some(value)
 }

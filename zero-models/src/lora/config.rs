@@ -119,7 +119,7 @@ impl LoraConfig {
 }
 
 /// Keys of PEFT that are this configuration's, or change nothing here: where an adapter comes from, and how fresh ones are drawn.
-const KEYS: [&str; 21] = [
+const KEYS: [&str; 18] = [
     "r",
     "lora_alpha",
     "lora_dropout",
@@ -131,9 +131,6 @@ const KEYS: [&str; 21] = [
     "revision",
     "inference_mode",
     "fan_in_fan_out",
-    "init_lora_weights",
-    "loftq_config",
-    "corda_config",
     "eva_config",
     "megatron_core",
     "peft_version",
@@ -148,6 +145,11 @@ fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
     let implemented = |key: &str, value: &Value| match (key, value) {
         ("peft_type", value) => value == "LORA",
         ("bias", value) => value == "none",
+        // How fresh ones are drawn. Others change the base too.
+        ("init_lora_weights", value) => match value.as_str() {
+            Some(how) => ["gaussian", "orthogonal", "eva"].contains(&how),
+            None => value.is_boolean() || value.is_null(),
+        },
         (_, Value::Null | Value::Bool(false)) => true,
         (_, Value::Array(items)) => items.is_empty(),
         (_, Value::Object(items)) => items.is_empty(),
@@ -155,6 +157,13 @@ fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
     };
     match keys.iter().find(|(key, value)| !KEYS.contains(&key.as_str()) && !implemented(key, value)) {
         None => Ok(()),
+        Some((key, got)) if key == "init_lora_weights" => {
+            let problem = format!(
+                "LoRA with init_lora_weights = {got} belongs to a base whose weights were changed for it (PiSSA, OLoRA, CorDA, LoftQ): \
+                 convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+            );
+            Err(ModelError::Adapter { problem })
+        }
         Some((key, got)) => {
             let problem = format!(
                 "LoRA with {key} = {got} is not implemented, and ignoring it would give other results; save the adapter \

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use regex::Regex;
+use fancy_regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -65,18 +65,25 @@ impl AdaptedModel {
         let all: Vec<Layer> = linear.iter().cloned().chain(table(&self.base)).collect();
         let is_pattern = |text: &str| text.contains(REGEX);
         let found: Vec<Layer> = match &*targets {
-            [one] if one == ALL => linear,
+            // What is saved whole has no adapter besides.
+            [one] if one == ALL => {
+                let saved: Vec<String> = self.saved()?.into_iter().map(|param| param.path).collect();
+                let is_adapted = |layer: &Layer| !saved.contains(&format!("{}.weight", layer.path));
+                linear.into_iter().filter(is_adapted).collect()
+            }
             [one] if is_pattern(one) => {
                 let problem = |error| ModelError::Adapter { problem: format!("target_modules {one:?}: {error}") };
                 let whole = Regex::new(&format!("^(?:{one})$")).map_err(problem)?;
-                all.iter().filter(|layer| whole.is_match(&layer.name)).cloned().collect()
-            }
-            targets => {
-                for target in targets {
-                    if !all.iter().any(|layer| ends_with(&layer.name, target)) {
-                        return Err(unknown("target_modules", target, all.iter().map(|layer| &*layer.name)));
+                let mut found = Vec::new();
+                for layer in &all {
+                    if whole.is_match(&layer.name).map_err(problem)? {
+                        found.push(layer.clone());
                     }
                 }
+                found
+            }
+            // As PEFT, which names the layers of many families: one that is there is enough.
+            targets => {
                 let wanted = |layer: &&Layer| targets.iter().any(|target| ends_with(&layer.name, target));
                 all.iter().filter(wanted).cloned().collect()
             }

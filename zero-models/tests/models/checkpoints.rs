@@ -14,7 +14,7 @@ use common::{Entry, file_bytes, state_dict, write_index, write_sharded, write_si
 use half::{bf16, f16};
 use safetensors::tensor::Dtype;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bert, Gpt2, Gpt2Config, ModelError, bert, gpt2};
+use zero_models::{Bert, Gpt2, Gpt2Config, ModelConfig, ModelError, bert, gpt2};
 
 fn fresh() -> Gpt2<Flex> {
     gpt2_config().init(&Default::default())
@@ -122,10 +122,41 @@ fn the_prefix_may_be_absent_and_buffers_and_the_tied_head_are_not_loaded() {
         written.iter().map(|entry| Entry { name: entry.name.replace("transformer.", ""), ..entry.clone() }).collect();
     stripped.push(Entry::f32("h.0.attn.bias", &[1, 1, 8, 8], &[1.0; 64]));
     stripped.push(Entry::f32("h.1.attn.masked_bias", &[], &[-1e4]));
-    stripped.push(Entry::f32("lm_head.weight", &[23, 12], &[7.0; 23 * 12]));
+    stripped.push(Entry::f32("lm_head.weight", &[23, 12], &written[0].values()));
     write_single(dir.path(), &stripped);
     let loaded = load(dir.path()).unwrap();
     assert_eq!(values(&entries_of(&loaded)), values(&written));
+    // A head of other numbers is another model.
+    *stripped.last_mut().unwrap() = Entry::f32("lm_head.weight", &[23, 12], &[7.0; 23 * 12]);
+    write_single(dir.path(), &stripped);
+    assert_contains(
+        &refusal(dir.path()),
+        &["\"lm_head.weight\"", "\"wte.weight\"", "set tie_word_embeddings to false"],
+    );
+}
+
+#[test]
+fn a_family_is_found_without_a_model_type() {
+    let of = |config: &str| ModelConfig::from_json(config);
+    for (config, family) in [
+        (r#"{"model_type": "bert"}"#, "BertForPreTraining"),
+        (r#"{"architectures": ["BertForMaskedLM"], "hidden_size": 48, "num_attention_heads": 4}"#, "BertForMaskedLM"),
+        (r#"{"type_vocab_size": 2, "hidden_size": 48, "num_attention_heads": 4}"#, "BertForPreTraining"),
+        (r#"{"n_embd": 48, "n_head": 4}"#, "GPT2LMHeadModel"),
+        (r#"{"architectures": ["Qwen2ForCausalLM"]}"#, "Qwen2ForCausalLM"),
+        (r#"{"rms_norm_eps": 1e-6}"#, "LlamaForCausalLM"),
+        (r#"{"encoder_layers": 2, "decoder_layers": 2}"#, "BartForConditionalGeneration"),
+    ] {
+        assert_eq!(of(config).unwrap().architecture(), Some(family), "{config}");
+    }
+    for (config, got) in [
+        (r#"{"model_type": "qwen3"}"#, "model_type \"qwen3\""),
+        (r#"{"architectures": ["GemmaForCausalLM"]}"#, "the architecture \"GemmaForCausalLM\""),
+        (r#"{"hidden_size": 8}"#, "no model_type"),
+    ] {
+        let told = of(config).unwrap_err().to_string();
+        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, bert, qwen2, mistral, llama"]);
+    }
 }
 
 #[test]

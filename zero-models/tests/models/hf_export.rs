@@ -182,7 +182,7 @@ fn what_is_written_is_loaded_to_the_bit_or_to_the_rounding() {
             for (max_shard_bytes, chunk_elems) in [(1 << 40, usize::MAX), (1 << 40, 7), (3000, 100), (1, 1 << 20)] {
                 let dir = tempfile::tempdir().unwrap();
                 let out = dir.path().join("out");
-                let options = ExportOptions { dtype, max_shard_bytes, chunk_elems };
+                let options = ExportOptions { dtype, max_shard_bytes, chunk_elems, ..ExportOptions::default() };
                 let exported = write(&config, &written, &out, &options);
                 assert_eq!(loaded(&config, &out), expected, "{config:?}, {options:?}");
                 assert_eq!(exported.files.len() > 1, max_shard_bytes < 1 << 40);

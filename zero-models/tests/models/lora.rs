@@ -165,7 +165,7 @@ fn what_does_not_fit_is_told() {
     let text = bad(targets(&["c_atn"]));
     assert!(text.contains("did you mean \"c_attn\"?") && text.contains("c_attn, c_fc, c_proj"), "{text}");
     assert!(bad(targets(&["q_proj"])).contains("\"q_proj\", which no layer of the model is called"));
-    assert!(bad(targets(&["h\\.[0"])).contains("regex"), "{}", bad(targets(&["h\\.[0"])));
+    assert!(bad(targets(&["h\\.[0"])).contains("target_modules \"h\\\\.[0\": "), "{}", bad(targets(&["h\\.[0"])));
     assert!(bad(LoraConfig { r: 0, ..LoraConfig::default() }).contains("r = 0"));
     assert!(bad(LoraConfig { lora_dropout: 1.0, ..LoraConfig::default() }).contains("lora_dropout = 1"));
     assert!(
@@ -197,6 +197,17 @@ fn what_does_not_fit_is_told() {
     assert!(text(()).contains("adapter_config.json"));
     write(json!({"peft_type": "LORA", "r": 4, "use_dora": true}));
     assert!(text(()).contains("LoRA with use_dora = true is not implemented"));
+    for how in ["pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga"] {
+        write(json!({"peft_type": "LORA", "r": 4, "init_lora_weights": how}));
+        let text = text(());
+        assert!(text.contains(how) && text.contains("path_initial_model_for_weight_conversion"), "{text}");
+    }
+    for how in [json!(true), json!(false), json!(null), json!("gaussian"), json!("orthogonal"), json!("eva")] {
+        write(json!({"peft_type": "LORA", "r": 4, "init_lora_weights": how, "loftq_config": {}, "corda_config": null}));
+        LoraConfig::from_dir(dir.path()).unwrap();
+    }
+    write(json!({"peft_type": "LORA", "r": 4, "loftq_config": {"loftq_bits": 4}}));
+    assert!(text(()).contains("LoRA with loftq_config"));
     write(json!({"peft_type": "IA3"}));
     assert!(text(()).contains("peft_type = \"IA3\""));
     write(json!({"peft_type": "LORA", "r": "four"}));
@@ -223,6 +234,18 @@ fn layers_are_named_as_peft_names_them() {
     assert_eq!(paths(&gpt2, &["all-linear"]), 8);
     assert_eq!(paths(&gpt2, &[".*\\.h\\.1\\.(attn|mlp)\\.c_proj"]), 2);
     assert_eq!(paths(&config("bert_tiny_classes"), &[]), 4);
+    // Look-around, and names of other families beside those that are there.
+    assert_eq!(paths(&gpt2, &["^(?!.*mlp).*c_proj$"]), 2);
+    assert_eq!(paths(&gpt2, &["q_proj", "v_proj", "c_attn"]), 2);
+    // A head that is saved whole has no adapter: six layers of each of two blocks, and the pooler.
+    let bert = config("bert_tiny_classes");
+    let all = LoraConfig { target_modules: vec!["all-linear".into()], ..LoraConfig::default() };
+    let saved = LoraConfig { modules_to_save: vec!["classifier".into()], ..all.clone() };
+    let names = |lora: LoraConfig| -> Vec<String> {
+        AdaptedModel::new(bert.clone(), lora, None).unwrap().parameters().into_iter().map(|param| param.name).collect()
+    };
+    assert!(names(all).iter().any(|name| name.contains("classifier.lora_A")));
+    assert!(names(saved).iter().all(|name| !name.contains("classifier.lora_")));
 }
 
 #[test]

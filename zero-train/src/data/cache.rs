@@ -20,7 +20,7 @@ use super::tokenizer::Tokenizer;
 use crate::error::{Result, io, wrong_data};
 
 /// Of the files' format and of how text is cut.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// The longest wait for a cache that another process makes and that does not grow.
 const PATIENCE: Duration = Duration::from_secs(600);

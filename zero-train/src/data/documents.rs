@@ -34,8 +34,37 @@ pub(super) struct DataFile {
 enum DataKind {
     Text,
     JsonLines,
+    /// One array, or JSON lines.
+    Json,
+    /// With a header; columns are apart by this byte.
+    Csv(u8),
     Parquet,
 }
+
+impl DataKind {
+    /// By the ending of the file's name.
+    fn of(path: &Path) -> Result<Self> {
+        let ending = path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
+        Ok(match ending.as_deref() {
+            None | Some("txt" | "text" | "md" | "markdown" | "rst" | "tex") => Self::Text,
+            Some("jsonl" | "ndjson") => Self::JsonLines,
+            Some("json") => Self::Json,
+            Some("csv") => Self::Csv(b','),
+            Some("tsv") => Self::Csv(b'\t'),
+            Some("parquet") => Self::Parquet,
+            Some(_) => {
+                let expected = "expected .txt or .md for text, .jsonl, .json, .csv, .tsv, .parquet or .safetensors";
+                return Err(wrong_data(
+                    path,
+                    format!("has an ending that is not known: {expected}; rename it if it is text"),
+                ));
+            }
+        })
+    }
+}
+
+/// How some programs begin a file in UTF-8.
+const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The file, or the files of a folder by their names.
 pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
@@ -50,11 +79,7 @@ pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     }
     let mut files = Vec::with_capacity(paths.len());
     for path in paths {
-        let kind = match path.extension().and_then(|ending| ending.to_str()) {
-            Some("jsonl" | "ndjson") => DataKind::JsonLines,
-            Some("parquet") => DataKind::Parquet,
-            _ => DataKind::Text,
-        };
+        let kind = DataKind::of(&path)?;
         let meta = std::fs::metadata(&path).map_err(io("read", &path))?;
         files.push(DataFile { bytes: meta.len(), modified: meta.modified().ok(), kind, path });
     }
@@ -65,7 +90,7 @@ pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
             Err(wrong_data(&other.path, problem))
         }
         None if files.is_empty() => {
-            Err(wrong_data(path, "is an empty folder: expected files of text, .jsonl or .parquet"))
+            Err(wrong_data(path, "is an empty folder: expected files of text, .jsonl, .json, .csv or .parquet"))
         }
         None => Ok(files),
     }
@@ -89,14 +114,22 @@ pub(super) fn encode(
         }
         _ => None,
     };
+    let begin = tokenizer.put_before();
     for file in files {
+        let is_text = file.kind == DataKind::Text;
+        if is_text && !begin.is_empty() {
+            out(begin)?;
+        }
         let mut part: Vec<String> = Vec::new();
         let mut bytes = 0;
         let mut flush = |part: &mut Vec<String>| -> Result<()> {
             let cut: Result<Vec<Vec<u32>>, String> = part.par_iter().map(|text| tokenizer.encode(text)).collect();
             for mut ids in cut.map_err(|problem| wrong_data(&file.path, problem))? {
                 // A text is one document, of which these are parts. No sentences are no document.
-                ids.extend(end.filter(|_| file.kind != DataKind::Text && !(tokenizer.sentences && ids.is_empty())));
+                if !is_text {
+                    ids.splice(0..0, begin.iter().copied());
+                }
+                ids.extend(end.filter(|_| !(is_text || tokenizer.sentences && ids.is_empty())));
                 out(&ids)?;
             }
             part.clear();
@@ -172,8 +205,12 @@ pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf
 /// Gives `each` these fields of every row.
 pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     match file.kind {
-        DataKind::Text => Err(wrong_data(&file.path, "is text: expected .jsonl or .parquet, with a label in each row")),
+        DataKind::Text => {
+            Err(wrong_data(&file.path, "is text: expected .jsonl, .json, .csv or .parquet, with a label in each row"))
+        }
         DataKind::JsonLines => json_lines(&file.path, fields, each),
+        DataKind::Json => json(&file.path, fields, each),
+        DataKind::Csv(delimiter) => csv_rows(&file.path, delimiter, fields, each),
         DataKind::Parquet => parquet_rows(&file.path, fields, each),
     }
 }
@@ -187,31 +224,85 @@ fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<
         if lines.read_until(b'\n', &mut line).map_err(io("read", path))? == 0 {
             break;
         }
-        if line.trim_ascii().is_empty() {
+        let text = if number == 1 { line.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&line) } else { &line };
+        if text.trim_ascii().is_empty() {
             continue;
         }
         let problem = |what: String| wrong_data(path, format!("line {number}: {what}"));
-        let mut value: Value = serde_json::from_slice(&line).map_err(|error| {
+        let value = serde_json::from_slice(text).map_err(|error| {
             problem(format!("is no JSON ({error}): expected an object with a key \"{}\"", fields[0].name))
         })?;
-        let mut row = Vec::with_capacity(fields.len());
-        for FieldOf { name, option, holds } in fields {
-            row.push(match value.get_mut(*name).map(Value::take) {
-                Some(Value::String(text)) => Some(text),
-                Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
-                    Some(found.to_string())
-                }
-                None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => None,
-                found => {
-                    let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
-                    let keys: Vec<_> = value.as_object().into_iter().flat_map(|object| object.keys()).collect();
-                    let other = format!("name another key with --{option} (there are {keys:?})");
-                    return Err(problem(format!("its \"{name}\" {got}: expected {}; {other}", expected(*holds))));
-                }
-            });
-        }
+        each(json_row(value, fields, labelled).map_err(problem)?)?;
         labelled = true;
-        each(row)?;
+    }
+    Ok(())
+}
+
+/// A file that is one array of objects; or JSON lines with another ending.
+fn json(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+    let bytes = std::fs::read(path).map_err(io("read", path))?;
+    let text = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&bytes);
+    if !text.trim_ascii_start().starts_with(b"[") {
+        return json_lines(path, fields, each);
+    }
+    let rows: Vec<Value> = serde_json::from_slice(text)
+        .map_err(|error| wrong_data(path, format!("is no array of objects in JSON ({error})")))?;
+    for (number, value) in rows.into_iter().enumerate() {
+        let problem = |what: String| wrong_data(path, format!("element {number}: {what}"));
+        each(json_row(value, fields, number > 0).map_err(problem)?)?;
+    }
+    Ok(())
+}
+
+/// These fields of an object, or what is wrong with it.
+fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<RowOf, String> {
+    let mut row = Vec::with_capacity(fields.len());
+    for FieldOf { name, option, holds } in fields {
+        row.push(match value.get_mut(*name).map(Value::take) {
+            Some(Value::String(text)) => Some(text),
+            Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
+                Some(found.to_string())
+            }
+            None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => None,
+            found => {
+                let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
+                let keys: Vec<_> = value.as_object().into_iter().flat_map(|object| object.keys()).collect();
+                let other = format!("name another key with --{option} (there are {keys:?})");
+                return Err(format!("its \"{name}\" {got}: expected {}; {other}", expected(*holds)));
+            }
+        });
+    }
+    Ok(row)
+}
+
+/// The first record names the columns.
+fn csv_rows(path: &Path, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+    let bad = |error: csv::Error| wrong_data(path, format!("is no table that can be read ({error})"));
+    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_path(path).map_err(bad)?;
+    let header = reader.headers().map_err(bad)?.clone();
+    let mut places = Vec::with_capacity(fields.len());
+    for FieldOf { name, option, .. } in fields {
+        let Some(place) = header.iter().position(|column| column == *name) else {
+            let columns: Vec<&str> = header.iter().collect();
+            let problem = format!("has no column \"{name}\" (there are {columns:?}): name one with --{option}");
+            return Err(wrong_data(path, problem));
+        };
+        places.push(place);
+    }
+    for (number, record) in reader.records().enumerate() {
+        let record = record.map_err(bad)?;
+        let cell = |(field, &place): (&FieldOf<'_>, &usize)| {
+            let text = record.get(place).unwrap_or_default();
+            // An empty cell is a text, and no label.
+            match (text.is_empty(), field.holds) {
+                (true, Holds::LabelOrNothing) if number > 0 => Ok(None),
+                (true, Holds::Label | Holds::LabelOrNothing) => {
+                    Err(wrong_data(path, format!("row {number}: its \"{}\" is empty: expected a label", field.name)))
+                }
+                _ => Ok(Some(text.to_string())),
+            }
+        };
+        each(fields.iter().zip(&places).map(cell).collect::<Result<_>>()?)?;
     }
     Ok(())
 }
@@ -307,12 +398,15 @@ fn text_parts(path: &Path, each: Each<'_>) -> Result<()> {
             }
         };
         let rest = text.split_off(cut);
-        let part = String::from_utf8(std::mem::replace(&mut text, rest)).map_err(|error| {
+        let mut part = String::from_utf8(std::mem::replace(&mut text, rest)).map_err(|error| {
             let byte = begin + error.utf8_error().valid_up_to();
-            let expected = "expected text, or a file that ends in .jsonl, .parquet or .safetensors";
+            let expected = "expected text, or a file that ends in .jsonl, .json, .csv, .parquet or .safetensors";
             wrong_data(path, format!("is not UTF-8 text (byte {byte}): {expected}"))
         })?;
         begin += part.len();
+        if begin == part.len() && part.as_bytes().starts_with(BYTE_ORDER_MARK) {
+            part.drain(..BYTE_ORDER_MARK.len());
+        }
         if !part.is_empty() {
             each(part)?;
         }
@@ -382,6 +476,40 @@ mod tests {
         assert!(ids(dir.path(), None).is_err_and(|told| told.contains("line 2")));
         std::fs::write(dir.path().join("c.txt"), "x").unwrap();
         assert!(ids(dir.path(), None).unwrap_err().contains("is of another kind than"));
+    }
+
+    #[test]
+    fn tables_arrays_and_byte_order_marks_are_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| {
+            let path = dir.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let expected = [15496, 995, 50256, 15496, 50256];
+        for (name, text) in [
+            ("a.json", "[{\"text\": \"Hello world\"},\n {\"n\": 1, \"text\": \"Hello\"}]"),
+            ("b.json", "\u{feff}[{\"text\": \"Hello world\"}, {\"text\": \"Hello\"}]"),
+            ("c.JSON", "{\"text\": \"Hello world\"}\n{\"text\": \"Hello\"}\n"),
+            ("d.jsonl", "\u{feff}{\"text\": \"Hello world\"}\r\n{\"text\": \"Hello\"}"),
+            ("e.csv", "n,text\n1,Hello world\n2,\"Hello\"\n"),
+            ("f.csv", "\u{feff}text\nHello world\nHello\n"),
+            ("g.tsv", "text\tn\nHello world\t1\nHello\t2\n"),
+        ] {
+            assert_eq!(ids(&write(name, text), None).unwrap(), expected, "{name}");
+        }
+        assert_eq!(ids(&write("h.txt", "\u{feff}Hello world"), None).unwrap(), [15496, 995]);
+        for (name, text, told) in [
+            ("i.csv", "body\nx\n", "has no column \"text\" (there are [\"body\"]): name one with --text-field"),
+            ("j.csv", "text,n\nx\n", "is no table that can be read"),
+            ("k.json", "[{\"text\": 1}]", "element 0: its \"text\" is a number"),
+            ("l.json", "[1", "is no array of objects in JSON"),
+            ("m.bin", "x", "has an ending that is not known"),
+            ("n.zip", "x", "rename it if it is text"),
+        ] {
+            let got = ids(&write(name, text), None).unwrap_err();
+            assert!(got.contains(told) && got.contains(name), "{name}: {got}");
+        }
     }
 
     #[test]

@@ -45,10 +45,12 @@ pub struct Cutting<'a> {
     pub vocab_size: usize,
     /// The longest row of the model.
     pub n_positions: usize,
-    /// A `tokenizer.json`, or the folder that it is in. `None`: one in `folders`, else GPT-2's own.
+    /// A `tokenizer.json`, or the folder that it is in. `None`: one in `folders`, else GPT-2's own for a GPT-2 or a preset.
     pub tokenizer: Option<&'a Path>,
     /// Where the model is read from: a tokenizer there is the one that it was made for.
     pub folders: &'a [&'a Path],
+    /// Whether the model is a GPT-2, whose tokens are known where its folder has no tokenizer.
+    pub is_gpt2: bool,
     /// Whether sentences and documents are told apart, for [`SentencePairs`].
     pub sentences: bool,
     /// The column of a Parquet file, or the key of a JSON line, that has the text.

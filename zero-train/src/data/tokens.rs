@@ -23,7 +23,7 @@ impl Tokens {
         match *source {
             Source::Text(text, name) => {
                 let ids = tokenizer.encode(text).map_err(|problem| wrong_data(Path::new(name), problem))?;
-                Ok(Self::Memory(narrow(&ids)))
+                Ok(Self::Memory(narrow(&[tokenizer.put_before(), &ids].concat())))
             }
             Source::File(path) => {
                 let files = documents::files(path)?;

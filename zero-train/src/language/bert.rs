@@ -73,7 +73,7 @@ impl BertTask {
             config.vocab_size = pairs.vocabulary();
         }
         let trained = pairs.rows().saturating_sub(options.train.eval.unwrap_or(0));
-        let start = Start::new(options, config.clone().into(), &[])?;
+        let start = Start::new(options, Some(&tokenizer), config.clone().into(), &[])?;
         Ok(Self { name, config, start, pairs, masking, trained })
     }
 

@@ -55,7 +55,7 @@ impl<C: CausalFamily> CausalTask<C> {
         }
         let folders = options.folders();
         let rows = TokenRows::load(&source, &options.cutting(sizes.vocabulary, sizes.positions, &folders))?;
-        let start = Start::new(options, config.clone().into(), &[])?;
+        let start = Start::new(options, rows.tokenizer(), config.clone().into(), &[])?;
         Ok(Self { name, config, start, rows, notice })
     }
 

@@ -55,7 +55,7 @@ impl ClassesTask {
         let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, (known, !has_head))?;
         let config = BertConfig { head: BertHead::Classes(texts.classes().to_vec()), ..config };
         let heads = if has_head { &[][..] } else { &["classifier", "pooler"] };
-        let start = Start::new(options, config.clone().into(), heads)?;
+        let start = Start::new(options, Some(&tokenizer), config.clone().into(), heads)?;
         let notice = (options.weights.is_some() && !has_head).then(|| {
             format!(
                 "The weights of {name} have no classifier: one of {} classes is trained from fresh.",

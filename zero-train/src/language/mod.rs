@@ -22,6 +22,10 @@ macro_rules! told_by_fields {
         fn model_config(&self) -> Option<zero_models::ModelConfig> {
             Some(self.start.config(self.config.clone().into()))
         }
+
+        fn files(&self) -> Vec<zero_core::checkpoint::SideFile> {
+            self.start.files().to_vec()
+        }
     };
 }
 
@@ -89,11 +93,11 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// What to train on: text; .jsonl or .parquet with a document in each row; a folder of such files; or a .safetensors file
-    /// with an int tensor `input_ids` of shape rows x T, or of one long row
+    /// What to train on: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row; a folder of such files; or
+    /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
-    /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]
+    /// The key of a JSON object, or the column of a table, that has the text [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
@@ -221,6 +225,7 @@ impl Options {
             n_positions,
             tokenizer: self.tokenizer.as_deref(),
             folders,
+            is_gpt2: matches!(self.chosen(), Ok(Some((_, ModelConfig::Gpt2(_))) | None)),
             sentences: false,
             field: self.text_field.as_deref(),
             cache: self.token_cache.as_deref(),

@@ -46,7 +46,7 @@ impl Seq2SeqTask {
         let tokenizer = Tokenizer::find(path, &cutting)?;
         let ends = [config.pad_token_id, config.eos_token_id];
         let texts = TextPairs::load(path, options.fields(), &cutting, tokenizer, ends)?;
-        let start = Start::new(options, config.clone().into(), &[])?;
+        let start = Start::new(options, Some(texts.tokenizer()), config.clone().into(), &[])?;
         Ok(Self { name, config, start, texts })
     }
 

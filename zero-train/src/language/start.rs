@@ -4,9 +4,11 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::{Value, json};
+use zero_core::checkpoint::SideFile;
 use zero_kernels::quantized::Format;
 #[cfg(feature = "burn")]
 use zero_models::ModelError;
+use zero_models::hf_export::side_files;
 #[cfg(feature = "burn")]
 use zero_models::lora::{self, Adaptable};
 use zero_models::lora::{AdaptedModel, LoraConfig};
@@ -19,6 +21,7 @@ use zero_models::{ModelConfig, ModelParam};
 use zero_ops::FusedBackend;
 
 use super::Options;
+use crate::data::Tokenizer;
 use crate::error::{Result, wrong};
 use crate::trainer::Profile;
 
@@ -63,13 +66,27 @@ pub(super) struct Start {
     adapter: Option<PathBuf>,
     /// What linear layers that stay as they are become.
     quantize: Option<Format>,
+    /// What belongs to the model beside its weights.
+    files: Vec<SideFile>,
 }
 
 impl Start {
-    /// What the options say for a model of this configuration. `heads` are modules that an adapter does not stand in for, as they
-    /// are fresh.
-    pub(super) fn new(options: &Options, model: ModelConfig, heads: &[&str]) -> Result<Self> {
+    /// What the options say for a model of this configuration, whose texts this tokenizer cuts. `heads` are modules that an adapter
+    /// does not stand in for, as they are fresh.
+    pub(super) fn new(
+        options: &Options,
+        tokenizer: Option<&Tokenizer>,
+        model: ModelConfig,
+        heads: &[&str],
+    ) -> Result<Self> {
         let (weights, given) = (options.weights.clone(), &options.lora);
+        // The one that describes the model, as in `Options::chosen`.
+        let folder = options.folders().into_iter().rev().find(|folder| folder.join("config.json").is_file());
+        let mut files = folder.map(side_files).transpose()?.unwrap_or_default();
+        if let Some(tokenizer) = tokenizer {
+            files.retain(|file| file.name.contains("config.json") && file.name != "tokenizer_config.json");
+            files.extend(tokenizer.files());
+        }
         let lora = match (&given.adapter, given.lora_r) {
             (Some(dir), _) => Some(LoraConfig::from_dir(dir)?),
             (None, Some(r)) => {
@@ -89,7 +106,7 @@ impl Start {
         let quantize = given.quantize;
         let Some(lora) = lora else {
             let expected = "expected --lora-r or --adapter beside it: quantised weights are not trained";
-            let start = Self { weights, adapted: None, adapter: None, quantize };
+            let start = Self { weights, adapted: None, adapter: None, quantize, files };
             return quantize.map_or(Ok(start), |format| Err(wrong("quantize", format, expected)));
         };
         let Some(base) = weights.clone() else {
@@ -99,7 +116,7 @@ impl Start {
             return Err(wrong(option, got, expected));
         };
         let adapted = AdaptedModel::new(model, lora, Some(base))?;
-        Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize })
+        Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize, files })
     }
 
     /// The model with the parameters to start from. `load` loads weights.
@@ -128,6 +145,11 @@ impl Start {
     /// The folder of weights, if there is one.
     pub(super) fn weights(&self) -> Option<&Path> {
         self.weights.as_deref()
+    }
+
+    /// What belongs to the model beside its weights, for checkpoints and exports.
+    pub(super) fn files(&self) -> &[SideFile] {
+        &self.files
     }
 
     /// What is trained, for checkpoints and exports.

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
-use zero_core::checkpoint::{Check, Checkpoint, SaveOptions};
+use zero_core::checkpoint::{Check, Checkpoint, SaveOptions, SideFile};
 
 use super::facts::{Data, Model};
 use super::options::{Options, at_least_one};
@@ -226,9 +226,9 @@ impl Checkpoints {
         self.dir.as_deref().filter(|_| due)
     }
 
-    pub(super) fn options(&self, best: Option<Best>) -> SaveOptions {
+    pub(super) fn options(&self, best: Option<Best>, files: &[SideFile]) -> SaveOptions {
         let protect = best.filter(|_| self.keep_best).map(|best| best.step).into_iter().collect();
-        SaveOptions { keep_last: self.keep_last, protect }
+        SaveOptions { keep_last: self.keep_last, protect, files: files.to_vec() }
     }
 }
 

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use serde_json::Value;
+use zero_core::checkpoint::SideFile;
 use zero_models::ModelConfig;
 
 use super::options::Options;
@@ -18,6 +19,8 @@ pub(super) struct Model {
     /// As in a checkpoint's state, if transformers know such a model.
     pub config: Option<ModelConfig>,
     pub settings: Value,
+    /// What belongs to it beside its weights.
+    pub files: Vec<SideFile>,
 }
 
 /// What a [`Task`] says of its data.

@@ -136,7 +136,7 @@ impl Plan {
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
             predictions: predictions(options, &data)?,
-            model: Model { name, profile, config: task.model_config(), settings: task.settings() },
+            model: Model { name, profile, config: task.model_config(), settings: task.settings(), files: task.files() },
             data,
             zero,
             decay_except: options.decay_except,

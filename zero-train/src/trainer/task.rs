@@ -13,6 +13,7 @@ use burn_flex::Flex;
 use serde_json::Value;
 #[cfg(feature = "burn")]
 use zero_burn::Zero;
+use zero_core::checkpoint::SideFile;
 use zero_models::ModelConfig;
 #[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
@@ -180,6 +181,11 @@ pub trait Task: Sync {
     /// What else must be the same on all ranks, and is kept in checkpoints.
     fn settings(&self) -> Value {
         Value::Null
+    }
+
+    /// Files that belong to the model beside its weights, such as its tokenizer's: checkpoints and exports keep them.
+    fn files(&self) -> Vec<SideFile> {
+        Vec::new()
     }
 
     /// Hyperparameters for a user who gives none of them and no configuration file. Without a recipe, their defaults are taken.

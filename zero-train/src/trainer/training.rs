@@ -453,7 +453,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             // Whole 16-bit weights; every rank takes part.
             let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
             let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
-            let options = ExportOptions { dtype, ..ExportOptions::default() };
+            let options = ExportOptions { dtype, files: plan.model.files.clone(), ..ExportOptions::default() };
             self.trainee.export(plan.model.config.as_ref(), out, &options)?;
             self.say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()));
         }
@@ -485,7 +485,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
 }
 
 fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState) -> Result<SaveMetrics> {
-    let (step, options) = (state.step as u64, plan.checkpoints.options(state.best));
+    let (step, options) = (state.step as u64, plan.checkpoints.options(state.best, &plan.model.files));
     let extra = state.saved(&plan.model, &plan.plan);
     let begin = Instant::now();
     let bytes = trainee.save(dir, step, extra, &options)?;

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::{Value, json};
+use zero_train::data::{Cutting, Tokenizer};
 
 /// The command, run in a folder.
 pub fn zero(args: &[&str], dir: &Path) -> Output {
@@ -104,6 +105,11 @@ pub fn bart(dir: &Path) {
 /// A small model with GPT-2's tokens that was trained for a few steps on `book.txt`: `gpt2-base`, and exported `gpt2-hf`.
 pub fn gpt2(dir: &Path, config: &Value, seq: &str, steps: &str) -> String {
     model(dir, "model", config);
+    if config["model_type"] != "gpt2" {
+        // GPT-2's, as a folder of another family has to bring its own.
+        let cutting = Cutting { vocab_size: 50257, ..Cutting::default() };
+        Tokenizer::find(Path::new("text"), &cutting).unwrap().save(&dir.join("model")).unwrap();
+    }
     std::fs::write(dir.join("book.txt"), "The cat sat on the mat, and the dog ran under the tree.\n".repeat(40))
         .unwrap();
     let train = ["train", "--model", "model", "--data", "book.txt", "--seq", seq, "--batch", "2", "--steps", steps];

@@ -131,7 +131,10 @@ fn what_does_not_fit_is_told() {
         assert!(text.contains(expected), "{options:?}: {text}");
     }
     assert!(told(&["--weights", "bert-hf"]).contains("--data is missing"));
-    assert!(told(&["--weights", "bert-hf", "--data", "text.txt"]).contains("is text: expected .jsonl or .parquet"));
+    assert!(
+        told(&["--weights", "bert-hf", "--data", "text.txt"])
+            .contains("is text: expected .jsonl, .json, .csv or .parquet")
+    );
     // Classes of another model.
     train(dir.path(), "run", &["--steps", "1"]);
     ok(&["export", "run/checkpoints", "classes"], dir.path());

@@ -88,9 +88,8 @@ fn what_cannot_be_gone_on_with_is_told() {
         (&["nowhere", "--prompt", "a"][..], "nowhere: is no folder: expected one with a config.json and weights"),
         (&["model", "--prompt", "a"], "model"),
         (&["bert", "--prompt", "a"], "expected a GPT-2 or a Llama, which predict the next token"),
-        (&["gpt2-hf", "--prompt", ""], "prompt 0 is empty"),
         (&["gpt2-hf", "--prompt", "a", "--max-new-tokens", "48"], "more than the model's 48 positions"),
-        (&["gpt2-hf", "--prompt", "a", "--stop", "END"], "--stop END: expected a token of the model's tokenizer"),
+        (&["gpt2-hf", "--prompt", "a", "--stop", "<|no|>"], "--stop <|no|>: expected a token of the model's tokenizer"),
         (&["gpt2-hf", "--prompt", "a", "--top-p", "2"], "top_p = 2"),
         (&["gpt2-hf", "--prompt", "a", "--ranks", "0"], "--ranks 0: expected at least 1"),
         (&["gpt2-hf", "--prompt", "a", "--offload", "disk", "--swap", "none"], "--swap none: expected a folder"),
@@ -100,6 +99,19 @@ fn what_cannot_be_gone_on_with_is_told() {
         let told = text(&ran.stderr);
         assert!(ran.status.code() == Some(2) && told.contains(expected), "{args:?}: {:?} {told}", ran.status);
     }
+}
+
+/// As transformers' `generate` without a prompt, which begins with the model's beginning of text.
+#[test]
+fn a_text_is_made_of_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    model(dir.path(), &gpt2());
+    let made = |prompt: &str| {
+        let args = ["generate", "gpt2-hf", "--prompt", prompt, "--json", "--max-new-tokens", "6"];
+        let made: Value = serde_json::from_str(&ok(&args, dir.path())).unwrap();
+        made["tokens"].clone()
+    };
+    assert_eq!(made(""), made("<|endoftext|>"));
 }
 
 /// The tokens that transformers' generate makes with the fixture's weights (`tests/fixtures/make_models_reference.py`), of texts that

@@ -19,5 +19,6 @@ mod schedules;
 mod seq2seq;
 #[path = "../sharded/mod.rs"]
 mod sharded;
+mod tokenizers;
 mod trainer;
 mod zero_command;

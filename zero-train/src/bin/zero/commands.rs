@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use anyhow::{Context as _, Result, bail, ensure};
 use clap::{Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
-use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes};
+use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes, side_files};
 use zero_models::lora::merge;
 use zero_models::{KeyMap, ModelConfig};
 use zero_train::config::{Format, OffloadDevice, key_table};
@@ -331,6 +331,7 @@ pub fn export(args: &ExportArgs) -> Result<()> {
                 args.checkpoint.display()
             );
         };
+        let options = ExportOptions { files: side_files(&base)?, ..options };
         let written = merge(&base, &args.checkpoint, &args.out, &options)?;
         println!("{} with {} tensors is in {}", base.display(), written.tensors, written.path.display());
         return Ok(());

@@ -1,21 +1,23 @@
 //! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
 
+mod files;
+mod gpt2;
+
 use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde_json::{Value, json};
+use serde_json::json;
 use tokenizers::NormalizerWrapper;
-use tokenizers::models::bpe::BPE;
-use tokenizers::pre_tokenizers::byte_level::ByteLevel;
-
 use unicode_segmentation::UnicodeSegmentation;
+use zero_core::checkpoint::SideFile;
 
+use self::files::Read;
 use super::Cutting;
-use super::wordpiece::{self, GOES_ON, SPECIAL};
+use super::wordpiece::{GOES_ON, SPECIAL};
 use crate::error::{Result, io, wrong, wrong_data};
 
-/// GPT-2's tokens, the end of a text included.
-const GPT2_TOKENS: usize = 50257;
+/// The most tokens of a GPT-2 whose vocabulary was padded for speed.
+const PADDED: usize = 50432;
 
 /// Files of tokenizers that are not read.
 const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"];
@@ -31,9 +33,15 @@ pub struct Tokenizer {
     kind: Kind,
     /// Of its files, to tell it from others.
     pub(super) checksum: u32,
+    /// What it puts before a text.
+    begin: Vec<u32>,
+    /// The token that begins a text from nothing.
+    bos: Option<u32>,
     end: Option<u32>,
     /// Whether [`encode`](Self::encode) tells sentences and documents apart.
     pub(super) sentences: bool,
+    /// What it was read from.
+    files: Vec<SideFile>,
 }
 
 enum Kind {
@@ -84,17 +92,31 @@ impl Tokenizer {
                                it with --tokenizer DIR";
                 return Err(wrong_data(text, problem));
             }
-            if vocab_size < GPT2_TOKENS {
+            let tokens = gpt2::TOKENS;
+            if vocab_size < tokens {
                 let problem = format!(
                     "is text, which without a tokenizer of the model's own is cut into GPT-2's tokens, but the model has \
-                     {vocab_size} tokens, and GPT-2 {GPT2_TOKENS}: give its tokenizer with --tokenizer FILE, {ids}"
+                     {vocab_size} tokens, and GPT-2 {tokens}: give its tokenizer with --tokenizer FILE, {ids}"
                 );
                 return Err(wrong_data(text, problem));
             }
-            return Ok(Self { kind: Kind::Gpt2, checksum: 0, end: Some(GPT2_TOKENS as u32 - 1), sentences: false });
+            // A preset has no tokenizer of its own.
+            if let Some(folder) = cutting.folders.iter().find(|folder| folder.is_dir())
+                && !(cutting.is_gpt2 && vocab_size <= PADDED)
+            {
+                let problem = format!(
+                    "has no tokenizer, and its model is no GPT-2, whose tokens are known: add its tokenizer.json (transformers' \
+                     save_pretrained writes one), give one with --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(folder, problem));
+            }
+            let end = Some(tokens as u32 - 1);
+            let (kind, begin, files) = (Kind::Gpt2, Vec::new(), Vec::new());
+            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, files });
         };
         let tokens = found.tokens();
-        if tokens > vocab_size {
+        // Some models have no row for a token that was added, such as BART's <mask>: it must not occur.
+        if found.tokens_of_model() > vocab_size {
             let problem = format!(
                 "has a tokenizer of {tokens} tokens, and the model knows {vocab_size}: use the tokenizer that the model was \
                  made for"
@@ -105,7 +127,9 @@ impl Tokenizer {
     }
 
     pub(super) fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
-        Self { kind: Kind::File(Box::new(tokenizer)), checksum, end, sentences: false }
+        let begin = put_before(&tokenizer);
+        let kind = Kind::File(Box::new(tokenizer));
+        Self { kind, checksum, begin, bos: None, end, sentences: false, files: Vec::new() }
     }
 
     /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
@@ -121,31 +145,17 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// Writes `tokenizer.json`, `vocab.txt` and `tokenizer_config.json` into a new folder, as transformers read them.
+    /// Writes its [`files`](Self::files) into a folder.
     ///
     /// # Errors
     ///
     /// [`TrainError`](crate::TrainError) when they cannot be written, or are there.
     pub fn save(&self, dir: &Path) -> Result<()> {
-        let Kind::File(tokenizer) = &self.kind else { unreachable!("GPT-2's tokenizer is never made") };
         std::fs::create_dir_all(dir).map_err(io("create", dir))?;
-        let mut vocabulary: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
-        vocabulary.sort_by_key(|(_, id)| *id);
-        let lines: String = vocabulary.iter().map(|(token, _)| format!("{token}\n")).collect();
-        let lowercase = matches!(
-            tokenizer.get_normalizer(),
-            Some(NormalizerWrapper::BertNormalizer(normalizer)) if normalizer.lowercase
-        );
-        let config = json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase });
-        let files = [
-            ("vocab.txt", lines),
-            ("tokenizer_config.json", format!("{config:#}\n")),
-            ("tokenizer.json", tokenizer.to_string(true).expect("a tokenizer is numbers and texts")),
-        ];
-        for (name, text) in files {
+        for SideFile { name, bytes } in self.files() {
             let path = dir.join(name);
             let file = std::fs::File::create_new(&path).map_err(io("create", &path))?;
-            (&file).write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(io("write", &path))?;
+            (&file).write_all(&bytes).and_then(|()| file.sync_all()).map_err(io("write", &path))?;
         }
         Ok(())
     }
@@ -171,54 +181,59 @@ impl Tokenizer {
 
     /// The tokenizer in a file or folder, if there is one.
     fn read(path: &Path) -> Result<Option<Self>> {
-        let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
-        let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
-        let vocabulary = in_folder("vocab.txt");
-        let bad = |path: &Path| {
-            let path = path.to_path_buf();
-            move |error: tokenizers::Error| wrong_data(&path, format!("is no tokenizer that can be used ({error})"))
+        let Some(Read { tokenizer, named, files }) = files::read(path)? else { return Ok(None) };
+        let end = match named.get("eos_token") {
+            Some(token) => tokenizer.token_to_id(token),
+            None => ENDS.iter().find_map(|token| tokenizer.token_to_id(token)),
         };
-        let (mut tokenizer, files) = match (json, in_folder("vocab.json"), in_folder("merges.txt")) {
-            (Some(json), ..) => (tokenizers::Tokenizer::from_file(&json).map_err(bad(&json))?, vec![json]),
-            // As GPT-2's, whose kind of tokenizer has these files.
-            (None, Some(vocab), Some(merges)) => {
-                let files = [&vocab, &merges].map(|path| path.display().to_string());
-                let bpe = BPE::from_file(&files[0], &files[1]).build().map_err(bad(&vocab))?;
-                let mut tokenizer = tokenizers::Tokenizer::new(bpe);
-                tokenizer.with_pre_tokenizer(Some(ByteLevel::new(false, true, true)));
-                (tokenizer, vec![vocab, merges])
-            }
-            _ => match vocabulary {
-                Some(path) => {
-                    let lines = std::fs::read_to_string(&path).map_err(io("read", &path))?;
-                    (wordpiece::of_lines(&lines, wordpiece::lowercases(&path)).map_err(bad(&path))?, vec![path])
-                }
-                None => return Ok(None),
-            },
-        };
-        tokenizer.with_padding(None);
-        tokenizer.with_truncation(None).map_err(bad(path))?;
-        let end = end_of_text(&files[0], &tokenizer)?;
-        let mut checksum = 0;
-        for file in &files {
-            checksum = crc32c::crc32c_append(checksum, &std::fs::read(file).map_err(io("read", file))?);
+        let bos = named.get("bos_token").and_then(|token| tokenizer.token_to_id(token));
+        let checksum = files.iter().fold(0, |sum, file| crc32c::crc32c_append(sum, &file.bytes));
+        Ok(Some(Self { files, bos, ..Self::new(tokenizer, checksum, end) }))
+    }
+
+    /// The files that transformers and this program read it from: those it was read from; GPT-2's; or, of one that was learned,
+    /// `tokenizer.json`, `vocab.txt` and `tokenizer_config.json`.
+    pub fn files(&self) -> Vec<SideFile> {
+        match &self.kind {
+            Kind::Gpt2 => gpt2::files(),
+            Kind::File(tokenizer) if self.files.is_empty() => learned_files(tokenizer),
+            Kind::File(_) => self.files.clone(),
         }
-        Ok(Some(Self::new(tokenizer, checksum, end)))
     }
 
     /// How many tokens there are.
     pub fn tokens(&self) -> usize {
         match &self.kind {
-            Kind::Gpt2 => GPT2_TOKENS,
+            Kind::Gpt2 => gpt2::TOKENS,
+            Kind::File(tokenizer) => largest(tokenizer.get_vocab(true)),
+        }
+    }
+
+    /// How many there are without those that were added.
+    fn tokens_of_model(&self) -> usize {
+        match &self.kind {
+            Kind::Gpt2 => gpt2::TOKENS,
             Kind::File(tokenizer) => {
-                tokenizer.get_vocab(true).into_values().max().map_or(0, |largest| largest as usize + 1)
+                let added: Vec<u32> = tokenizer.get_added_tokens_decoder().into_keys().collect();
+                let own = tokenizer.get_vocab(false).into_iter().filter(|(_, id)| !added.contains(id));
+                largest(own.collect())
             }
         }
     }
 
     /// The token that begins a text, if it has one.
     pub fn begin(&self) -> Option<u32> {
-        BEGINS.iter().find_map(|token| self.id(token))
+        self.begin.first().copied().or_else(|| BEGINS.iter().find_map(|token| self.id(token)))
+    }
+
+    /// The token that a text made of nothing begins with (`bos_token`), if it has one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// What the tokenizer puts before a text that a model continues, such as Llama's beginning of text; nothing for GPT-2.
+    pub fn put_before(&self) -> &[u32] {
+        if self.sentences { &[] } else { &self.begin }
     }
 
     /// The token that ends a document, if it has one.
@@ -258,8 +273,8 @@ impl Tokenizer {
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.kind {
             Kind::Gpt2 => {
-                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < GPT2_TOKENS - 1).collect();
-                let bytes = tiktoken_rs::r50k_base_singleton().decode_bytes(&known).unwrap_or_default();
+                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < gpt2::TOKENS - 1).collect();
+                let bytes = gpt2::table().decode_bytes(&known).unwrap_or_default();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
             Kind::File(tokenizer) => tokenizer.decode(ids, true).unwrap_or_default(),
@@ -268,7 +283,8 @@ impl Tokenizer {
 
     fn cut(&self, text: &str) -> Result<Vec<u32>, String> {
         match &self.kind {
-            Kind::Gpt2 => Ok(tiktoken_rs::r50k_base_singleton().encode_ordinary(text)),
+            // "<|endoftext|>" is one token, as in transformers.
+            Kind::Gpt2 => Ok(gpt2::table().encode_with_special_tokens(text)),
             Kind::File(tokenizer) => {
                 let cut = tokenizer.encode_fast(text, false);
                 cut.map(|cut| cut.get_ids().to_vec()).map_err(|error| format!("cannot be cut into tokens: {error}"))
@@ -277,19 +293,30 @@ impl Tokenizer {
     }
 }
 
-/// What `tokenizer_config.json` beside the tokenizer says, or the first of the usual ones that it has.
-fn end_of_text(file: &Path, tokenizer: &tokenizers::Tokenizer) -> Result<Option<u32>> {
-    let config: PathBuf = file.with_file_name("tokenizer_config.json");
-    if config.is_file() {
-        let bytes = std::fs::read(&config).map_err(io("read", &config))?;
-        let whole: Value = serde_json::from_slice(&bytes)
-            .map_err(|error| wrong_data(&config, format!("is not a whole JSON file ({error}): write it again")))?;
-        let token = &whole["eos_token"];
-        if let Some(token) = token.as_str().or(token["content"].as_str()) {
-            return Ok(tokenizer.token_to_id(token));
-        }
-    }
-    Ok(ENDS.iter().find_map(|token| tokenizer.token_to_id(token)))
+fn largest(vocabulary: std::collections::HashMap<String, u32>) -> usize {
+    vocabulary.into_values().max().map_or(0, |largest| largest as usize + 1)
+}
+
+fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
+    let mut vocabulary: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
+    vocabulary.sort_by_key(|(_, id)| *id);
+    let lines: String = vocabulary.iter().map(|(token, _)| format!("{token}\n")).collect();
+    let lowercase = matches!(
+        tokenizer.get_normalizer(),
+        Some(NormalizerWrapper::BertNormalizer(normalizer)) if normalizer.lowercase
+    );
+    let config = json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase });
+    let json = tokenizer.to_string(true).expect("a tokenizer is numbers and texts");
+    let file = |name: &str, text: String| SideFile { name: name.into(), bytes: text.into_bytes().into() };
+    vec![file("vocab.txt", lines), file("tokenizer_config.json", format!("{config:#}\n")), file("tokenizer.json", json)]
+}
+
+/// The special tokens that a tokenizer's template has before the text.
+fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
+    let Ok(around) = tokenizer.encode("a", true) else { return Vec::new() };
+    let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
+    // A text that is all special tokens says nothing.
+    if special == around.len() { Vec::new() } else { around.get_ids()[..special].to_vec() }
 }
 
 #[cfg(test)]

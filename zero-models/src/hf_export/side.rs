@@ -1,0 +1,70 @@
+//! What an export keeps of the folder that training began from, beside the weights.
+
+use std::path::Path;
+
+use serde_json::Value;
+use zero_core::checkpoint::{NewFolder, SideFile};
+
+use crate::error::io_at;
+use crate::{ModelConfig, Result};
+
+const CONFIG: &str = "config.json";
+
+const GENERATION: &str = "generation_config.json";
+
+/// Files of tokenizers, as transformers name them.
+const TOKENIZER: [&str; 12] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+];
+
+/// Keys of a `config.json` that say where and how its weights were stored.
+const OF_ITS_WEIGHTS: [&str; 3] = ["_name_or_path", "quantization_config", "torch_dtype"];
+
+/// The files of a model's folder that are of use without its weights: `config.json`, `generation_config.json`, and its tokenizer's,
+/// which are not checked.
+///
+/// # Errors
+/// What the system says to one that is there.
+pub fn side_files(folder: &Path) -> Result<Vec<SideFile>> {
+    let names = [CONFIG, GENERATION].into_iter().chain(TOKENIZER);
+    let there = names.map(|name| (name, folder.join(name))).filter(|(_, path)| path.is_file());
+    let read = |(name, path): (&str, std::path::PathBuf)| {
+        let bytes = std::fs::read(&path).map_err(io_at("read", &path))?.into();
+        Ok(SideFile { name: name.into(), bytes })
+    };
+    there.map(read).collect()
+}
+
+/// Writes what of `files` belongs to an export of the model.
+pub(super) fn write(folder: &NewFolder, config: &ModelConfig, files: &[SideFile]) -> Result<()> {
+    let is_adapter = matches!(config, ModelConfig::Adapted(_));
+    let is_kept = |name: &str| TOKENIZER.contains(&name) || (name == GENERATION && !is_adapter);
+    files.iter().filter(|file| is_kept(&file.name)).try_for_each(|file| Ok(folder.write_file(&file.name, &file.bytes)?))
+}
+
+/// Adds the keys of the `config.json` that are not among the configuration's own, and takes its values for those that training has
+/// not changed: they may be written in another way, or have no effect here.
+pub(super) fn keep_keys(config: &mut Value, files: &[SideFile]) {
+    let Some(file) = files.iter().find(|file| file.name == CONFIG) else { return };
+    let read = ModelConfig::from_json(&String::from_utf8_lossy(&file.bytes));
+    let given = serde_json::from_slice(&file.bytes);
+    let (Ok(Value::Object(given)), Value::Object(own)) = (given, config) else { return };
+    let read = read.map_or(Value::Null, |read| read.to_hf());
+    for (key, value) in given {
+        let is_changed = own.get(&key).is_some_and(|own| read.get(&key) != Some(own));
+        if !is_changed && !OF_ITS_WEIGHTS.contains(&&*key) {
+            own.insert(key, value);
+        }
+    }
+}

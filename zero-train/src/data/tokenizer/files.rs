@@ -1,0 +1,315 @@
+//! A tokenizer's files, read as transformers reads them.
+//!
+//! * The tokens: `tokenizer.json`; or `vocab.json` with `merges.txt`, of GPT-2, BART, RoBERTa and Qwen2; or BERT's `vocab.txt`.
+//! * The names of special tokens, and tokens that were added: `tokenizer_config.json`, with `special_tokens_map.json` and
+//!   `added_tokens.json` where that has no `added_tokens_decoder`. They are added to the tokenizer where it does not know them.
+//! * What is put around a text: the tokenizer's own template, unless `add_bos_token` or `add_eos_token` says it.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Map, Value};
+use tokenizers::models::bpe::BPE;
+use tokenizers::normalizers::unicode::NFC;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::pre_tokenizers::sequence::Sequence;
+use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::roberta::RobertaProcessing;
+use tokenizers::processors::template::TemplateProcessing;
+use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+use zero_core::checkpoint::SideFile;
+
+use super::super::wordpiece;
+use crate::error::{Result, io, wrong_data};
+
+/// The files beside the tokens that a tokenizer may have.
+const BESIDE: [&str; 6] = [
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.txt",
+];
+
+/// Special tokens that have a name.
+const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
+
+/// What cuts Qwen2's texts into words.
+const QWEN2: &str =
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+
+/// A tokenizer with the names of its special tokens.
+pub(super) struct Read {
+    pub(super) tokenizer: Tokenizer,
+    /// The texts of special tokens by [`NAMES`].
+    pub(super) named: BTreeMap<&'static str, String>,
+    /// What it was read from.
+    pub(super) files: Vec<SideFile>,
+}
+
+/// Kinds of tokenizers that have `vocab.json` and `merges.txt`.
+#[derive(Clone, Copy, PartialEq)]
+enum ByteLevelKind {
+    Gpt2,
+    /// Also BART's.
+    Roberta,
+    Qwen2,
+}
+
+impl ByteLevelKind {
+    /// By the class that `tokenizer_config.json` names, the model type in `config.json`, or the special tokens that there are.
+    fn of(settings: &Map<String, Value>, config: &Value, has: impl Fn(&str) -> bool) -> Self {
+        let class = settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default().to_lowercase();
+        let model = config["model_type"].as_str().unwrap_or_default();
+        let is = |names: &[&str]| names.iter().any(|name| class.starts_with(name) || model.starts_with(name));
+        match () {
+            () if is(&["qwen"]) => Self::Qwen2,
+            () if is(&["gpt2"]) => Self::Gpt2,
+            () if is(&["bart", "roberta"]) || (has("<s>") && has("</s>")) => Self::Roberta,
+            () => Self::Gpt2,
+        }
+    }
+
+    fn named(self) -> &'static [(&'static str, &'static str)] {
+        match self {
+            Self::Gpt2 => {
+                &[("unk_token", "<|endoftext|>"), ("bos_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>")]
+            }
+            Self::Roberta => &[
+                ("bos_token", "<s>"),
+                ("eos_token", "</s>"),
+                ("sep_token", "</s>"),
+                ("cls_token", "<s>"),
+                ("unk_token", "<unk>"),
+                ("pad_token", "<pad>"),
+                ("mask_token", "<mask>"),
+            ],
+            Self::Qwen2 => {
+                &[("unk_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")]
+            }
+        }
+    }
+}
+
+/// The tokenizer in a file or folder, if there is one.
+pub(super) fn read(path: &Path) -> Result<Option<Read>> {
+    let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
+    let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
+    let [vocab, merges, vocab_txt] = ["vocab.json", "merges.txt", "vocab.txt"].map(in_folder);
+    let main = match (json, vocab, merges, vocab_txt) {
+        (Some(json), ..) => vec![json],
+        (None, Some(vocab), Some(merges), _) => vec![vocab, merges],
+        (None, .., Some(vocab)) => vec![vocab],
+        _ => return Ok(None),
+    };
+    let folder = main[0].parent().unwrap_or(Path::new("")).to_path_buf();
+    let mut settings = object(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
+    let added = added_tokens(&folder, &mut settings)?;
+    // What the library panics at is a damaged file.
+    let read = catch_unwind(AssertUnwindSafe(|| tokenizer(&main, &settings, added)));
+    let problem = |told: String| wrong_data(&main[0], format!("is no tokenizer that can be used ({told})"));
+    let (tokenizer, named) = match read {
+        Ok(read) => read.map_err(|error| problem(error.to_string()))?,
+        Err(_) => return Err(problem("the tokenizers library panics at it".into())),
+    };
+    let beside = BESIDE.iter().map(|file| folder.join(file)).filter(|path| path.is_file() && !main.contains(path));
+    let mut files = Vec::new();
+    for path in main.iter().cloned().chain(beside) {
+        let bytes: Arc<[u8]> = std::fs::read(&path).map_err(io("read", &path))?.into();
+        // A file may be given by another name.
+        let name = if path == main[0] && main.len() == 1 && path.extension().is_some_and(|ending| ending == "json") {
+            "tokenizer.json".into()
+        } else {
+            path.file_name().unwrap_or_default().to_string_lossy().into_owned()
+        };
+        files.push(SideFile { name, bytes });
+    }
+    Ok(Some(Read { tokenizer, named, files }))
+}
+
+/// A JSON object in a file, if there is one.
+fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
+    if !path.is_file() {
+        return Ok(None);
+    }
+    let bytes = std::fs::read(path).map_err(io("read", path))?;
+    let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+    serde_json::from_slice(bytes)
+        .map(Some)
+        .map_err(|error| wrong_data(path, format!("is not a whole JSON object ({error}): write it again")))
+}
+
+/// Tokens that were added, by their numbers; what `special_tokens_map.json` says is put into the settings.
+fn added_tokens(folder: &Path, settings: &mut Map<String, Value>) -> Result<BTreeMap<u32, AddedToken>> {
+    let mut added = BTreeMap::new();
+    if let Some(Value::Object(decoder)) = settings.get("added_tokens_decoder") {
+        for (id, token) in decoder {
+            if let (Ok(id), Some(token)) = (id.parse(), token_of(token, false)) {
+                added.insert(id, token);
+            }
+        }
+        return Ok(added);
+    }
+    if let Some(map) = object(&folder.join("special_tokens_map.json"))? {
+        settings.extend(map);
+    }
+    if let Some(more) = object(&folder.join("added_tokens.json"))? {
+        let special: Vec<String> = NAMES
+            .iter()
+            .filter_map(|name| Some(token_of(settings.get(*name)?, true)?.content))
+            .chain(extra(settings))
+            .collect();
+        for (content, id) in more {
+            let special = special.contains(&content);
+            if let Some(id) = id.as_u64() {
+                added.insert(
+                    id as u32,
+                    AddedToken { normalized: !special, special, ..AddedToken::from(content, special) },
+                );
+            }
+        }
+    }
+    Ok(added)
+}
+
+/// Special tokens without a name.
+fn extra(settings: &Map<String, Value>) -> Vec<String> {
+    let lists = ["additional_special_tokens", "extra_special_tokens"].map(|key| settings.get(key));
+    let tokens = lists.into_iter().flatten().flat_map(|list| match list {
+        Value::Array(tokens) => tokens.iter().collect(),
+        Value::Object(tokens) => tokens.values().collect(),
+        _ => Vec::new(),
+    });
+    tokens.filter_map(|token| Some(token_of(token, true)?.content)).collect()
+}
+
+/// A token that is written as a text or as an object.
+fn token_of(token: &Value, special: bool) -> Option<AddedToken> {
+    let content = token.as_str().or(token["content"].as_str())?.to_string();
+    let flag = |key: &str, default: bool| token[key].as_bool().unwrap_or(default);
+    let special = special || flag("special", false);
+    Some(AddedToken {
+        single_word: flag("single_word", false),
+        lstrip: flag("lstrip", false),
+        rstrip: flag("rstrip", false),
+        normalized: flag("normalized", !special),
+        special,
+        content,
+    })
+}
+
+type Named = BTreeMap<&'static str, String>;
+
+fn tokenizer(
+    files: &[PathBuf],
+    settings: &Map<String, Value>,
+    added: BTreeMap<u32, AddedToken>,
+) -> tokenizers::Result<(Tokenizer, Named)> {
+    let path = &files[0];
+    let mut named: BTreeMap<&str, AddedToken> = BTreeMap::new();
+    let mut read = match files {
+        [vocab, merges] => {
+            let [vocab, merges] = [vocab, merges].map(|path| path.display().to_string());
+            let bpe = BPE::from_file(&vocab, &merges).build()?;
+            let config = object(&path.with_file_name("config.json"));
+            let config = config.ok().flatten().map_or(Value::Null, Value::Object);
+            let known = bpe.get_vocab();
+            let kind = ByteLevelKind::of(settings, &config, |token| known.contains_key(token));
+            // One that is not there would be given a number.
+            let defaults = kind.named().iter().filter(|(_, token)| known.contains_key(*token));
+            named.extend(defaults.map(|&(name, token)| (name, AddedToken::from(token, true))));
+            byte_level(bpe, kind, settings)
+        }
+        _ if path.extension().is_some_and(|ending| ending == "txt") => {
+            let lines = std::fs::read_to_string(path)?;
+            wordpiece::of_lines(&lines, wordpiece::lowercases(path))?
+        }
+        _ => Tokenizer::from_file(path)?,
+    };
+    for name in NAMES {
+        if let Some(token) = settings.get(name) {
+            match token_of(token, true) {
+                Some(token) => drop(named.insert(name, token)),
+                // null
+                None => drop(named.remove(name)),
+            }
+        }
+    }
+    read.with_padding(None);
+    read.with_truncation(None)?;
+    let known: Vec<String> = read.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+    let unknown = |token: &AddedToken| !known.contains(&token.content);
+    let more: Vec<AddedToken> = added.into_values().filter(unknown).collect();
+    add(&mut read, more);
+    let extra = extra(settings).into_iter().map(|token| AddedToken::from(token, true));
+    let special: Vec<AddedToken> = named.values().cloned().chain(extra).filter(unknown).collect();
+    read.add_special_tokens(&special);
+    let named: Named = NAMES.iter().filter_map(|name| Some((*name, named.get(name)?.content.clone()))).collect();
+    put_around(&mut read, settings, &named)?;
+    Ok((read, named))
+}
+
+/// In their order, so that each gets its number.
+fn add(tokenizer: &mut Tokenizer, tokens: Vec<AddedToken>) {
+    for token in tokens {
+        match token.special {
+            true => tokenizer.add_special_tokens(&[token]),
+            false => tokenizer.add_tokens(&[token]),
+        };
+    }
+}
+
+fn byte_level(bpe: BPE, kind: ByteLevelKind, settings: &Map<String, Value>) -> Tokenizer {
+    let prefix_space = settings.get("add_prefix_space").and_then(Value::as_bool).unwrap_or(false);
+    let id = |token: &str| bpe.get_vocab().get(token).copied();
+    let around = match (kind, id("<s>"), id("</s>")) {
+        (ByteLevelKind::Roberta, Some(begin), Some(end)) => {
+            let processing = RobertaProcessing::new(("</s>".into(), end), ("<s>".into(), begin));
+            Some(processing.trim_offsets(true).add_prefix_space(prefix_space))
+        }
+        _ => None,
+    };
+    let mut tokenizer = Tokenizer::new(bpe);
+    match kind {
+        ByteLevelKind::Qwen2 => {
+            let pattern = SplitPattern::Regex(QWEN2.into());
+            let split = Split::new(pattern, SplitDelimiterBehavior::Isolated, false)
+                .expect("the pattern is a regular expression");
+            let bytes = ByteLevel::new(prefix_space, true, false);
+            tokenizer
+                .with_normalizer(Some(NFC))
+                .with_pre_tokenizer(Some(Sequence::new(vec![split.into(), bytes.into()])));
+        }
+        _ => drop(tokenizer.with_pre_tokenizer(Some(ByteLevel::new(prefix_space, true, true)))),
+    }
+    tokenizer.with_decoder(Some(ByteLevel::default()));
+    if let Some(around) = around {
+        tokenizer.with_post_processor(Some(around));
+    }
+    tokenizer
+}
+
+/// The template that the settings ask for, if they do, or if the tokenizer has none.
+fn put_around(tokenizer: &mut Tokenizer, settings: &Map<String, Value>, named: &Named) -> tokenizers::Result<()> {
+    let asked = ["add_bos_token", "add_eos_token"].map(|key| settings.get(key).and_then(Value::as_bool));
+    if asked == [None, None] {
+        return Ok(());
+    }
+    let token = |asked: Option<bool>, name: &str| {
+        let token = named.get(name).filter(|_| asked == Some(true))?;
+        Some((token.clone(), tokenizer.token_to_id(token)?))
+    };
+    let [begin, end] = [token(asked[0], "bos_token"), token(asked[1], "eos_token")];
+    let piece = |token: &Option<(String, u32)>| token.as_ref().map(|(text, _)| format!("{text}:0"));
+    let single: Vec<String> = [piece(&begin), Some("$A:0".into()), piece(&end)].into_iter().flatten().collect();
+    let template = TemplateProcessing::builder()
+        .try_single(single)?
+        .special_tokens(begin.into_iter().chain(end).collect::<Vec<_>>())
+        .build()
+        .map_err(|error| error.to_string())?;
+    tokenizer.with_post_processor(Some(template));
+    Ok(())
+}

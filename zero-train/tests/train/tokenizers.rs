@@ -1,0 +1,189 @@
+//! `cargo test -p zero-train --test train tokenizers`
+//!
+//! Texts and tokens as transformers 5.23 has them, with tokenizers of the kinds that models come with; `tests/fixtures/make_tokenizers.py`
+//! makes them and what they are compared with.
+
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+use zero_train::data::{Cutting, Tokenizer};
+
+use crate::common::texts::{ok, refused};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tokenizers")
+}
+
+fn json_of(path: &Path) -> Value {
+    serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap()
+}
+
+fn numbers(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|number| number.as_u64().unwrap() as u32).collect()
+}
+
+#[test]
+fn ids_and_texts_are_those_of_transformers() {
+    let made = json_of(&fixtures().join("texts.json"));
+    let texts: Vec<&str> = made["texts"].as_array().unwrap().iter().map(|text| text.as_str().unwrap()).collect();
+    assert!(texts.len() >= 200);
+    let mut wrong = Vec::new();
+    for (kind, expected) in made["kinds"].as_object().unwrap() {
+        let dir = fixtures().join(kind);
+        let cutting = Cutting { vocab_size: 1 << 20, tokenizer: Some(&dir), ..Cutting::default() };
+        let tokenizer = Tokenizer::find(&dir, &cutting).unwrap();
+        // BERT's name none, and have [SEP].
+        let end = expected["eos"].as_u64().or(tokenizer.id("[SEP]").map(u64::from));
+        assert_eq!(tokenizer.end().map(u64::from), end, "{kind}");
+        for (at, text) in texts.iter().enumerate() {
+            let ids = numbers(&expected["ids"][at]);
+            let behind = usize::from(["bart", "bert"].contains(&&**kind));
+            let cut = tokenizer.encode(text).unwrap();
+            let got = [tokenizer.put_before(), &cut].concat();
+            if got != ids[..ids.len() - behind] {
+                wrong.push(format!("{kind}: {text:?}: {got:?}, expected {ids:?}"));
+            }
+            let (got, text) = (tokenizer.decode(&ids), expected["texts"][at].as_str().unwrap());
+            if got != text {
+                wrong.push(format!("{kind}: {ids:?}: {got:?}, expected {text:?}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} differ: {:#?}", wrong.len(), &wrong[..wrong.len().min(12)]);
+}
+
+/// The files of a tiny model with a tokenizer, in a folder `name` of `dir`.
+fn folder(dir: &Path, name: &str) {
+    std::fs::create_dir(dir.join(name)).unwrap();
+    for from in [fixtures().join("../texts").join(name), fixtures().join("..").join(name)] {
+        for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
+            std::fs::copy(entry.path(), dir.join(name).join(entry.file_name())).unwrap();
+        }
+    }
+}
+
+fn generated(dir: &Path, model: &str, prompts: &[&str], options: &[&str]) -> Vec<Value> {
+    let prompts = prompts.iter().flat_map(|prompt| ["--prompt", prompt]).collect::<Vec<_>>();
+    let args = [&["generate", model, "--json", "--max-new-tokens", "14"][..], &prompts, options].concat();
+    ok(&args, dir).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+const MODELS: [&str; 4] = ["llama_tiny", "mistral_tiny", "qwen2_tiny", "gpt2_tiny"];
+
+#[test]
+fn generated_texts_are_those_of_transformers() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in MODELS {
+        folder(dir.path(), name);
+        let made = json_of(&dir.path().join(name).join("made.json"));
+        let made = made.as_array().unwrap();
+        let ends = json_of(&dir.path().join(name).join("generation_config.json"))["eos_token_id"].clone();
+        let ends = if ends.is_array() { numbers(&ends) } else { vec![ends.as_u64().unwrap() as u32] };
+        let prompts: Vec<&str> = made.iter().map(|row| row["prompt"].as_str().unwrap()).collect();
+        for (got, row) in generated(dir.path(), name, &prompts, &[]).iter().zip(made) {
+            let mut expected = numbers(&row["made"]);
+            let ended = expected.pop_if(|last| ends.contains(last));
+            assert_eq!(numbers(&got["tokens"]), expected, "{name}: {row}");
+            let text = format!("{}{}", row["given"].as_str().unwrap(), got["text"].as_str().unwrap());
+            // The token that ends a text is not shown.
+            let all = row["all"].as_str().unwrap();
+            let shown = if ended.is_some_and(|end| end > 2 && end < 60) { &all[..all.len() - 1] } else { all };
+            assert_eq!(text, shown, "{name}: {row}");
+        }
+    }
+}
+
+#[test]
+fn an_export_has_what_the_folder_had_and_generates_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    std::fs::write(dir.join("book.txt"), "a rose is a rose is a rose, to be or not to be! ".repeat(30)).unwrap();
+    for name in MODELS {
+        folder(dir, name);
+        // A key that this program does not know.
+        let mut config = json_of(&dir.join(name).join("config.json"));
+        config["of_another_program"] = json!({ "kept": [1, 2] });
+        std::fs::write(dir.join(name).join("config.json"), config.to_string()).unwrap();
+        let file = json!({
+            "train_micro_batch_size_per_gpu": 1, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } },
+            "zero_optimization": { "stage": 3, "stage3_gather_16bit_weights_on_model_save": true }
+        });
+        std::fs::write(dir.join("ds.json"), file.to_string()).unwrap();
+        let saved = format!("{name}-saves");
+        let train = ["train", "--data", "book.txt", "--seq", "16", "--steps", "2", "--ranks", "2", "--weights", name];
+        ok(&[&train[..], &["--config", "ds.json", "--save", &saved]].concat(), dir);
+        let (out, whole) = (format!("{name}-out"), format!("{saved}/16bit-model-00000002"));
+        ok(&["export", &saved, &out, "--dtype", "bf16"], dir);
+        for exported in [&out, &whole] {
+            for file in ["tokenizer.json", "tokenizer_config.json", "generation_config.json"] {
+                let read = |folder: &str| std::fs::read(dir.join(folder).join(file)).unwrap();
+                assert!(read(exported) == read(name), "{exported}/{file}");
+            }
+            let kept = json_of(&dir.join(exported).join("config.json"));
+            for (key, value) in config.as_object().unwrap() {
+                if !["dtype", "torch_dtype", "transformers_version"].contains(&&**key) && !value.is_null() {
+                    assert_eq!(&kept[key], value, "{exported}: {key}");
+                }
+            }
+            assert_eq!(kept["torch_dtype"], "bfloat16");
+        }
+        let prompts = ["a rose", "to be"];
+        let expected = generated(dir, &saved, &prompts, &["--dtype", "bf16"]);
+        for exported in [&out, &whole] {
+            assert_eq!(generated(dir, exported, &prompts, &["--dtype", "bf16"]), expected, "{exported}");
+        }
+        // An adapter has the tokenizer, and what it is merged into has all.
+        let adapter = format!("{name}-adapter");
+        let lora = ["--lora-r", "2", "--save", &adapter];
+        ok(&[&train[..], &lora].concat(), dir);
+        let (small, merged) = (format!("{adapter}-out"), format!("{adapter}-merged"));
+        ok(&["export", &adapter, &small], dir);
+        ok(&["export", &adapter, &merged, "--merge", "--dtype", "fp32"], dir);
+        assert!(dir.join(&small).join("tokenizer.json").is_file());
+        assert!(!dir.join(&small).join("generation_config.json").exists());
+        assert!(dir.join(&merged).join("generation_config.json").is_file());
+        assert_eq!(json_of(&dir.join(&merged).join("config.json"))["of_another_program"], config["of_another_program"]);
+        assert_eq!(generated(dir, &merged, &prompts, &[]), generated(dir, &small, &prompts, &[]), "{name}");
+    }
+}
+
+#[test]
+fn only_a_gpt2_has_its_tokens_without_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    std::fs::write(dir.join("book.txt"), "a rose is a rose ".repeat(40)).unwrap();
+    let config = |name: &str, config: Value| {
+        std::fs::create_dir(dir.join(name)).unwrap();
+        std::fs::write(dir.join(name).join("config.json"), config.to_string()).unwrap();
+    };
+    config(
+        "gpt2",
+        json!({ "model_type": "gpt2", "vocab_size": 50304, "n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2 }),
+    );
+    config(
+        "qwen2",
+        json!({
+            "model_type": "qwen2", "vocab_size": 60000, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "tie_word_embeddings": true
+        }),
+    );
+    let train = |model: &str| {
+        ["train", "--data", "book.txt", "--seq", "16", "--steps", "1", "--save", "saves", "--model", model]
+            .map(String::from)
+    };
+    let told = refused(&train("qwen2").each_ref().map(String::as_str), dir);
+    assert!(told.contains("has no tokenizer, and its model is no GPT-2"), "{told}");
+    ok(&train("gpt2").each_ref().map(String::as_str), dir);
+    ok(&["export", "saves", "out"], dir);
+    // GPT-2's tokens, as files: the special one is one token, as in transformers.
+    let cutting = |dir| Cutting { vocab_size: 50304, tokenizer: Some(dir), ..Cutting::default() };
+    let out = dir.join("out");
+    let written = Tokenizer::find(&out, &cutting(&*out)).unwrap();
+    let own = Tokenizer::find(&out, &Cutting { tokenizer: None, ..cutting(&out) }).unwrap();
+    for text in ["Hello world", " a rose", "a<|endoftext|>b", "naïve 🙂 \n\n  x", "日本語"] {
+        assert_eq!(written.encode(text), own.encode(text), "{text:?}");
+        assert_eq!(written.decode(&own.encode(text).unwrap()), own.decode(&own.encode(text).unwrap()));
+    }
+    assert_eq!(own.encode("a<|endoftext|>b").unwrap(), [64, 50256, 65]);
+    assert_eq!((written.tokens(), written.end(), written.put_before()), (50257, Some(50256), &[][..]));
+}
