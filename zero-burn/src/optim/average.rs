@@ -8,6 +8,7 @@ use burn_std::DType;
 use zero_core::checkpoint::ElementType;
 
 use super::fused::{Fused, loaded_state};
+use super::plan::edited;
 use super::state::{EMA, MASTER, flat};
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::Cell;
@@ -22,8 +23,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// bit. A parameter that has no average, as it is frozen or has not been updated, stays. Every rank calls it. Between the two
     /// calls the module may be read and saved as usual, and must not be trained.
     ///
-    /// Memory: two copies of one parameter at a time. Where a rank holds more of a parameter than of its state (stages 1 and 2) the
-    /// averages are gathered.
+    /// Memory: two copies of one parameter at a time. Where a parameter is cut in another way than its state the average is gathered.
     pub fn exchange_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
         let context = Context::<A::Base>::current();
         context.wait_for_updates();
@@ -33,9 +33,17 @@ impl<A: ZeroAutodiff> Fused<A> {
             let named = |name: &str| cells.iter().position(|(known, _)| known == name);
             let Some(average) = named(EMA) else { return Ok(None) };
             let master = named(MASTER);
+            let ZeroTensor::Shard(shard) = parameter else {
+                stop(format!("parameter {} is an ordinary tensor: call zero_burn::module::prepare", meta.path));
+            };
+            if let Some(master) = master.filter(|_| !shard.views.is_empty()) {
+                // The parameter was changed since its last update, and its master is what it is made of again.
+                cells[master].1 = edited(cells[master].1.clone(), &shard);
+            }
             let cell = cells[average].1.clone();
             let held = cell.partition.range(cell.place());
-            let values = match held == range {
+            // The same on every rank, as a gather is.
+            let values = match cell.partition == shard.cell.partition {
                 true => local::<A::Base>(&cell, held.len()),
                 false => {
                     let whole: Vec<f32> = flat(&cell).into_data().iter::<f32>().collect();
@@ -45,9 +53,6 @@ impl<A: ZeroAutodiff> Fused<A> {
             cells[average].1 = match master {
                 Some(master) => std::mem::replace(&mut cells[master].1, cell),
                 None => {
-                    let ZeroTensor::Shard(shard) = parameter else {
-                        stop(format!("parameter {} is an ordinary tensor: call zero_burn::module::prepare", meta.path));
-                    };
                     let own = values::flat(read::<A::Base>(shard.into_piece())).convert_dtype(DType::F32);
                     let first = held.start - range.start.min(held.start);
                     let own = own.as_slice::<f32>().expect("it was converted")[first..first + held.len()].to_vec();

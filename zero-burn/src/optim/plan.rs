@@ -248,7 +248,7 @@ fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
 }
 
 /// A parameter's fp32 master with what was done to the parameter itself.
-fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>> {
+pub(super) fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>> {
     let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
     let piece =
         parameter.views.apply_maps(master.into_local(), Extent::Piece(template.partition, parameter.cell.place()));

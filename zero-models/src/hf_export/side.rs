@@ -28,8 +28,9 @@ const TOKENIZER: [&str; 12] = [
     "chat_template.json",
 ];
 
-/// Keys of a `config.json` that say where and how its weights were stored.
-const OF_ITS_WEIGHTS: [&str; 3] = ["_name_or_path", "quantization_config", "torch_dtype"];
+/// Keys of a `config.json` that are of its weights, its own code or its head, and not of what is exported.
+const NOT_KEPT: [&str; 6] =
+    ["_name_or_path", "auto_map", "num_labels", "problem_type", "quantization_config", "torch_dtype"];
 
 /// The files of a model's folder that are of use without its weights: `config.json`, `generation_config.json`, and its tokenizer's,
 /// which are not checked.
@@ -63,7 +64,7 @@ pub(super) fn keep_keys(config: &mut Value, files: &[SideFile]) {
     let read = read.map_or(Value::Null, |read| read.to_hf());
     for (key, value) in given {
         let is_changed = own.get(&key).is_some_and(|own| read.get(&key) != Some(own));
-        if !is_changed && !OF_ITS_WEIGHTS.contains(&&*key) {
+        if !is_changed && !NOT_KEPT.contains(&&*key) {
             own.insert(key, value);
         }
     }

@@ -412,11 +412,11 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if averages {
             self.trainee.exchange_averages()?;
         }
-        let evaluated = evaluate_all(self.task, self.trainee, self.plan)?;
+        let evaluated = evaluate_all(self.task, self.trainee, self.plan);
         if averages {
             self.trainee.exchange_averages()?;
         }
-        let values = match evaluated {
+        let values = match evaluated? {
             Ok(values) => values,
             Err(signal) => {
                 self.measured.signal = Some(signal);

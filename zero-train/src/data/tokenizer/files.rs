@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use serde_json::{Map, Value};
 use tokenizers::models::bpe::BPE;
+use tokenizers::normalizers::BertNormalizer;
 use tokenizers::normalizers::unicode::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -62,15 +63,15 @@ enum ByteLevelKind {
 impl ByteLevelKind {
     /// By the class that `tokenizer_config.json` names, the model type in `config.json`, or the special tokens that there are.
     fn of(settings: &Map<String, Value>, config: &Value, has: impl Fn(&str) -> bool) -> Self {
-        let class = settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default().to_lowercase();
-        let model = config["model_type"].as_str().unwrap_or_default();
-        let is = |names: &[&str]| names.iter().any(|name| class.starts_with(name) || model.starts_with(name));
-        match () {
-            () if is(&["qwen"]) => Self::Qwen2,
-            () if is(&["gpt2"]) => Self::Gpt2,
-            () if is(&["bart", "roberta"]) || (has("<s>") && has("</s>")) => Self::Roberta,
-            () => Self::Gpt2,
-        }
+        // The class decides, if it is one of these.
+        let known = [class(settings), config["model_type"].as_str().unwrap_or_default().into()];
+        let kind = known.iter().find_map(|name| match &**name {
+            name if name.starts_with("qwen") => Some(Self::Qwen2),
+            name if name.starts_with("gpt2") => Some(Self::Gpt2),
+            name if name.starts_with("bart") || name.starts_with("roberta") => Some(Self::Roberta),
+            _ => None,
+        });
+        kind.unwrap_or(if has("<s>") && has("</s>") { Self::Roberta } else { Self::Gpt2 })
     }
 
     fn named(self) -> &'static [(&'static str, &'static str)] {
@@ -91,6 +92,22 @@ impl ByteLevelKind {
                 &[("unk_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")]
             }
         }
+    }
+}
+
+/// The class of transformers that a tokenizer is of, in lower case.
+fn class(settings: &Map<String, Value>) -> String {
+    settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default().to_lowercase()
+}
+
+/// The special tokens of a class for which a `tokenizer_config.json` names none.
+fn named_by_class(settings: &Map<String, Value>) -> &'static [(&'static str, &'static str)] {
+    match &*class(settings) {
+        name if name.starts_with("gpt2") => ByteLevelKind::Gpt2.named(),
+        name if name.starts_with("bart") || name.starts_with("roberta") => ByteLevelKind::Roberta.named(),
+        name if name.starts_with("qwen2") => ByteLevelKind::Qwen2.named(),
+        name if name.starts_with("llama") => &[("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")],
+        _ => &[],
     }
 }
 
@@ -225,9 +242,19 @@ fn tokenizer(
         }
         _ if path.extension().is_some_and(|ending| ending == "txt") => {
             let lines = std::fs::read_to_string(path)?;
-            wordpiece::of_lines(&lines, wordpiece::lowercases(path))?
+            let lowercase = wordpiece::lowercases(path);
+            let mut tokenizer = wordpiece::of_lines(&lines, lowercase)?;
+            let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
+            let chinese = flag("tokenize_chinese_chars").unwrap_or(true);
+            tokenizer.with_normalizer(Some(BertNormalizer::new(true, chinese, flag("strip_accents"), lowercase)));
+            tokenizer
         }
-        _ => Tokenizer::from_file(path)?,
+        _ => {
+            let tokenizer = Tokenizer::from_file(path)?;
+            let defaults = named_by_class(settings).iter().filter(|(_, token)| tokenizer.token_to_id(token).is_some());
+            named.extend(defaults.map(|&(name, token)| (name, AddedToken::from(token, true))));
+            tokenizer
+        }
     };
     for name in NAMES {
         if let Some(token) = settings.get(name) {
@@ -240,9 +267,11 @@ fn tokenizer(
     }
     read.with_padding(None);
     read.with_truncation(None)?;
-    let known: Vec<String> = read.get_added_tokens_decoder().into_values().map(|token| token.content).collect();
+    // Also those that are there with other flags.
+    let known: Vec<AddedToken> = read.get_added_tokens_decoder().into_values().collect();
+    let more: Vec<AddedToken> = added.into_values().filter(|token| !is_same(&known, token)).collect();
+    let known: Vec<String> = known.into_iter().chain(more.clone()).map(|token| token.content).collect();
     let unknown = |token: &AddedToken| !known.contains(&token.content);
-    let more: Vec<AddedToken> = added.into_values().filter(unknown).collect();
     add(&mut read, more);
     let extra = extra(settings).into_iter().map(|token| AddedToken::from(token, true));
     let special: Vec<AddedToken> = named.values().cloned().chain(extra).filter(unknown).collect();
@@ -250,6 +279,12 @@ fn tokenizer(
     let named: Named = NAMES.iter().filter_map(|name| Some((*name, named.get(name)?.content.clone()))).collect();
     put_around(&mut read, settings, &named)?;
     Ok((read, named))
+}
+
+/// Returns true if the token is there with the same flags.
+fn is_same(known: &[AddedToken], token: &AddedToken) -> bool {
+    let flags = |token: &AddedToken| [token.single_word, token.lstrip, token.rstrip, token.normalized, token.special];
+    known.iter().any(|other| other.content == token.content && flags(other) == flags(token))
 }
 
 /// In their order, so that each gets its number.

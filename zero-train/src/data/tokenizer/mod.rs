@@ -313,10 +313,15 @@ fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
 
 /// The special tokens that a tokenizer's template has before the text.
 fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
-    let Ok(around) = tokenizer.encode("a", true) else { return Vec::new() };
-    let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
-    // A text that is all special tokens says nothing.
-    if special == around.len() { Vec::new() } else { around.get_ids()[..special].to_vec() }
+    // A text of which something is left: some tokenizers know few letters.
+    for text in ["a", "A", "0", "."] {
+        let Ok(around) = tokenizer.encode(text, true) else { continue };
+        let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
+        if special < around.len() {
+            return around.get_ids()[..special].to_vec();
+        }
+    }
+    Vec::new()
 }
 
 #[cfg(test)]
