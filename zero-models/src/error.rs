@@ -75,7 +75,7 @@ pub enum ModelError {
     /// A configuration of a family that is not known.
     #[error("the configuration has {got}: expected a model_type of {known}")]
     Family {
-        /// What the file has.
+        /// The name or key that was found in the file.
         got: String,
         /// The families that there are.
         known: String,

@@ -23,7 +23,7 @@ use crate::cube::{
     tensor::Plain,
 };
 
-/// What an operation makes: a shape and a type.
+/// The shape and the type that an operation makes.
 #[cfg(feature = "cubecl")]
 type About = (Shape, DType);
 

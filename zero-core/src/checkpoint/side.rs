@@ -13,7 +13,7 @@ const PREFIX: &str = "file.";
 pub struct SideFile {
     /// Its name, without a folder.
     pub name: String,
-    /// What is in it.
+    /// Its content.
     pub bytes: Arc<[u8]>,
 }
 

@@ -1,4 +1,4 @@
-//! What an export keeps of the folder that training began from, beside the weights.
+//! Files and keys of the folder that training began from, which an export keeps beside the weights.
 
 use std::path::Path;
 
@@ -36,7 +36,7 @@ const NOT_KEPT: [&str; 6] =
 /// which are not checked.
 ///
 /// # Errors
-/// What the system says to one that is there.
+/// The system's, for a file that is there and cannot be read.
 pub fn side_files(folder: &Path) -> Result<Vec<SideFile>> {
     let names = [CONFIG, GENERATION].into_iter().chain(TOKENIZER);
     let there = names.map(|name| (name, folder.join(name))).filter(|(_, path)| path.is_file());
@@ -47,7 +47,7 @@ pub fn side_files(folder: &Path) -> Result<Vec<SideFile>> {
     there.map(read).collect()
 }
 
-/// Writes what of `files` belongs to an export of the model.
+/// Writes those of `files` that belong to an export of the model.
 pub(super) fn write(folder: &NewFolder, config: &ModelConfig, files: &[SideFile]) -> Result<()> {
     let is_adapter = matches!(config, ModelConfig::Adapted(_));
     let is_kept = |name: &str| TOKENIZER.contains(&name) || (name == GENERATION && !is_adapter);

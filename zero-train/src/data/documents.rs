@@ -63,7 +63,7 @@ impl DataKind {
     }
 }
 
-/// How some programs begin a file in UTF-8.
+/// The bytes with which some programs begin a file in UTF-8.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// The file, or the files of a folder by their names.

@@ -49,7 +49,7 @@ pub struct Cutting<'a> {
     pub tokenizer: Option<&'a Path>,
     /// Where the model is read from: a tokenizer there is the one that it was made for.
     pub folders: &'a [&'a Path],
-    /// Whether the model is a GPT-2, whose tokens are known where its folder has no tokenizer.
+    /// True if the model is a GPT-2, whose tokens are known where its folder has no tokenizer.
     pub is_gpt2: bool,
     /// Whether sentences and documents are told apart, for [`SentencePairs`].
     pub sentences: bool,

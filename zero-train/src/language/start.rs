@@ -66,12 +66,12 @@ pub(super) struct Start {
     adapter: Option<PathBuf>,
     /// What linear layers that stay as they are become.
     quantize: Option<Format>,
-    /// What belongs to the model beside its weights.
+    /// The model's files beside its weights.
     files: Vec<SideFile>,
 }
 
 impl Start {
-    /// What the options say for a model of this configuration, whose texts this tokenizer cuts. `heads` are modules that an adapter
+    /// Reads the options for a model of this configuration, whose texts this tokenizer cuts. `heads` are modules that an adapter
     /// does not stand in for, as they are fresh.
     pub(super) fn new(
         options: &Options,
@@ -147,7 +147,7 @@ impl Start {
         self.weights.as_deref()
     }
 
-    /// What belongs to the model beside its weights, for checkpoints and exports.
+    /// The model's files beside its weights, for checkpoints and exports.
     pub(super) fn files(&self) -> &[SideFile] {
         &self.files
     }

@@ -19,7 +19,7 @@ pub(super) struct Model {
     /// As in a checkpoint's state, if transformers know such a model.
     pub config: Option<ModelConfig>,
     pub settings: Value,
-    /// What belongs to it beside its weights.
+    /// Its files beside its weights.
     pub files: Vec<SideFile>,
 }
 

@@ -121,7 +121,7 @@ pub trait Trainee {
     /// Exchanges the weights with their moving averages, for what follows but training; and back. All ranks do.
     ///
     /// # Errors
-    /// Of a run without averages.
+    /// An error for a run without averages.
     fn exchange_averages(&mut self) -> Result<()>;
 
     /// What the task measures of rows that are held out.

@@ -41,7 +41,7 @@ pub(super) struct Plan {
     pub decay_except: DecayExcept,
     pub steps: usize,
     pub eval_every: Option<usize>,
-    /// Whether what is measured, predicted and exported is the moving average of the weights.
+    /// True if the moving averages of the weights are measured, predicted and exported.
     pub eval_ema: bool,
     pub launch: LaunchOptions,
     /// Folder for metrics.

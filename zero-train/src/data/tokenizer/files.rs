@@ -38,7 +38,7 @@ const BESIDE: [&str; 6] = [
 /// Special tokens that have a name.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// What cuts Qwen2's texts into words.
+/// The pattern that cuts Qwen2's texts into words.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
@@ -47,7 +47,7 @@ pub(super) struct Read {
     pub(super) tokenizer: Tokenizer,
     /// The texts of special tokens by [`NAMES`].
     pub(super) named: BTreeMap<&'static str, String>,
-    /// What it was read from.
+    /// The files it was read from.
     pub(super) files: Vec<SideFile>,
 }
 

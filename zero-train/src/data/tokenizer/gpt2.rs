@@ -63,7 +63,7 @@ fn halves(token: &[u8], rank: usize, ranks: &HashMap<&[u8], usize>) -> usize {
     cuts[1]
 }
 
-/// How byte-level tokens are written: a printable character for each byte.
+/// The printable characters in which byte-level tokens are written, one for each byte.
 fn shown_bytes() -> [char; 256] {
     let is_shown = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut others = 0x100..;

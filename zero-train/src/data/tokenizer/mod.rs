@@ -33,14 +33,14 @@ pub struct Tokenizer {
     kind: Kind,
     /// Of its files, to tell it from others.
     pub(super) checksum: u32,
-    /// What it puts before a text.
+    /// The tokens that it puts before a text.
     begin: Vec<u32>,
     /// The token that begins a text from nothing.
     bos: Option<u32>,
     end: Option<u32>,
     /// Whether [`encode`](Self::encode) tells sentences and documents apart.
     pub(super) sentences: bool,
-    /// What it was read from.
+    /// The files it was read from.
     files: Vec<SideFile>,
 }
 
@@ -209,7 +209,7 @@ impl Tokenizer {
         }
     }
 
-    /// How many there are without those that were added.
+    /// The number of tokens without those that were added.
     fn tokens_of_model(&self) -> usize {
         match &self.kind {
             Kind::Gpt2 => gpt2::TOKENS,
@@ -231,7 +231,7 @@ impl Tokenizer {
         self.bos
     }
 
-    /// What the tokenizer puts before a text that a model continues, such as Llama's beginning of text; nothing for GPT-2.
+    /// The tokens that stand before a text that a model continues, such as Llama's beginning of text; none for GPT-2.
     pub fn put_before(&self) -> &[u32] {
         if self.sentences { &[] } else { &self.begin }
     }
