@@ -97,7 +97,7 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) average: Option<Averaged<B>>,
     /// The parameter in 16 bit.
     pub(crate) copy: Option<(Array<B>, DType)>,
-    /// What comes of it, pending: the states, the average, the master if there is a copy, the parameter's next version.
+    /// The cells of its results, pending: the states, the average, the master if there is a copy, the parameter's next version.
     pub(crate) cells: Vec<Arc<Cell<B>>>,
     /// Its place among those of the step.
     pub(crate) number: usize,

@@ -93,7 +93,7 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// What to train on: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row; a folder of such files; or
+    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row; a folder of such files; or
     /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,

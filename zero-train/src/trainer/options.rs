@@ -103,7 +103,7 @@ pub struct Options {
     /// of its distance to the weights. Checkpoints hold it; `zero export --ema` writes it [default: none]
     #[arg(long, value_name = "DECAY")]
     pub ema_decay: Option<f64>,
-    /// Evaluate, predict, sample and save the 16-bit model by the averages of --ema-decay in place of the weights
+    /// Use the averages of --ema-decay instead of the weights to evaluate, predict and sample, and for the 16-bit model at the end
     #[arg(long, requires = "ema_decay")]
     pub eval_ema: bool,
     /// What weight decay leaves alone: nothing, as DeepSpeed without parameter groups; vectors, which are biases and norms; or
