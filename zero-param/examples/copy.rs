@@ -25,10 +25,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config = Gpt2Config::from_file(&folder.join("config.json"))?;
     let model = model::init(&config, &Device::flex().autodiff())?;
     let settings = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
+    let from = Checkpoint::open(from)?;
+    let options = SaveOptions { files: from.files()?, ..SaveOptions::default() };
     run_threads(2, &ThreadOptions::default(), |ranks| {
         let (model, zero) = shard(model.clone(), ranks, &settings)?;
-        let loaded = zero.load(model, zero.optimizer(&AdamWConfig::new())?, &Checkpoint::open(from)?)?;
-        zero.save(&loaded.model, &loaded.optimizer, to, loaded.steps, loaded.extra, &SaveOptions::default())?;
+        let loaded = zero.load(model, zero.optimizer(&AdamWConfig::new())?, &from)?;
+        zero.save(&loaded.model, &loaded.optimizer, to, loaded.steps, loaded.extra, &options)?;
         Ok::<_, Error>(())
     })?;
     Ok(())
