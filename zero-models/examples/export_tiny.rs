@@ -77,9 +77,12 @@ fn main() -> Result<(), Box<dyn Error>> {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8,
         };
-        for (name, model_type) in
-            [("llama", LlamaKind::Llama), ("mistral", LlamaKind::Mistral), ("qwen2", LlamaKind::Qwen2)]
-        {
+        for (name, model_type) in [
+            ("llama", LlamaKind::Llama),
+            ("mistral", LlamaKind::Mistral),
+            ("qwen2", LlamaKind::Qwen2),
+            ("qwen3", LlamaKind::Qwen3),
+        ] {
             let config = LlamaConfig {
                 model_type,
                 vocab_size: VOCABULARY,

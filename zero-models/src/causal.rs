@@ -186,10 +186,13 @@ causal_family!(Gpt2Config, Gpt2, gpt2, |c| CausalSizes {
 
 causal_family!(LlamaConfig, Llama, llama, |c| CausalSizes {
     vocabulary: c.vocab_size,
-    positions: c.max_position_embeddings,
+    positions: c.positions(),
     width: c.hidden_size,
     layers: c.num_hidden_layers,
     // The input, the two norms' results, the sum between them; turned queries and keys, values, attention's result; gate, up and
-    // their product.
-    kept: 4 * c.hidden_size + 2 * (c.query_width() + c.key_width()) + 3 * c.intermediate_size,
+    // their product. Of a Qwen3, queries and keys before their norms, too, and after.
+    kept: 4 * c.hidden_size
+        + 2 * (c.query_width() + c.key_width())
+        + if c.has_head_norms() { 2 * (c.query_width() + c.key_width()) } else { 0 }
+        + 3 * c.intermediate_size,
 });

@@ -34,6 +34,14 @@ pub enum ModelError {
         /// What is wrong.
         problem: String,
     },
+    /// Settings of generation that cannot be used.
+    #[error("{} {problem}", path.display())]
+    Generation {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and what to change.
+        problem: String,
+    },
     /// A weight that is to be quantised and cannot be.
     #[error("tensor \"{name}\" in {} has elements that are not finite, which have no scale: load it without quantising", path.display())]
     NotFinite {
@@ -160,6 +168,13 @@ pub enum ModelError {
         expected_bytes: u64,
         /// The length it has.
         got_bytes: u64,
+    },
+
+    /// A file that stands for another, which git-lfs was to fetch.
+    #[error("{path} is a pointer of git-lfs and not the file itself: fetch it with git lfs pull")]
+    Pointer {
+        /// The file.
+        path: PathBuf,
     },
 
     /// A checkpoint file that breaks the safetensors format, or an index that is not the JSON of an index.

@@ -7,6 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use crate::error::{check_each, io_at};
+use crate::hf_params::Family;
 use crate::{ModelError, Result};
 
 /// Makes a family's configuration of its table: the keys of `config.json` with Hugging Face's defaults for those that are
@@ -188,6 +189,35 @@ macro_rules! named {
 }
 pub(crate) use named;
 
+/// No size of a model is above this.
+const LARGEST_SIZE: usize = u32::MAX as usize;
+
+/// No model has more layers.
+const MOST_LAYERS: usize = 1 << 16;
+
+/// No model has more parameters: in bytes, they would take a quarter of a machine's addresses.
+const MOST_PARAMETERS: u128 = 1 << 44;
+
+/// Whether a model of these sizes, each of which was checked, can be thought of: what reads a configuration must not count its
+/// parameters for hours, nor count more than a number holds.
+pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static str, config: &C) -> Result<()> {
+    let blocks = |path: &str| if path.contains('*') { config.blocks(path) } else { 1 };
+    let layers = C::LAYERS.iter().map(|layer| blocks(layer.path())).max().unwrap_or(0);
+    let numel = C::LAYERS.iter().filter(|layer| config.has(layer.path())).map(|layer| {
+        let [rows, columns] = layer.sizes(config).map(|size| size as u128);
+        rows.saturating_mul(columns).saturating_mul(blocks(layer.path()) as u128)
+    });
+    let numel = numel.fold(0, u128::saturating_add);
+    let (layers_most, most) = (format!("at most {MOST_LAYERS}"), format!("at most {MOST_PARAMETERS}: lower its sizes"));
+    check_each(
+        model,
+        [
+            (layers <= MOST_LAYERS, layers_field, layers.to_string(), &*layers_most),
+            (numel <= MOST_PARAMETERS, "number of parameters", numel.to_string(), &*most),
+        ],
+    )
+}
+
 /// Whether a family's model can have these sizes, as many heads as `heads` of a width, these probabilities of dropping out,
 /// and these numbers above zero; each comes with the name of its field.
 pub(crate) fn check_values(
@@ -198,7 +228,11 @@ pub(crate) fn check_values(
     above_0: &[(&'static str, f64)],
 ) -> Result<()> {
     let text = |value: &dyn ToString| value.to_string();
-    let sizes = sizes.iter().map(|(field, size)| (*size > 0, *field, text(size), "at least 1"));
+    let largest = format!("1 to {LARGEST_SIZE}");
+    let sizes = sizes.iter().map(|(field, size)| {
+        let expected = if *size == 0 { "at least 1" } else { &largest };
+        ((1..=LARGEST_SIZE).contains(size), *field, text(size), expected)
+    });
     check_each(model, sizes)?;
     let divisor = format!("a divisor of {width_field} = {width}");
     let heads = [(width.is_multiple_of(heads), heads_field, text(&heads), &*divisor)];

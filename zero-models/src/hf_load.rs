@@ -11,7 +11,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
-use crate::hf_params::{AS_NAMED, Family, ModelParam, Rules, rules, sources, stored};
+use crate::hf_params::{AS_NAMED, Family, ModelParam, Rules, rules, sources};
 use crate::lora::config::peft_name;
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{KeyMap, ModelError, Result};
@@ -125,17 +125,15 @@ fn load_params<B: FusedBackend, M: Module<B>>(
     load_all(model, tensors, checkpoint, device)
 }
 
-/// Loads these parameters alone, each under its own name, and leaves the others.
+/// Loads these parameters alone, and leaves the others.
 pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
     module: M,
-    params: &[ModelParam],
+    found: Vec<(ModelParam, StoredTensor<'_>)>,
     checkpoint: &Checkpoint,
     device: &B::Device,
 ) -> Result<M> {
-    let stored: BTreeMap<String, _> = stored(params.to_vec(), checkpoint, AS_NAMED)?
-        .into_iter()
-        .map(|(param, stored)| (param.path, (stored, param.transposed)))
-        .collect();
+    let stored: BTreeMap<String, _> =
+        found.into_iter().map(|(param, stored)| (param.path, (stored, param.transposed))).collect();
     let paths = described(&module, &|path, _| (path.join("."), false));
     let tensors: Vec<_> = paths.iter().map(|param| stored.get(&param.name).copied()).collect();
     load_all(module, tensors, checkpoint, device)
@@ -223,9 +221,15 @@ impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
     }
 }
 
-/// What a module `weights` offers for its family's model, whose class in transformers is `$class`.
+/// What a module `weights` offers for its family's model, whose class in transformers is `$class`. Where models of one module have names
+/// of several families, the macro `$by` chooses one by a model.
 macro_rules! hf_weights {
-    ($model:ident, $config:ident, $class:literal) => {
+    (@by $config:ident, , $model:expr, $family:ident => $do:expr) => {{
+        type $family = $config;
+        $do
+    }};
+    (@by $config:ident, $by:ident, $model:expr, $family:ident => $do:expr) => { $by!($model, $family => $do) };
+    ($model:ident, $config:ident, $class:literal $(, $by:ident)?) => {
         /// Loads the model that lies in a folder, its `config.json` and its weights.
         ///
         /// # Errors
@@ -263,7 +267,9 @@ macro_rules! hf_weights {
             checkpoint: &$crate::safetensors_file::Checkpoint,
             device: &B::Device,
         ) -> $crate::Result<$model<B>> {
-            $crate::hf_load::load_checked::<$config, B, _>(model, checkpoint, device)
+            $crate::hf_load::hf_weights!(@by $config, $($by)?, model, Names => {
+                $crate::hf_load::load_checked::<Names, B, _>(model, checkpoint, device)
+            })
         }
 
         #[doc = concat!("Every parameter with its name in the `state_dict` of `", $class, "`, in visiting order.")]
@@ -273,7 +279,9 @@ macro_rules! hf_weights {
 
         #[doc = concat!("Every parameter as the `state_dict` of `", $class, "` has it, in visiting order.")]
         pub fn hf_params<B: burn::tensor::backend::Backend>(model: &$model<B>) -> Vec<$crate::HfParam> {
-            $crate::hf_load::describe::<$config, B>(model)
+            $crate::hf_load::hf_weights!(@by $config, $($by)?, model, Names => {
+                $crate::hf_load::describe::<Names, B>(model)
+            })
         }
 
         /// The parameters of a model of this configuration, in visiting order, without a model.

@@ -48,6 +48,11 @@ pub(crate) trait Family: Sized + 'static {
     /// Names under which a checkpoint may repeat a parameter, with the parameter.
     const REPEATS: &'static [(&'static str, &'static str)];
 
+    /// The parameters, in the order in which the module visits them.
+    fn parameters(&self) -> Vec<ModelParam> {
+        by_table(self)
+    }
+
     /// How many blocks there are of a layer that has a `*` in its path, and of those beside it.
     fn blocks(&self, layer: &str) -> usize;
 
@@ -117,6 +122,15 @@ pub(crate) const fn layer<C>(
 }
 
 impl<C> Layer<C> {
+    pub(crate) fn path(&self) -> &'static str {
+        self.path
+    }
+
+    /// The rows of the layer's matrix in the module, and its columns.
+    pub(crate) fn sizes(&self, config: &C) -> [usize; 2] {
+        (self.sizes)(config)
+    }
+
     /// Whether the layer's matrix is stored transposed.
     pub(crate) fn is_transposed(&self) -> bool {
         matches!(self.kind, Kind::Linear | Kind::Weight)
@@ -139,6 +153,11 @@ impl<C> Layer<C> {
 
 /// The parameters of a model of this configuration, in the order in which the module visits them.
 pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
+    config.parameters()
+}
+
+/// Those that are in a family's table.
+pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
     let in_blocks = |layer: &Layer<C>| layer.path.contains('*');
     let mut found = Vec::new();
     for layers in C::LAYERS.chunk_by(|a, b| in_blocks(a) == in_blocks(b)) {

@@ -61,7 +61,7 @@ pub use bart::Bart;
 pub use bart::BartConfig;
 #[cfg(feature = "burn")]
 pub use bert::{Bert, BertBatch, BertPredictions};
-pub use bert::{BertConfig, BertHead};
+pub use bert::{BertConfig, BertHead, BertKind};
 pub use causal::{CausalFamily, CausalSizes, TextFamily};
 pub use error::{ModelError, Result, ShapeMismatch, listed, names_differ};
 #[cfg(feature = "burn")]

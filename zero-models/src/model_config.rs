@@ -10,9 +10,11 @@ use serde_json::Value;
 pub use self::adapted::AdaptedModel;
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::error::io_at;
-use crate::hf_params::{AS_NAMED, parameters, rules, stored};
+use crate::hf_params::{AS_NAMED, Rules, parameters, rules, stored};
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
-use crate::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result};
+use crate::{
+    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result,
+};
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
 ///
@@ -60,6 +62,12 @@ impl ModelConfig {
         // Of what is no JSON, GPT-2's will tell.
         let mut keys: Value = serde_json::from_str(text).unwrap_or_default();
         let family = family(&keys)?;
+        if let Some(quantized) = keys.get("quantization_config").filter(|keys| keys.is_object()) {
+            let method = quantized["quant_method"].as_str().unwrap_or("an unknown method");
+            let (key, got) = ("quantization_config", format!("\"{method}\""));
+            let supported = "none: give the folder of the weights that were quantized, and --quantize".to_string();
+            return Err(ModelError::Unsupported { model: "a model", key, got, supported });
+        }
         let text = match keys.as_object_mut() {
             Some(keys) if !keys.contains_key("model_type") => {
                 keys.insert("model_type".into(), family.into());
@@ -69,8 +77,10 @@ impl ModelConfig {
         };
         match family {
             "bart" => BartConfig::from_json(text).map(Self::Bart),
-            "bert" => BertConfig::from_json(text).map(Self::Bert),
-            "llama" | "mistral" | "qwen2" => LlamaConfig::from_json(text).map(Self::Llama),
+            "bert" | "roberta" | "xlm-roberta" | "camembert" | "distilbert" => {
+                BertConfig::from_json(text).map(Self::Bert)
+            }
+            "llama" | "mistral" | "qwen2" | "qwen3" => LlamaConfig::from_json(text).map(Self::Llama),
             _ => Gpt2Config::from_json(text).map(Self::Gpt2),
         }
     }
@@ -140,7 +150,7 @@ impl ModelConfig {
     pub fn architecture(&self) -> Option<&str> {
         match self {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
-            Self::Bert(config) => Some(config.head.architecture()),
+            Self::Bert(config) => Some(config.architecture()),
             Self::Llama(config) => Some(config.architecture()),
             Self::Bart(_) => Some("BartForConditionalGeneration"),
             Self::Module(module) => module.architecture.as_deref(),
@@ -152,6 +162,7 @@ impl ModelConfig {
     pub(crate) fn lora_targets(&self) -> Result<&'static [&'static str]> {
         match self {
             Self::Gpt2(_) => Ok(&["c_attn"]),
+            Self::Bert(config) if config.model_type == BertKind::DistilBert => Ok(&["q_lin", "v_lin"]),
             Self::Bert(_) => Ok(&["query", "value"]),
             Self::Llama(_) | Self::Bart(_) => Ok(&["q_proj", "v_proj"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
@@ -194,14 +205,29 @@ impl ModelConfig {
 
     /// The parameters, each with its tensor in the checkpoint.
     pub(crate) fn stored<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
-        let rules = match self {
+        match self {
+            Self::Adapted(adapted) => adapted.stored(checkpoint),
+            _ => stored(self.parameters(), checkpoint, self.rules()),
+        }
+    }
+
+    /// How parameters find their tensors.
+    fn rules(&self) -> Rules<'static> {
+        match self {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
-            Self::Bert(_) => rules::<BertConfig>(),
+            Self::Bert(config) => config.rules(),
             Self::Llama(_) => rules::<LlamaConfig>(),
             Self::Bart(_) => rules::<BartConfig>(),
             Self::Module(_) | Self::Adapted(_) => AS_NAMED,
-        };
-        stored(self.parameters(), checkpoint, rules)
+        }
+    }
+
+    /// Whether names, shapes and types of the tensors in a folder are those of this configuration, before a model is made.
+    ///
+    /// # Errors
+    /// When the checkpoint cannot be read, or is of another model.
+    pub fn check(&self, dir: &Path) -> Result<()> {
+        self.stored(&Checkpoint::open(dir)?).map(drop)
     }
 
     /// The parameters in a folder, in the order in which a module visits them, each with its elements as the module has them. Names,
@@ -223,6 +249,7 @@ impl ModelConfig {
         match self {
             Self::Module(module) => return module.config.clone(),
             Self::Adapted(adapted) => return adapted.to_peft(),
+            Self::Bert(config) => return config.to_keys(),
             _ => {}
         }
         let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
@@ -233,18 +260,27 @@ impl ModelConfig {
     /// prediction bias together with the decoder's weight, so that an untied model has a bias under either name.
     pub(crate) fn repeated_as(&self, param: &ModelParam) -> Option<&'static str> {
         match self {
-            Self::Bert(config) if !config.tie_word_embeddings && param.name == PREDICTION_BIAS => Some(DECODER_BIAS),
+            Self::Bert(config) if !config.tie_word_embeddings => match &*param.name {
+                PREDICTION_BIAS => Some(DECODER_BIAS),
+                "lm_head.bias" => Some("lm_head.decoder.bias"),
+                _ => None,
+            },
             _ => None,
         }
     }
 }
 
 /// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
-const FAMILIES: [(&str, &str, &[&str]); 6] = [
+const FAMILIES: [(&str, &str, &[&str]); 11] = [
     ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
     ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
     ("bert", "Bert", &["type_vocab_size"]),
+    ("roberta", "Roberta", &[]),
+    ("xlm-roberta", "XLMRoberta", &[]),
+    ("camembert", "Camembert", &[]),
+    ("distilbert", "DistilBert", &["sinusoidal_pos_embds"]),
     ("qwen2", "Qwen2", &[]),
+    ("qwen3", "Qwen3", &[]),
     ("mistral", "Mistral", &[]),
     ("llama", "Llama", &["rms_norm_eps"]),
 ];
@@ -260,7 +296,9 @@ fn family(keys: &Value) -> Result<&'static str> {
         return known.map(|(family, ..)| *family).ok_or_else(|| refused(format!("model_type {given:?}")));
     }
     let class = keys["architectures"][0].as_str();
-    let by_class = |class: &str| FAMILIES.iter().find(|(_, begins, _)| class.starts_with(begins));
+    // A Qwen2MoeForCausalLM is no Qwen2.
+    let is_kind = |rest: &str| ["For", "Model", "LMHead", "DoubleHeads"].iter().any(|kind| rest.starts_with(kind));
+    let by_class = |class: &str| FAMILIES.iter().find(|(_, begins, _)| class.strip_prefix(begins).is_some_and(is_kind));
     let by_keys = || FAMILIES.iter().find(|(.., own)| own.iter().any(|key| keys.get(key).is_some()));
     match (class.and_then(by_class).or_else(by_keys), class) {
         (Some((family, ..)), _) => Ok(family),

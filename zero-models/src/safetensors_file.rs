@@ -275,6 +275,9 @@ impl MappedFile {
     }
 }
 
+/// How a file begins that stands for another, <https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>.
+pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
+
 /// Where the data of a file starts, and what its header says, checked in full: the tensors lie in the file, one after
 /// another, each with the bytes of its shape.
 ///
@@ -288,6 +291,9 @@ fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata)> {
         format: "a valid safetensors file",
         source: source.into(),
     };
+    if file.starts_with(LFS_POINTER) {
+        return Err(ModelError::Pointer { path: path.to_path_buf() });
+    }
     let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or_else(|| short(LENGTH_BYTES as u64))?;
     let length = u64::from_le_bytes(*length);
     let data_start = length.saturating_add(LENGTH_BYTES as u64);

@@ -5,12 +5,12 @@
 //! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
 //!   all prompts of a rank share each pass.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
 use clap::Args;
-use serde_json::{Value, json};
+use serde_json::json;
 use tempfile::TempDir;
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_burn::module::end_pass;
@@ -18,7 +18,7 @@ use zero_burn::stats::all_gather;
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_core::config::{Tier, ZeroConfig};
-use zero_models::generate::{Hooks, Sampling};
+use zero_models::generate::{EarlyStopping, Hooks, Sampling};
 use zero_models::hf_export::ExportOptions;
 use zero_models::lora;
 use zero_models::quantize::{self, Format};
@@ -26,10 +26,29 @@ use zero_models::safetensors_file::Checkpoint;
 use zero_models::{ModelConfig, TextFamily};
 use zero_ops::FusedBackend;
 
-use crate::data::{Cutting, Tokenizer};
+use crate::data::{Cutting, Message, Tokenizer};
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::export::{Weights, export_checkpoint};
 use crate::trainer::{BackendChoice, Dtype, OffloadTo};
+
+/// Most tokens of an answer where nothing says.
+const ANSWER: usize = 512;
+
+/// Answers messages from standard input, one a line, as one conversation: `zero chat`.
+///
+/// # Errors
+///
+/// As [`run`]; for several ranks, which would wait for what is typed.
+pub fn chat(options: Options) -> Result<()> {
+    let Options { ranks, prompt, prompts, .. } = &options;
+    if *ranks != 1 {
+        return Err(wrong("ranks", ranks, "expected 1: a conversation has one rank"));
+    }
+    if !prompt.is_empty() || prompts.is_some() {
+        return Err(wrong("prompt", prompt.join(", "), "expected none: messages are read from standard input"));
+    }
+    run(&Options { chat: true, dialogue: true, ..options })
+}
 
 /// Options of `zero generate`.
 // A field for each option.
@@ -41,38 +60,53 @@ pub struct Options {
     #[arg(long, value_name = "DIR")]
     pub base: Option<PathBuf>,
     /// A text to go on with, or for a BART to make another of; may be given several times
-    #[arg(long, value_name = "TEXT", required_unless_present = "prompts")]
+    #[arg(long, value_name = "TEXT")]
     pub prompt: Vec<String>,
     /// A file with a prompt in each line
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
+    /// Answer each prompt as a message of a user, by the chat template of the model's folder
+    #[arg(long)]
+    pub chat: bool,
+    /// With --chat, a message of the system before each prompt
+    #[arg(long, value_name = "TEXT", requires = "chat")]
+    pub system: Option<String>,
     /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own for a GPT-2]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Most tokens that are made of a prompt [default: 64; of a BART no more than it has positions]
+    /// Most tokens that follow a prompt [default: the folder's, or 64, as far as the model's positions go]
     #[arg(long, value_name = "N")]
     pub max_new_tokens: Option<usize>,
-    /// Draw tokens, by their logits divided by this; 0 takes the most likely one
-    #[arg(long, value_name = "T", default_value_t = 0.0)]
-    pub temperature: f64,
-    /// Draw among the K most likely tokens only
+    /// Fewest tokens that follow a prompt [default: the folder's]
+    #[arg(long, value_name = "N")]
+    pub min_new_tokens: Option<usize>,
+    /// Draw tokens, with logits divided by T; 0 takes the most likely token [default: the folder's, or 0]
+    #[arg(long, value_name = "T")]
+    pub temperature: Option<f64>,
+    /// Draw from the K most likely tokens [default: the folder's]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Draw among the most likely tokens that come to this probability together
+    /// Draw from the most likely tokens whose probabilities add up to P [default: the folder's]
     #[arg(long, value_name = "P")]
     pub top_p: Option<f64>,
-    /// Above 1, tokens that were there already are less likely
-    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
-    pub repetition_penalty: f64,
+    /// Make tokens that occurred before less likely, with a factor above 1 [default: the folder's, or 1]
+    #[arg(long, value_name = "FACTOR")]
+    pub repetition_penalty: Option<f64>,
+    /// Repeat no N tokens in a row; 0 allows all [default: the folder's, or 0]
+    #[arg(long, value_name = "N")]
+    pub no_repeat_ngram_size: Option<usize>,
     /// Seed of the draws
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
-    /// Look for the text that is the most likely as a whole, among so many
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    pub beams: usize,
-    /// By beam search, a score is divided by the text's length to this power
-    #[arg(long, value_name = "POWER", default_value_t = 1.0)]
-    pub length_penalty: f64,
+    /// Search for the most likely text with N beams [default: the folder's, or 1]
+    #[arg(long, value_name = "N")]
+    pub beams: Option<usize>,
+    /// In beam search, divide a score by the text's length to this power [default: the folder's, or 1]
+    #[arg(long, value_name = "POWER")]
+    pub length_penalty: Option<f64>,
+    /// End beam search when as many texts have ended as there are beams: true or false [default: the folder's, or false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    pub early_stopping: Option<bool>,
     /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
     /// generation_config.json or config.json, and the tokenizer's end of text; a BART's own]
     #[arg(long, value_name = "TOKEN")]
@@ -107,6 +141,9 @@ pub struct Options {
     /// Print a JSON object for each prompt: prompt, text and tokens
     #[arg(long)]
     pub json: bool,
+    /// Read messages of a user from standard input, each a line, and answer them as one conversation.
+    #[arg(skip)]
+    pub dialogue: bool,
 }
 
 /// Generates and prints.
@@ -115,6 +152,13 @@ pub struct Options {
 ///
 /// [`TrainError`] for a folder, a prompt or an option that cannot be used.
 pub fn run(options: &Options) -> Result<()> {
+    if options.prompt.is_empty() && options.prompts.is_none() && !options.dialogue {
+        return Err(wrong(
+            "prompt",
+            "",
+            "expected a text to continue: --prompt TEXT, or --prompts FILE with one a line",
+        ));
+    }
     options.backend.check()?;
     if options.ranks == 0 {
         return Err(wrong("ranks", 0, "expected at least 1"));
@@ -176,6 +220,7 @@ fn run_on_model<F: TextFamily>(
     vocab_size: usize,
 ) -> Result<()> {
     let config: ModelConfig = family.clone().into();
+    config.check(dir)?;
     let folders: Vec<&Path> = adapter.into_iter().chain([dir]).collect();
     let cutting = Cutting {
         vocab_size,
@@ -192,6 +237,11 @@ fn run_on_model<F: TextFamily>(
         texts.extend(lines.trim_start_matches('\u{feff}').lines().map(str::to_string));
     }
     let encode = |text: &String| {
+        if options.chat {
+            let message = Message::new("user", text);
+            let messages: Vec<Message> = system_message(options).into_iter().chain([message]).collect();
+            return tokenizer.encode_chat(&messages).map_err(|problem| wrong("chat", text, problem));
+        }
         let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
         Ok::<_, TrainError>(match &config {
             // As in training.
@@ -200,7 +250,12 @@ fn run_on_model<F: TextFamily>(
         })
     };
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
-    let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts };
+    if options.chat && matches!(config, ModelConfig::Bart(_)) {
+        return Err(wrong("chat", options.model.display(), "expected a model that continues a text; this is a BART"));
+    }
+    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let how = within(&sampling(options, dir, &config, &tokenizer)?, options, &config, longest);
+    let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts, how };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
         BackendChoice::Cuda => Job::<F>::run::<burn_cuda::Cuda>,
@@ -224,6 +279,10 @@ fn run_on_model<F: TextFamily>(
     Ok(())
 }
 
+fn system_message(options: &Options) -> Option<Message> {
+    options.system.as_ref().map(|text| Message::new("system", text))
+}
+
 /// A prompt's tokens behind what the tokenizer puts before a text, unless they begin with it; of an empty one the token that begins
 /// a text.
 fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
@@ -235,28 +294,72 @@ fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
     }
 }
 
-/// The tokens that end a text by the model's folder: `eos_token_id`, a number or a list, of `generation_config.json` or else of
-/// `config.json`.
-fn ends(dir: &Path) -> Result<Vec<u32>> {
-    for file in ["generation_config.json", "config.json"] {
-        let path = dir.join(file);
-        let Ok(bytes) = std::fs::read(&path) else { continue };
-        let settings: Value = serde_json::from_slice(&bytes)
-            .map_err(|error| wrong_data(&path, format!("is not a whole JSON file ({error}): write it again")))?;
-        let numbers = match &settings["eos_token_id"] {
-            Value::Null => continue,
-            Value::Array(numbers) => numbers.iter().collect(),
-            number => vec![number],
-        };
-        let number = |number: &Value| {
-            let found = number.as_u64().and_then(|number| u32::try_from(number).ok());
-            found.ok_or_else(|| {
-                wrong_data(&path, format!("has an eos_token_id of {number}: expected numbers of tokens"))
-            })
-        };
-        return numbers.into_iter().map(number).collect();
+/// How a prompt of so many tokens is continued: unless the options say it, no further than the model's positions.
+fn within(how: &Sampling, options: &Options, config: &ModelConfig, prompt: usize) -> Sampling {
+    let positions = match config {
+        ModelConfig::Gpt2(config) => config.n_positions,
+        ModelConfig::Llama(config) => config.positions(),
+        _ => return how.clone(),
+    };
+    let most = how.max_new_tokens.min(positions.saturating_sub(prompt).max(1));
+    Sampling {
+        max_new_tokens: options.max_new_tokens.unwrap_or(most),
+        max_length: how.max_length.map(|length| length.min(positions)),
+        ..how.clone()
     }
-    Ok(Vec::new())
+}
+
+/// How tokens are chosen: by the options, or else by the folder.
+fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Sampling> {
+    let named = |token: &String| {
+        let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
+        tokenizer.id(token).ok_or_else(|| wrong("stop", token, expected))
+    };
+    let mut how = match config {
+        ModelConfig::Bart(bart) => {
+            let default = bart.sampling();
+            Sampling { max_new_tokens: default.max_new_tokens.min(bart.max_position_embeddings - 1), ..default }
+        }
+        _ if options.chat => Sampling { max_new_tokens: ANSWER, ..Sampling::default() },
+        _ => Sampling::default(),
+    }
+    .with_settings_of(dir)?;
+    if !matches!(config, ModelConfig::Bart(_)) {
+        let end = tokenizer.end().filter(|end| !how.stop.contains(end));
+        how.stop.extend(end);
+    }
+    if !options.stop.is_empty() {
+        how.stop = options.stop.iter().map(named).collect::<Result<_, _>>()?;
+    }
+    if let Some(most) = options.max_new_tokens {
+        (how.max_new_tokens, how.max_length) = (most, None);
+    }
+    if let Some(fewest) = options.min_new_tokens {
+        (how.min_new_tokens, how.min_length) = (fewest, 0);
+    }
+    // What is asked for here wins over the folder: beams do not draw.
+    match (options.beams, options.temperature) {
+        (Some(beams), None) if beams > 1 => how.temperature = 0.0,
+        (None, Some(temperature)) if temperature > 0.0 => how.beams = 1,
+        _ => {}
+    }
+    Ok(Sampling {
+        temperature: options.temperature.unwrap_or(how.temperature),
+        top_k: options.top_k.or(how.top_k),
+        top_p: options.top_p.or(how.top_p),
+        repetition_penalty: options.repetition_penalty.unwrap_or(how.repetition_penalty),
+        no_repeat_ngram_size: options.no_repeat_ngram_size.unwrap_or(how.no_repeat_ngram_size),
+        seed: options.seed,
+        beams: options.beams.unwrap_or(how.beams),
+        length_penalty: options.length_penalty.unwrap_or(how.length_penalty),
+        early_stopping: match options.early_stopping {
+            Some(true) => EarlyStopping::Yes,
+            Some(false) => EarlyStopping::No,
+            None => how.early_stopping,
+        },
+        cache_dtype: options.kv_cache_dtype.map(|dtype| dtype.types().2),
+        ..how
+    })
 }
 
 struct Job<'a, F> {
@@ -268,53 +371,18 @@ struct Job<'a, F> {
     config: &'a ModelConfig,
     tokenizer: &'a Tokenizer,
     prompts: &'a [Vec<u32>],
+    how: Sampling,
 }
 
 impl<F: TextFamily> Job<'_, F> {
-    /// Whether the text that is made goes on with the prompt.
+    /// Whether the text that is made goes on with the prompt, and is shown behind it.
     fn goes_on(&self) -> bool {
-        !matches!(self.config, ModelConfig::Bart(_))
+        !matches!(self.config, ModelConfig::Bart(_)) && !self.options.chat
     }
 
-    /// Whether tokens are printed as they come.
+    /// Whether tokens are printed as they come. What ends beam search tells all at once.
     fn streams(&self) -> bool {
-        self.prompts.len() == 1 && self.options.beams == 1 && !self.options.json
-    }
-
-    fn sampling(&self) -> Result<Sampling> {
-        let options = self.options;
-        let named = |token: &String| {
-            let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
-            self.tokenizer.id(token).ok_or_else(|| wrong("stop", token, expected))
-        };
-        let default = match self.config {
-            ModelConfig::Bart(bart) => {
-                let default = bart.sampling();
-                Sampling { max_new_tokens: default.max_new_tokens.min(bart.max_position_embeddings - 1), ..default }
-            }
-            _ => {
-                let mut stop = ends(self.dir)?;
-                stop.extend(self.tokenizer.end().filter(|end| !stop.contains(end)));
-                Sampling { stop, ..Sampling::default() }
-            }
-        };
-        let stop = match options.stop.len() {
-            0 => default.stop,
-            _ => options.stop.iter().map(named).collect::<Result<_, _>>()?,
-        };
-        Ok(Sampling {
-            max_new_tokens: options.max_new_tokens.unwrap_or(default.max_new_tokens),
-            stop,
-            temperature: options.temperature,
-            top_k: options.top_k,
-            top_p: options.top_p,
-            repetition_penalty: options.repetition_penalty,
-            seed: options.seed,
-            beams: options.beams,
-            length_penalty: options.length_penalty,
-            cache_dtype: options.kv_cache_dtype.map(|dtype| dtype.types().2),
-            ..default
-        })
+        self.prompts.len() == 1 && self.how.beams == 1 && !self.options.json
     }
 
     fn zero(&self) -> ZeroConfig {
@@ -331,7 +399,7 @@ impl<F: TextFamily> Job<'_, F> {
 
     /// The tokens that follow each prompt.
     fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
-        let (how, zero) = (self.sampling()?, self.zero());
+        let zero = self.zero();
         let ranks = self.options.ranks;
         let launched = LaunchOptions {
             threads_per_rank: self.options.threads.unwrap_or(0),
@@ -340,16 +408,11 @@ impl<F: TextFamily> Job<'_, F> {
         };
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
         let made: Vec<Mutex<Vec<u32>>> = self.prompts.iter().map(|_| Mutex::default()).collect();
-        launch::<I, _, TrainError>(ranks, &zero, &launched, |device| self.run_rank::<I>(&device, &how, &made))?;
+        launch::<I, _, TrainError>(ranks, &zero, &launched, |device| self.run_rank::<I>(&device, &made))?;
         Ok(made.into_iter().map(|tokens| tokens.into_inner().expect("no rank has panicked")).collect())
     }
 
-    fn run_rank<I: FusedBackend>(
-        &self,
-        device: &ZeroDevice<I::Device>,
-        how: &Sampling,
-        made: &[Mutex<Vec<u32>>],
-    ) -> Result<()> {
+    fn run_rank<I: FusedBackend>(&self, device: &ZeroDevice<I::Device>, made: &[Mutex<Vec<u32>>]) -> Result<()> {
         let model = self.family.init::<Zero<I>>(device);
         let mut model = match self.options.quantize {
             Some(format) => {
@@ -359,6 +422,9 @@ impl<F: TextFamily> Job<'_, F> {
         };
         if let Some(adapter) = self.adapter {
             model = lora::load(model, self.config, adapter, device)?;
+        }
+        if self.options.dialogue {
+            return self.converse(&model, device);
         }
         let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
         // In place of prompts that only other ranks have.
@@ -377,7 +443,7 @@ impl<F: TextFamily> Job<'_, F> {
             all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
         };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
-        let texts = F::generate(&model, &prompts, how, device, hooks)?;
+        let texts = F::generate(&model, &prompts, &self.how, device, hooks)?;
         for (&row, text) in mine.iter().zip(texts) {
             *made[row].lock().expect("no other rank has this row") = text;
         }
@@ -385,6 +451,45 @@ impl<F: TextFamily> Job<'_, F> {
             shown.end();
         }
         Ok(())
+    }
+
+    /// Answers each line of standard input, as one conversation.
+    fn converse<I: FusedBackend>(&self, model: &F::Model<Zero<I>>, device: &ZeroDevice<I::Device>) -> Result<()> {
+        let options = self.options;
+        let mut messages: Vec<Message> = system_message(options).into_iter().collect();
+        let mut lines = std::io::stdin().lines();
+        loop {
+            if std::io::stdin().is_terminal() {
+                let _ = write!(std::io::stderr(), "> ");
+            }
+            let Some(line) = lines.next() else { return Ok(()) };
+            let line = line.map_err(io("read", Path::new("standard input")))?;
+            if line.trim().is_empty() {
+                continue;
+            }
+            messages.push(Message::new("user", line.as_str()));
+            let prompt = self.tokenizer.encode_chat(&messages).map_err(|problem| wrong("chat", &line, problem))?;
+            let how = within(&self.how, options, self.config, prompt.len());
+            let mut shown = (how.beams == 1 && !options.json).then(|| Shown::new(self.tokenizer, &[]));
+            let mut token = |_: usize, token: u32| {
+                if let Some(shown) = shown.as_mut() {
+                    shown.add(token);
+                }
+            };
+            let mut goes_on = |needs: bool| {
+                end_pass::<I>();
+                needs
+            };
+            let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| row };
+            let tokens = F::generate(model, &[prompt], &how, device, hooks)?.pop().unwrap_or_default();
+            let text = self.tokenizer.decode(&tokens);
+            match shown.as_mut() {
+                Some(shown) => shown.end(),
+                None if options.json => println!("{}", json!({ "prompt": line, "text": text, "tokens": tokens })),
+                None => println!("{text}"),
+            }
+            messages.push(Message::new("assistant", text));
+        }
     }
 }
 

@@ -9,6 +9,7 @@
 //! * Without the feature `burn` it knows no Burn, and trains by what a [`trainer::Front`] brings along: `zero-param` for Burn 0.22.
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
+mod caught;
 pub mod config;
 pub mod data;
 #[cfg(feature = "burn")]

@@ -166,7 +166,7 @@ fn gpt2_trains_as_in_pytorch() {
 
 #[test]
 fn llama_mistral_and_qwen_train_as_in_pytorch() {
-    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny"] {
+    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny"] {
         next_token_steps::<LlamaConfig>(name, name);
     }
 }
@@ -198,12 +198,21 @@ fn an_adapter_of_a_gpt2_trains_as_in_peft() {
     }
 }
 
-/// `tests/fixtures/make_lora.py`: whole, and an adapter with the head.
+/// `tests/fixtures/make_lora.py` and `make_encoders.py`: whole, and an adapter with the head.
 #[test]
-fn a_classifier_trains_as_in_pytorch_and_peft() {
-    let (name, adapter) = ("bert_tiny_classes", "bert_tiny_classes/lora");
+fn classifiers_train_as_in_pytorch_and_peft() {
     let read = |tensor| rows("bert_tiny", tensor);
-    let (ids, types, mask) = (read("input_ids"), read("token_type_ids"), read("attention_mask"));
+    classifier_steps("bert_tiny_classes", read("input_ids"), read("token_type_ids"), read("attention_mask"));
+    for name in ["roberta_tiny_classes", "distilbert_tiny_classes"] {
+        let (ids, mask) = (rows(name, "input_ids"), rows(name, "attention_mask"));
+        // They know no segments.
+        let types = Rows { values: vec![0; ids.values.len()], width: ids.width };
+        classifier_steps(name, ids, types, mask);
+    }
+}
+
+fn classifier_steps(name: &str, ids: Rows, types: Rows, mask: Rows) {
+    let adapter = &format!("{name}/lora");
     // Which third of the vocabulary a row's second token is in.
     let classes = ids.values.chunks(ids.width).map(|row| row[1] * 3 / 199).collect();
     let classes = Rows { values: classes, width: 1 };

@@ -1,8 +1,10 @@
 //! The sizes of a BART: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
 
+use serde_json::Value;
+
 #[cfg(feature = "burn")]
 use crate::generate::Sampling;
-use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::{Activation, ModelError, Result};
 
 /// Rows of a table of positions before the first position's.
@@ -53,12 +55,22 @@ hf_config! {
     }
     /// The activation of the feed-forward layers (`activation_function` in JSON).
     activation activation = "activation_function": Activation::GeluErf;
+    given complete;
     refused {
         is_encoder_decoder: bool = true,
         tie_word_embeddings: bool = true,
         encoder_layerdrop: f64 = 0.0,
         decoder_layerdrop: f64 = 0.0,
     }
+}
+
+/// A `config.json` whose `eos_token_id` may be a list, as for generation: a text ends with the first.
+fn complete(text: &str) -> Result<String> {
+    let Ok(mut keys) = serde_json::from_str::<Value>(text) else { return Ok(text.to_string()) };
+    if let Some(first) = keys.get("eos_token_id").and_then(|ends| ends.get(0)).cloned() {
+        keys["eos_token_id"] = first;
+    }
+    Ok(keys.to_string())
 }
 
 /// Layers, width, heads, feed-forward width, positions.
@@ -123,7 +135,7 @@ impl BartConfig {
             let expected = format!("a token of the {} there are", self.vocab_size);
             return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: token.to_string(), expected });
         }
-        Ok(())
+        check_count(Self::FAMILY, "encoder_layers", self)
     }
 
     /// How text is made greedily: where it ends, and what it must begin and end with.

@@ -37,7 +37,7 @@ pub fn generate_with<B: FusedBackend>(
 ) -> Result<Vec<Vec<u32>>> {
     let (positions, vocabulary) =
         (model.encoder.embed_positions.lazy_shape()[0] - OFFSET, model.shared.lazy_shape()[0]);
-    generate::check(texts, 0, positions, vocabulary)?;
+    generate::check(texts, |_| 0, positions, vocabulary)?;
     let Some(longest) = texts.iter().map(Vec::len).max() else { return Ok(Vec::new()) };
     let shape = [texts.len(), longest];
     let filled = |of: &dyn Fn(&[u32], usize) -> i32| -> Tensor<B, 2, Int> {

@@ -3,13 +3,34 @@
 
 use std::collections::BTreeMap;
 
-use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use serde_json::{Map, Value, json};
+
+use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::hf_params::fresh;
 use crate::{Activation, ModelError, ModelParam, Result};
 
+/// Which of the models that differ in little, by `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BertKind {
+    /// BERT.
+    Bert,
+    /// RoBERTa: positions are counted from the padding token's number, there is one kind of segments and no pooler.
+    Roberta,
+    /// XLM-RoBERTa, which is RoBERTa.
+    #[serde(rename = "xlm-roberta")]
+    XlmRoberta,
+    /// CamemBERT, which is RoBERTa.
+    Camembert,
+    /// DistilBERT: no segments, and no pooler.
+    DistilBert,
+}
+
 hf_config! {
-    /// The configuration of a BERT.
-    pub struct BertConfig of "BERT", "bert" {
+    /// The configuration of a BERT, a RoBERTa or a DistilBERT.
+    pub struct BertConfig of "BERT" {
+        /// Which of them it is.
+        model_type: BertKind = BertKind::Bert,
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 30522,
         /// Width of the model.
@@ -24,7 +45,7 @@ hf_config! {
         hidden_dropout_prob: f64 = 0.1,
         /// Dropout probability of attention probabilities.
         attention_probs_dropout_prob: f64 = 0.1,
-        /// The longest sequence.
+        /// Rows of the table of positions; [`positions`](Self::positions) is the longest sequence.
         max_position_embeddings: usize = 512,
         /// Number of kinds of segments.
         type_vocab_size: usize = 2,
@@ -36,12 +57,18 @@ hf_config! {
         tie_word_embeddings: bool = true,
         /// Dropout probability before a classifier; that after the layers if it is absent.
         classifier_dropout: Option<f64> = None,
+        /// What a classifier tells, if a file says it: one class of a text is all that is implemented.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        problem_type: Option<String> = None,
+        /// The number of the token that fills up, from which a RoBERTa counts positions.
+        pad_token_id: usize = 0,
         /// What reads the last layer.
         #[serde(flatten)]
         head: BertHead = BertHead::PreTraining,
     }
     /// The activation of the feed-forward layer and of the prediction head.
     activation hidden_act = "hidden_act": Activation::GeluErf;
+    given complete;
     refused {
         is_decoder: bool = false,
         add_cross_attention: bool = false,
@@ -52,7 +79,7 @@ hf_config! {
 /// What reads the last layer of a BERT: which of transformers' classes it is.
 ///
 /// In a `config.json` it is `architectures`, and for a classifier the names of its classes, `id2label`. What names another
-/// class, or none, is taken for `BertForPreTraining`.
+/// class, or none, is taken for `BertForPreTraining`, or for `RobertaForMaskedLM` and its like.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "HeadKeys", into = "HeadKeys")]
 pub enum BertHead {
@@ -69,34 +96,36 @@ pub enum BertHead {
 #[derive(Default, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
 struct HeadKeys {
-    architectures: Vec<String>,
+    architectures: Option<Vec<String>>,
+    /// Names are texts; some files have numbers.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    id2label: BTreeMap<String, String>,
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    id2label: BTreeMap<String, Value>,
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", skip_deserializing)]
     label2id: BTreeMap<String, usize>,
     #[serde(skip_serializing)]
     num_labels: Option<usize>,
 }
 
 impl BertHead {
-    /// The class of transformers.
-    pub fn architecture(&self) -> &'static str {
+    /// The class of transformers, behind the name of the kind.
+    fn class(&self) -> &'static str {
         match self {
-            Self::PreTraining => "BertForPreTraining",
-            Self::MaskedLm => "BertForMaskedLM",
-            Self::Classes(_) => "BertForSequenceClassification",
+            Self::PreTraining => "ForPreTraining",
+            Self::MaskedLm => "ForMaskedLM",
+            Self::Classes(_) => "ForSequenceClassification",
         }
     }
 }
 
 impl From<HeadKeys> for BertHead {
     fn from(keys: HeadKeys) -> Self {
-        let is = |head: &Self| keys.architectures.iter().any(|name| name == head.architecture());
+        let is = |head: &Self| keys.architectures.iter().flatten().any(|name| name.ends_with(head.class()));
         // As transformers: two, where a file names none.
         let unnamed = || (0..keys.num_labels.unwrap_or(2)).map(|class| format!("LABEL_{class}")).collect();
         // Numbers are texts in JSON's keys.
         let number = |id: &String| id.parse::<usize>().unwrap_or(usize::MAX);
-        let mut named: Vec<_> = keys.id2label.iter().map(|(id, class)| (number(id), class.clone())).collect();
+        let name = |class: &Value| class.as_str().map_or_else(|| class.to_string(), str::to_string);
+        let mut named: Vec<_> = keys.id2label.iter().map(|(id, class)| (number(id), name(class))).collect();
         named.sort();
         let classes: Vec<String> = named.into_iter().map(|(_, class)| class).collect();
         let classes = Self::Classes(if classes.is_empty() { unnamed() } else { classes });
@@ -106,23 +135,142 @@ impl From<HeadKeys> for BertHead {
 
 impl From<BertHead> for HeadKeys {
     fn from(head: BertHead) -> Self {
-        let architectures = vec![head.architecture().to_string()];
+        // The name of the kind is put before it where the kind is known.
+        let architectures = Some(vec![format!("Bert{}", head.class())]);
         let BertHead::Classes(classes) = head else { return Self { architectures, ..Self::default() } };
         let label2id = classes.iter().cloned().enumerate().map(|(id, class)| (class, id)).collect();
         Self {
             architectures,
-            id2label: classes.into_iter().enumerate().map(|(id, class)| (id.to_string(), class)).collect(),
+            id2label: classes.into_iter().enumerate().map(|(id, class)| (id.to_string(), class.into())).collect(),
             label2id,
             num_labels: None,
         }
     }
 }
 
+/// The classes of transformers: of a kind, with a head.
+const CLASSES: [(BertKind, &str, &str); 11] = [
+    (BertKind::Bert, "ForPreTraining", "BertForPreTraining"),
+    (BertKind::Bert, "ForMaskedLM", "BertForMaskedLM"),
+    (BertKind::Bert, "ForSequenceClassification", "BertForSequenceClassification"),
+    (BertKind::Roberta, "ForMaskedLM", "RobertaForMaskedLM"),
+    (BertKind::Roberta, "ForSequenceClassification", "RobertaForSequenceClassification"),
+    (BertKind::XlmRoberta, "ForMaskedLM", "XLMRobertaForMaskedLM"),
+    (BertKind::XlmRoberta, "ForSequenceClassification", "XLMRobertaForSequenceClassification"),
+    (BertKind::Camembert, "ForMaskedLM", "CamembertForMaskedLM"),
+    (BertKind::Camembert, "ForSequenceClassification", "CamembertForSequenceClassification"),
+    (BertKind::DistilBert, "ForMaskedLM", "DistilBertForMaskedLM"),
+    (BertKind::DistilBert, "ForSequenceClassification", "DistilBertForSequenceClassification"),
+];
+
 /// Layers, width, heads.
 const PRESETS: [(&str, [usize; 3]); 3] =
     [("bert-tiny", [2, 128, 2]), ("bert-base", [12, 768, 12]), ("bert-large", [24, 1024, 16])];
 
+impl BertKind {
+    /// What the names of transformers' classes begin with.
+    fn class(self) -> &'static str {
+        match self {
+            Self::Bert => "Bert",
+            Self::Roberta => "Roberta",
+            Self::XlmRoberta => "XLMRoberta",
+            Self::Camembert => "Camembert",
+            Self::DistilBert => "DistilBert",
+        }
+    }
+
+    /// Whether it is RoBERTa, by any name.
+    pub(crate) fn is_roberta(self) -> bool {
+        matches!(self, Self::Roberta | Self::XlmRoberta | Self::Camembert)
+    }
+}
+
+/// Keys of DistilBERT, and what they are called here.
+const DISTILLED: [(&str, &str); 8] = [
+    ("dim", "hidden_size"),
+    ("n_layers", "num_hidden_layers"),
+    ("n_heads", "num_attention_heads"),
+    ("hidden_dim", "intermediate_size"),
+    ("dropout", "hidden_dropout_prob"),
+    ("attention_dropout", "attention_probs_dropout_prob"),
+    ("seq_classif_dropout", "classifier_dropout"),
+    ("activation", "hidden_act"),
+];
+
+/// A `config.json` of any of the kinds, with the keys of [`BertConfig`] and the kind's own defaults.
+fn complete(text: &str) -> Result<String> {
+    let syntax = |source| ModelError::ConfigSyntax { model: BertConfig::FAMILY, source };
+    let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+    let kind = keys.get("model_type").cloned().unwrap_or("bert".into());
+    let defaults: &[(&str, Value)] = &match kind.as_str() {
+        Some("bert") => return Ok(text.to_string()),
+        Some("distilbert") => {
+            for (theirs, ours) in DISTILLED {
+                if let Some(value) = keys.remove(theirs) {
+                    keys.insert(ours.into(), value);
+                }
+            }
+            [("num_hidden_layers", 6.into()), ("classifier_dropout", 0.2.into()), ("type_vocab_size", 1.into())]
+        }
+        Some("roberta" | "xlm-roberta" | "camembert") => {
+            let words = if kind == "xlm-roberta" { 30522 } else { 50265 };
+            [("vocab_size", words.into()), ("pad_token_id", 1.into()), ("type_vocab_size", 2.into())]
+        }
+        other => {
+            let got = other.map_or_else(|| kind.to_string(), str::to_string);
+            return Err(ModelError::ModelType { expected: "bert", got });
+        }
+    };
+    for (key, default) in defaults {
+        if keys.get(*key).is_none_or(Value::is_null) {
+            keys.insert((*key).into(), default.clone());
+        }
+    }
+    // Only BERT has a class for both of its heads.
+    let classes = keys.get("architectures").and_then(Value::as_array);
+    let has_head = |class: &Value| class.as_str().is_some_and(|class| class.ends_with("ForSequenceClassification"));
+    if !classes.is_some_and(|classes| classes.iter().any(has_head)) {
+        keys.insert("architectures".into(), json!(["BertForMaskedLM"]));
+    }
+    Ok(Value::from(keys).to_string())
+}
+
 impl BertConfig {
+    /// The class of transformers.
+    pub fn architecture(&self) -> &'static str {
+        let named =
+            |kind: BertKind| CLASSES.iter().find(|(known, head, _)| *known == kind && *head == self.head.class());
+        named(self.model_type).map_or("BertForPreTraining", |(.., class)| class)
+    }
+
+    /// The keys of `config.json`, as the kind has them.
+    pub(crate) fn to_keys(&self) -> Value {
+        let mut keys = serde_json::to_value(self).expect("a configuration is numbers and texts");
+        keys["architectures"] = json!([self.architecture()]);
+        if self.model_type == BertKind::DistilBert {
+            let keys = keys.as_object_mut().expect("it is an object");
+            for (theirs, ours) in DISTILLED {
+                if let Some(value) = keys.remove(ours) {
+                    keys.insert(theirs.into(), value);
+                }
+            }
+            ["type_vocab_size", "layer_norm_eps", "is_decoder", "add_cross_attention", "position_embedding_type"]
+                .iter()
+                .for_each(|other| drop(keys.remove(*other)));
+        }
+        keys
+    }
+
+    /// The longest sequence.
+    pub fn positions(&self) -> usize {
+        self.max_position_embeddings - self.position_offset()
+    }
+
+    /// The row of the first position in the table of positions.
+    pub(super) fn position_offset(&self) -> usize {
+        if self.model_type.is_roberta() { self.pad_token_id + 1 } else { 0 }
+    }
+
     /// The names that [`preset`](Self::preset) knows, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
@@ -168,6 +316,23 @@ impl BertConfig {
             named!(self: vocab_size, hidden_size, num_hidden_layers, num_attention_heads);
         let [inner, positions, types] = named!(self: intermediate_size, max_position_embeddings, type_vocab_size);
         let dropout = ("classifier_dropout", self.classifier_dropout.unwrap_or_default());
+        const SINGLE: &str = "single_label_classification";
+        let problem = self.problem_type.as_deref().filter(|problem| self.classes() > 0 && *problem != SINGLE);
+        if let Some(problem) = problem {
+            let (key, got, supported) = ("problem_type", format!("\"{problem}\""), format!("\"{SINGLE}\" or none"));
+            return Err(ModelError::Unsupported { model: Self::FAMILY, key, got, supported });
+        }
+        let offset = self.position_offset();
+        if self.max_position_embeddings <= offset {
+            let (field, expected) = ("max_position_embeddings", format!("above {offset}, as positions begin there"));
+            let got = self.max_position_embeddings.to_string();
+            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected });
+        }
+        if self.model_type != BertKind::Bert && self.head == BertHead::PreTraining {
+            let (field, got) = ("architectures", "BertForPreTraining".to_string());
+            let expected = format!("{}ForMaskedLM, or a classifier", self.model_type.class());
+            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected });
+        }
         if let BertHead::Classes(classes) = &self.head
             && classes.len() < 2
         {
@@ -180,7 +345,8 @@ impl BertConfig {
             [heads, width],
             &[&named!(self: hidden_dropout_prob, attention_probs_dropout_prob)[..], &[dropout]].concat(),
             &named!(self: layer_norm_eps, initializer_range),
-        )
+        )?;
+        check_count(Self::FAMILY, "num_hidden_layers", self)
     }
 
     /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, with the
@@ -220,6 +386,52 @@ mod tests {
     }
 
     #[test]
+    fn kinds_have_keys_and_classes_of_their_own() {
+        let distilled = r#"{"model_type": "distilbert", "dim": 48, "n_heads": 4, "hidden_dim": 96, "dropout": 0.2, "activation": "relu"}"#;
+        let config = BertConfig::from_json(distilled).unwrap();
+        let sizes =
+            [config.hidden_size, config.num_attention_heads, config.intermediate_size, config.num_hidden_layers];
+        assert_eq!((sizes, config.hidden_dropout_prob, config.hidden_act), ([48, 4, 96, 6], 0.2, Activation::Relu));
+        let written = config.to_keys();
+        assert_eq!((&written["dim"], &written["architectures"]), (&json!(48), &json!(["DistilBertForMaskedLM"])));
+        assert!(written.get("hidden_size").is_none() && written.get("layer_norm_eps").is_none(), "{written}");
+        assert_eq!(BertConfig::from_json(&written.to_string()).unwrap(), config);
+        for (kind, class) in [("roberta", "Roberta"), ("xlm-roberta", "XLMRoberta"), ("camembert", "Camembert")] {
+            let read = |head: &str| {
+                let text = format!(
+                    r#"{{"model_type": "{kind}", "architectures": ["{class}{head}"], "max_position_embeddings": 514}}"#
+                );
+                BertConfig::from_json(&text).unwrap()
+            };
+            let config = read("ForSequenceClassification");
+            assert_eq!(config.architecture(), format!("{class}ForSequenceClassification"));
+            assert_eq!(
+                (config.positions(), config.pad_token_id, config.head.clone()),
+                (512, 1, read("ForSequenceClassification").head)
+            );
+            // What has no head of its own predicts tokens.
+            assert_eq!(read("Model").architecture(), format!("{class}ForMaskedLM"));
+            assert_eq!(BertConfig::from_json(&config.to_keys().to_string()).unwrap(), config);
+        }
+        let told = BertConfig::from_json(r#"{"model_type": "roberta", "max_position_embeddings": 2}"#)
+            .unwrap_err()
+            .to_string();
+        assert!(told.contains("max_position_embeddings = 2; change it to above 2"), "{told}");
+    }
+
+    #[test]
+    fn classes_may_be_numbers() {
+        let read = |keys: &str| {
+            let text = format!(r#"{{"architectures": ["BertForSequenceClassification"], {keys}}}"#);
+            BertConfig::from_json(&text).unwrap().head
+        };
+        let classes = |names: &[&str]| BertHead::Classes(names.iter().map(ToString::to_string).collect());
+        assert_eq!(read(r#""id2label": {"0": 0, "1": 1}, "label2id": {"0": 0, "1": 1}"#), classes(&["0", "1"]));
+        assert_eq!(read(r#""id2label": {"10": "k", "9": "j"}, "label2id": {"j": "9"}"#), classes(&["j", "k"]));
+        assert_eq!(BertConfig::from_json(r#"{"architectures": null}"#).unwrap().head, BertHead::PreTraining);
+    }
+
+    #[test]
     fn is_written_as_it_is_read() {
         for head in [
             BertHead::PreTraining,
@@ -241,6 +453,10 @@ mod tests {
             (
                 r#"{"position_embedding_type": "relative_key"}"#,
                 "position_embedding_type = \"relative_key\" is not implemented",
+            ),
+            (
+                r#"{"architectures": ["BertForSequenceClassification"], "problem_type": "regression"}"#,
+                "problem_type = \"regression\" is not implemented",
             ),
             (r#"{"hidden_act": "silu"}"#, "hidden_act = \"silu\""),
             (r#"{"hidden_size": 0}"#, "hidden_size = 0"),

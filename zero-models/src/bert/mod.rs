@@ -13,6 +13,6 @@ pub mod weights;
 
 #[cfg(feature = "burn")]
 pub use batch::{BertBatch, BertPredictions};
-pub use config::{BertConfig, BertHead};
+pub use config::{BertConfig, BertHead, BertKind};
 #[cfg(feature = "burn")]
 pub use model::{Bert, BertEmbeddings, BertLayer};

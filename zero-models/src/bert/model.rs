@@ -8,14 +8,14 @@
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, s};
+use burn::tensor::{Tensor, activation, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear};
 
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
 use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
 use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
-use crate::{Activation, BertBatch, BertConfig, BertPredictions, init};
+use crate::{Activation, BertBatch, BertConfig, BertKind, BertPredictions, init};
 
 /// A BERT with the heads that its [`BertHead`](crate::BertHead) names.
 #[derive(Module, Debug)]
@@ -39,6 +39,8 @@ pub struct Bert<B: Backend> {
     /// A classifier's head.
     pub classifier: Option<Linear<B>>,
     classifier_dropout: Dropout,
+    #[module(skip)]
+    kind: BertKind,
     num_attention_heads: usize,
     activation: Activation,
     layer_norm_eps: f64,
@@ -53,12 +55,14 @@ pub struct BertEmbeddings<B: Backend> {
     pub word_embeddings_adapter: Option<Adapter<B>>,
     /// `[max_position_embeddings, hidden_size]`
     pub position_embeddings: Param<Tensor<B, 2>>,
-    /// `[type_vocab_size, hidden_size]`
-    pub token_type_embeddings: Param<Tensor<B, 2>>,
+    /// `[type_vocab_size, hidden_size]`, if the model knows segments.
+    pub token_type_embeddings: Option<Param<Tensor<B, 2>>>,
     /// The norm of the sum.
     pub norm: LayerNorm<B>,
     dropout: Dropout,
     layer_norm_eps: f64,
+    /// The row of the first position.
+    position_offset: usize,
 }
 
 /// One layer: attention and feed-forward layer, each added to what it read and then normed.
@@ -103,10 +107,13 @@ impl BertConfig {
                 word_embeddings: init::normal([v, d], std, device),
                 word_embeddings_adapter: None,
                 position_embeddings: init::normal([self.max_position_embeddings, d], std, device),
-                token_type_embeddings: init::normal([self.type_vocab_size, d], std, device),
+                token_type_embeddings: self
+                    .has("embeddings.token_type_embeddings")
+                    .then(|| init::normal([self.type_vocab_size, d], std, device)),
                 norm: init::norm(d, self.layer_norm_eps, device),
                 dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
                 layer_norm_eps: self.layer_norm_eps,
+                position_offset: self.position_offset(),
             },
             layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
             pooler: self.has("pooler").then(|| init::linear(d, d, std, device)),
@@ -117,6 +124,7 @@ impl BertConfig {
             seq_relationship: self.has("seq_relationship").then(|| init::linear(d, 2, std, device)),
             classifier: self.has("classifier").then(|| init::linear(d, self.classes(), std, device)),
             classifier_dropout: DropoutConfig::new(self.classifier_dropout.unwrap_or(self.hidden_dropout_prob)).init(),
+            kind: self.model_type,
             num_attention_heads: self.num_attention_heads,
             activation: self.hidden_act,
             layer_norm_eps: self.layer_norm_eps,
@@ -140,6 +148,12 @@ impl BertConfig {
             attention_dropout: DropoutConfig::new(self.attention_probs_dropout_prob).init(),
             layer_norm_eps: self.layer_norm_eps,
         }
+    }
+}
+
+impl<B: Backend> Bert<B> {
+    pub(super) fn kind(&self) -> BertKind {
+        self.kind
     }
 }
 
@@ -235,8 +249,12 @@ impl<B: FusedBackend> Bert<B> {
     /// `[n, d]` of `b` rows to `[b, d]`.
     fn pooled(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = hidden_nd.dims();
-        let first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
-        dense(of_head(&self.pooler, "a pooler"), first_bd).tanh()
+        let mut first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
+        if self.kind.is_roberta() {
+            first_bd = self.classifier_dropout.forward(first_bd);
+        }
+        let pooled_bd = dense(of_head(&self.pooler, "a pooler"), first_bd);
+        if self.kind == BertKind::DistilBert { activation::relu(pooled_bd) } else { pooled_bd.tanh() }
     }
 
     /// `[n, d]` of `b` rows to `[b, 2]`.
@@ -290,13 +308,17 @@ impl<B: FusedBackend> BertEmbeddings<B> {
         let [b, t] = ids_bt.dims();
         let position_table = self.position_embeddings.val();
         let [longest, d] = position_table.dims();
-        check_positions(t, longest, "max_position_embeddings");
+        let first = self.position_offset;
+        check_positions(t, longest - first, "max_position_embeddings");
         let rows_of = |table, ids_bt: Ids<B>| embedding(table, ids_bt.reshape([b * t])).reshape([b, t * d]);
         let words = rows(&self.word_embeddings, &self.word_embeddings_adapter, ids_bt.reshape([b * t]));
         let words = words.reshape([b, t * d]);
-        let types = rows_of(self.token_type_embeddings.val(), types_bt);
-        let positions = position_table.slice(s![0..t, ..]).reshape([1, t * d]);
-        let x_nd = (words + types + positions).reshape([b * t, d]);
+        let words = match &self.token_type_embeddings {
+            Some(table) => words + rows_of(table.val(), types_bt),
+            None => words,
+        };
+        let positions = position_table.slice(s![first..first + t, ..]).reshape([1, t * d]);
+        let x_nd = (words + positions).reshape([b * t, d]);
         self.dropout.forward(normed(&self.norm, self.layer_norm_eps, x_nd))
     }
 }

@@ -10,19 +10,46 @@
 
 #[cfg(feature = "burn")]
 use super::Bert;
-use super::{BertConfig, BertHead};
+use super::{BertConfig, BertHead, BertKind};
 #[cfg(feature = "burn")]
 use crate::hf_load::hf_weights;
 use crate::hf_params::Kind::{Bias, Head, Linear, Norm, Table};
-use crate::hf_params::{Family, Layer, layer};
+use crate::hf_params::{Family, Layer, ModelParam, Rules, by_table, layer, rules};
 
 const PREFIX: &str = "bert.";
 const DECODER: &str = "cls.predictions.decoder.weight";
 pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
 pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
+/// The names of a model's kind.
 #[cfg(feature = "burn")]
-hf_weights!(Bert, BertConfig, "BertForPreTraining");
+macro_rules! by_kind {
+    ($model:expr, $names:ident => $do:expr) => {
+        match $model.kind() {
+            BertKind::Bert => {
+                type $names = BertConfig;
+                $do
+            }
+            BertKind::DistilBert => {
+                type $names = DistilBert;
+                $do
+            }
+            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => {
+                type $names = Roberta;
+                $do
+            }
+        }
+    };
+}
+
+/// RoBERTa's names.
+pub(crate) struct Roberta(BertConfig);
+
+/// DistilBERT's names.
+pub(crate) struct DistilBert(BertConfig);
+
+#[cfg(feature = "burn")]
+hf_weights!(Bert, BertConfig, "BertForPreTraining", by_kind);
 
 /// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
 /// the names of these parameters too.
@@ -35,7 +62,7 @@ pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     checkpoint: &crate::safetensors_file::Checkpoint,
     device: &B::Device,
 ) -> crate::Result<(Bert<B>, Vec<String>)> {
-    crate::hf_load::load_beneath_head::<BertConfig, B, _>(model, checkpoint, device)
+    by_kind!(model, Names => crate::hf_load::load_beneath_head::<Names, B, _>(model, checkpoint, device))
 }
 
 impl BertConfig {
@@ -78,6 +105,14 @@ impl Family for BertConfig {
     const REPEATS: &'static [(&'static str, &'static str)] =
         &[(DECODER, "bert.embeddings.word_embeddings.weight"), (DECODER_BIAS, PREDICTION_BIAS)];
 
+    fn parameters(&self) -> Vec<ModelParam> {
+        match self.model_type {
+            BertKind::Bert => by_table(self),
+            BertKind::DistilBert => by_table(&DistilBert(self.clone())),
+            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => by_table(&Roberta(self.clone())),
+        }
+    }
+
     fn blocks(&self, _layer: &str) -> usize {
         self.num_hidden_layers
     }
@@ -88,6 +123,7 @@ impl Family for BertConfig {
 
     fn has(&self, layer: &str) -> bool {
         match layer {
+            "embeddings.token_type_embeddings" => self.model_type != BertKind::DistilBert,
             "pooler" => self.head != BertHead::MaskedLm,
             "transform" | "transform_norm" | "decoder" | "prediction_bias" => self.classes() == 0,
             "seq_relationship" => self.head == BertHead::PreTraining,
@@ -112,6 +148,126 @@ impl Family for BertConfig {
         match renamed.strip_prefix(PREFIX).unwrap_or(&renamed) {
             "embeddings.position_ids" | "embeddings.token_type_ids" => None,
             name => Some(format!("{PREFIX}{name}")),
+        }
+    }
+}
+
+impl BertConfig {
+    /// How its parameters find their tensors.
+    pub(crate) fn rules(&self) -> Rules<'static> {
+        match self.model_type {
+            BertKind::Bert => rules::<Self>(),
+            BertKind::DistilBert => rules::<DistilBert>(),
+            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => rules::<Roberta>(),
+        }
+    }
+}
+
+/// The rows of a table for the layers of BERT's encoder.
+macro_rules! of_config {
+    ($($path:literal, $name:literal, $kind:ident, $sizes:expr;)*) => {
+        &[$(layer($path, $name, $kind, |c| { const SIZES: fn(&BertConfig) -> [usize; 2] = $sizes; SIZES(&c.0) })),*]
+    };
+}
+
+/// What a family whose configuration is BERT's takes from it.
+macro_rules! as_bert {
+    () => {
+        fn blocks(&self, layer: &str) -> usize {
+            self.0.blocks(layer)
+        }
+
+        fn is_tied(&self) -> bool {
+            self.0.is_tied()
+        }
+
+        fn has(&self, layer: &str) -> bool {
+            self.0.has(layer)
+        }
+    };
+}
+
+impl Family for Roberta {
+    const LAYERS: &'static [Layer<Self>] = of_config! {
+        "embeddings.word_embeddings", "roberta.embeddings.word_embeddings", Table, WORDS;
+        "embeddings.position_embeddings", "roberta.embeddings.position_embeddings", Table, POSITIONS;
+        "embeddings.token_type_embeddings", "roberta.embeddings.token_type_embeddings", Table, SEGMENTS;
+        "embeddings.norm", "roberta.embeddings.LayerNorm", Norm, WIDTH;
+        "layers.*.query", "roberta.encoder.layer.*.attention.self.query", Linear, WIDTH;
+        "layers.*.key", "roberta.encoder.layer.*.attention.self.key", Linear, WIDTH;
+        "layers.*.value", "roberta.encoder.layer.*.attention.self.value", Linear, WIDTH;
+        "layers.*.attention_output", "roberta.encoder.layer.*.attention.output.dense", Linear, WIDTH;
+        "layers.*.attention_norm", "roberta.encoder.layer.*.attention.output.LayerNorm", Norm, WIDTH;
+        "layers.*.intermediate", "roberta.encoder.layer.*.intermediate.dense", Linear, WIDER;
+        "layers.*.output", "roberta.encoder.layer.*.output.dense", Linear, NARROWER;
+        "layers.*.output_norm", "roberta.encoder.layer.*.output.LayerNorm", Norm, WIDTH;
+        "pooler", "classifier.dense", Linear, WIDTH;
+        "transform", "lm_head.dense", Linear, WIDTH;
+        "transform_norm", "lm_head.layer_norm", Norm, WIDTH;
+        "decoder", "lm_head.decoder", Head, WORDS;
+        "prediction_bias", "lm_head", Bias, |c| [1, c.vocab_size];
+        "classifier", "classifier.out_proj", Linear, |c| [c.hidden_size, c.classes()];
+    };
+    const REPEATS: &'static [(&'static str, &'static str)] = &[
+        ("lm_head.decoder.weight", "roberta.embeddings.word_embeddings.weight"),
+        ("lm_head.decoder.bias", "lm_head.bias"),
+    ];
+
+    as_bert!();
+
+    fn is_of_head(name: &str) -> bool {
+        ["lm_head.", "classifier.", "roberta.pooler."].iter().any(|head| name.starts_with(head))
+    }
+
+    fn in_state_dict(name: &str) -> Option<String> {
+        if name.starts_with("lm_head.") || name.starts_with("classifier.") {
+            return Some(name.to_string());
+        }
+        match name.strip_prefix("roberta.").unwrap_or(name) {
+            "embeddings.position_ids" | "embeddings.token_type_ids" => None,
+            // Of a model without a head, which no class with one reads.
+            pooler if pooler.starts_with("pooler.") => None,
+            name => Some(format!("roberta.{name}")),
+        }
+    }
+}
+
+impl Family for DistilBert {
+    const LAYERS: &'static [Layer<Self>] = of_config! {
+        "embeddings.word_embeddings", "distilbert.embeddings.word_embeddings", Table, WORDS;
+        "embeddings.position_embeddings", "distilbert.embeddings.position_embeddings", Table, POSITIONS;
+        "embeddings.norm", "distilbert.embeddings.LayerNorm", Norm, WIDTH;
+        "layers.*.query", "distilbert.transformer.layer.*.attention.q_lin", Linear, WIDTH;
+        "layers.*.key", "distilbert.transformer.layer.*.attention.k_lin", Linear, WIDTH;
+        "layers.*.value", "distilbert.transformer.layer.*.attention.v_lin", Linear, WIDTH;
+        "layers.*.attention_output", "distilbert.transformer.layer.*.attention.out_lin", Linear, WIDTH;
+        "layers.*.attention_norm", "distilbert.transformer.layer.*.sa_layer_norm", Norm, WIDTH;
+        "layers.*.intermediate", "distilbert.transformer.layer.*.ffn.lin1", Linear, WIDER;
+        "layers.*.output", "distilbert.transformer.layer.*.ffn.lin2", Linear, NARROWER;
+        "layers.*.output_norm", "distilbert.transformer.layer.*.output_layer_norm", Norm, WIDTH;
+        "pooler", "pre_classifier", Linear, WIDTH;
+        "transform", "vocab_transform", Linear, WIDTH;
+        "transform_norm", "vocab_layer_norm", Norm, WIDTH;
+        "decoder", "vocab_projector", Head, WORDS;
+        "prediction_bias", "vocab_projector", Bias, |c| [1, c.vocab_size];
+        "classifier", "classifier", Linear, |c| [c.hidden_size, c.classes()];
+    };
+    const REPEATS: &'static [(&'static str, &'static str)] =
+        &[("vocab_projector.weight", "distilbert.embeddings.word_embeddings.weight")];
+
+    as_bert!();
+
+    fn is_of_head(name: &str) -> bool {
+        ["vocab_", "pre_classifier.", "classifier."].iter().any(|head| name.starts_with(head))
+    }
+
+    fn in_state_dict(name: &str) -> Option<String> {
+        if Self::is_of_head(name) {
+            return Some(name.to_string());
+        }
+        match name.strip_prefix("distilbert.").unwrap_or(name) {
+            "embeddings.position_ids" => None,
+            name => Some(format!("distilbert.{name}")),
         }
     }
 }

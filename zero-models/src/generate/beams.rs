@@ -2,8 +2,8 @@
 
 use zero_ops::FusedBackend;
 
-use super::choose::{force, penalise};
-use super::{CausalLm, Hooks, Pass, Sampling};
+use super::choose::process;
+use super::{CausalLm, EarlyStopping, Hooks, Pass, Sampling};
 
 /// A text and its score.
 #[derive(Debug, Clone)]
@@ -34,19 +34,18 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
         // Rows of `logits`: one for each running text, for each prompt as many as for the others.
         let mut rows = 1;
-        for made in 1..=how.max_new_tokens {
+        for _ in 0..self.most {
             let mut from = Vec::with_capacity(prompts.len() * beams);
             let mut next = Vec::with_capacity(prompts.len() * beams);
             for (i, (search, prompt)) in searches.iter_mut().zip(prompts).enumerate() {
                 let own = &mut logits[i * rows * width..][..rows * width];
-                let parents =
-                    if search.open { search.step(own, width, prompt.len(), made, how) } else { vec![0; beams] };
+                let parents = if search.open { search.step(own, width, prompt, how) } else { vec![0; beams] };
                 from.extend(parents.iter().map(|parent| i * rows + parent));
                 // A prompt that has ended reads something all the same.
                 let last = |beam: usize| search.running.get(beam).map_or(0, |beam| beam.tokens[beam.tokens.len() - 1]);
                 next.extend((0..beams).map(|beam| last(beam) as i32));
             }
-            let needs = made < how.max_new_tokens && searches.iter().any(|search| search.open);
+            let needs = searches.iter().any(|search| search.open);
             if !(hooks.goes_on)(needs) {
                 break;
             }
@@ -68,15 +67,14 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
 }
 
 impl Search {
-    /// One more token for each text, by its logits, with the `made`th new one. Gives of each text that goes on the number of the
-    /// one that it was.
-    fn step(&mut self, logits: &mut [f32], width: usize, prompt: usize, made: usize, how: &Sampling) -> Vec<usize> {
-        let beams = how.beams;
+    /// One more token for each text, by its logits. Gives of each text that goes on the number of the one that it was.
+    fn step(&mut self, logits: &mut [f32], width: usize, prompt: &[u32], how: &Sampling) -> Vec<usize> {
+        let (beams, most) = (how.beams, how.most(prompt));
+        let made = self.running[0].tokens.len() - prompt.len() + 1;
         let mut found: Vec<(f64, usize, u32)> = Vec::new();
         for (at, (beam, logits)) in self.running.iter().zip(logits.chunks_exact_mut(width)).enumerate() {
             log_softmax(logits);
-            penalise(logits, &beam.tokens, how.repetition_penalty);
-            force(logits, made, how);
+            process(logits, &beam.tokens, prompt, how);
             found.extend(logits.iter().enumerate().map(|(id, &p)| (beam.score + f64::from(p), at, id as u32)));
         }
         // As many as are enough when each of the best texts could also end.
@@ -88,7 +86,7 @@ impl Search {
             found.truncate(kept);
         }
         found.sort_by(order);
-        let last = made == how.max_new_tokens;
+        let last = made == most;
         let (mut running, mut parents) = (Vec::new(), Vec::new());
         for (rank, (score, at, token)) in found.into_iter().enumerate() {
             let mut tokens = self.running[at].tokens.clone();
@@ -96,7 +94,7 @@ impl Search {
             if last || how.stop.contains(&token) {
                 // A text ends only where it is among the best.
                 if rank < beams {
-                    let length = (tokens.len() - prompt) as f64;
+                    let length = made as f64;
                     self.ended.push(Beam { tokens, score: score / length.powf(how.length_penalty) });
                 }
             } else if running.len() < beams {
@@ -108,10 +106,12 @@ impl Search {
         self.ended.truncate(beams);
         self.running = running;
         // No text that goes on can become better than the worst that has ended.
-        let best = self.running.first().map(|best| best.score / (made as f64).powf(how.length_penalty));
+        let length = if how.early_stopping == EarlyStopping::Never && how.length_penalty > 0.0 { most } else { made };
+        let best = self.running.first().map(|best| best.score / (length as f64).powf(how.length_penalty));
         let worst = self.ended.get(beams - 1).map(|worst| worst.score);
         self.open = match (best, worst) {
             (None, _) => false,
+            (Some(_), Some(_)) if how.early_stopping == EarlyStopping::Yes => false,
             (Some(best), Some(worst)) => best > worst,
             (Some(_), None) => true,
         };

@@ -26,6 +26,8 @@ pub struct KvCache<B: Backend> {
     dtype: Option<FloatDType>,
     /// Tokens of padding before each row.
     padding: Vec<usize>,
+    /// Positions that the model has.
+    positions: usize,
 }
 
 /// Of one layer the keys and the values of some positions, `[b, k, places, e]`.
@@ -68,7 +70,22 @@ impl<B: FusedBackend> KvCache<B> {
     /// For rows that begin with so many tokens of padding, with room for so many positions in all. Keys and values are kept as
     /// `dtype` if there is one: in 16 bit they take half of the memory.
     pub fn new(padding: Vec<usize>, room: usize, dtype: Option<FloatDType>) -> Self {
-        Self { layers: Vec::new(), across: Vec::new(), hidden_across: None, length: 0, room, dtype, padding }
+        Self {
+            layers: Vec::new(),
+            across: Vec::new(),
+            hidden_across: None,
+            length: 0,
+            room,
+            dtype,
+            padding,
+            positions: usize::MAX,
+        }
+    }
+
+    /// The same for a model with so many positions, where rows that have ended read on beside others: what they read is used for nothing, and
+    /// is taken to stand at the last position.
+    pub(super) fn within(self, positions: usize) -> Self {
+        Self { positions, ..self }
     }
 
     /// Positions that are kept.
@@ -84,7 +101,8 @@ impl<B: FusedBackend> KvCache<B> {
     /// The numbers of the next `t` positions in each row's own text, row after row. Those of padding are 0.
     pub(crate) fn numbers(&self, t: usize) -> impl Iterator<Item = i32> {
         let next = self.length..self.length + t;
-        let own = move |&padding: &usize| next.clone().map(move |at| at.saturating_sub(padding) as i32);
+        let last = self.positions.saturating_sub(1);
+        let own = move |&padding: &usize| next.clone().map(move |at| at.saturating_sub(padding).min(last) as i32);
         self.padding.iter().flat_map(own)
     }
 

@@ -9,8 +9,32 @@ pub(super) fn best(logits: &[f32]) -> usize {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
+/// What follows from the options for the logits of the token behind `seen`, which begins with `prompt`.
+pub(super) fn process(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sampling) {
+    let (made, width) = (seen.len() - prompt.len() + 1, logits.len());
+    penalise(logits, seen, how.repetition_penalty);
+    repeat_nothing(logits, seen, how.no_repeat_ngram_size);
+    if seen.len() < how.min_length || made <= how.min_new_tokens {
+        for &token in how.stop.iter().filter(|token| (**token as usize) < width) {
+            logits[token as usize] = f32::NEG_INFINITY;
+        }
+    }
+    force(logits, [made, how.most(prompt)], how);
+}
+
+/// Hides tokens that would repeat `n` tokens in a row, <https://arxiv.org/abs/1705.04304>, section 2.5.
+fn repeat_nothing(logits: &mut [f32], seen: &[u32], n: usize) {
+    if n == 0 || seen.len() + 1 < n {
+        return;
+    }
+    let last = &seen[seen.len() + 1 - n..];
+    for row in seen.windows(n).filter(|row| row[..n - 1] == *last) {
+        logits[row[n - 1] as usize] = f32::NEG_INFINITY;
+    }
+}
+
 /// Makes tokens that were there already less likely (<https://arxiv.org/abs/1909.05858>, section 4.1).
-pub(super) fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
+fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
     if penalty == 1.0 {
         return;
     }
@@ -23,19 +47,18 @@ pub(super) fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
     }
 }
 
-/// Leaves only the token that the `made`th new one must be, if it must be one.
-pub(super) fn force(logits: &mut [f32], made: usize, how: &Sampling) {
-    let last = how.forced_last.filter(|_| made == how.max_new_tokens);
+/// Leaves only the token that the `made`th new one of `most` must be, if it must be one.
+fn force(logits: &mut [f32], [made, most]: [usize; 2], how: &Sampling) {
+    let last = how.forced_last.filter(|_| made == most);
     if let Some(token) = last.or(how.forced_first.filter(|_| made == 1)) {
         logits.fill(f32::NEG_INFINITY);
         logits[token as usize] = 0.0;
     }
 }
 
-/// The token that follows `seen`, the `made`th new one.
-pub(super) fn choose(logits: &mut [f32], seen: &[u32], made: usize, how: &Sampling, draws: &mut Draws) -> usize {
-    penalise(logits, seen, how.repetition_penalty);
-    force(logits, made, how);
+/// The token that follows `seen`, which begins with `prompt`.
+pub(super) fn choose(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sampling, draws: &mut Draws) -> usize {
+    process(logits, seen, prompt, how);
     if how.temperature == 0.0 {
         return best(logits);
     }

@@ -9,6 +9,7 @@
 mod beams;
 mod cache;
 mod choose;
+mod settings;
 
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use zero_core::random::Draws;
@@ -39,8 +40,14 @@ pub trait CausalLm<B: FusedBackend> {
 pub struct Sampling {
     /// Most tokens that follow a prompt.
     pub max_new_tokens: usize,
+    /// Most tokens of a prompt and what follows it together, in place of `max_new_tokens`.
+    pub max_length: Option<usize>,
     /// Tokens that end a text; they are not part of it.
     pub stop: Vec<u32>,
+    /// Fewest tokens that follow a prompt: until then, none of `stop` is chosen.
+    pub min_new_tokens: usize,
+    /// Fewest tokens of a prompt and what follows it together.
+    pub min_length: usize,
     /// Logits are divided by it; 0 takes the most likely token.
     pub temperature: f64,
     /// Only the `k` most likely tokens.
@@ -49,32 +56,53 @@ pub struct Sampling {
     pub top_p: Option<f64>,
     /// Above 1, tokens that were there already are less likely.
     pub repetition_penalty: f64,
+    /// No so many tokens in a row come twice in a prompt and what follows it; 0 allows all.
+    pub no_repeat_ngram_size: usize,
     /// Seed of the draws. Each prompt has its own, by its number.
     pub seed: u64,
     /// Above 1, the text that is the most likely as a whole is looked for among so many.
     pub beams: usize,
     /// By beam search, a text's score is the sum of its log-probabilities divided by its length to this power.
     pub length_penalty: f64,
+    /// When beam search ends.
+    pub early_stopping: EarlyStopping,
     /// The first token, whatever the model says.
     pub forced_first: Option<u32>,
-    /// The last of `max_new_tokens`, whatever the model says.
+    /// The last token where a text is as long as it may be, whatever the model says.
     pub forced_last: Option<u32>,
     /// What keys and values of the tokens so far are kept as, if not as the model computes.
     pub cache_dtype: Option<FloatDType>,
+}
+
+/// When beam search ends, as `early_stopping` of transformers.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum EarlyStopping {
+    /// Once the best text that goes on scores below all that have ended, by its length so far.
+    #[default]
+    No,
+    /// Once as many texts have ended as there are beams.
+    Yes,
+    /// As [`No`](Self::No), by the longest length that a text may have if `length_penalty` is above 0.
+    Never,
 }
 
 impl Default for Sampling {
     fn default() -> Self {
         Self {
             max_new_tokens: 64,
+            max_length: None,
             stop: Vec::new(),
+            min_new_tokens: 0,
+            min_length: 0,
             temperature: 0.0,
             top_k: None,
             top_p: None,
             repetition_penalty: 1.0,
+            no_repeat_ngram_size: 0,
             seed: 0,
             beams: 1,
             length_penalty: 1.0,
+            early_stopping: EarlyStopping::No,
             forced_first: None,
             forced_last: None,
             cache_dtype: None,
@@ -95,7 +123,7 @@ pub struct Hooks<'a> {
 /// The tokens that follow each prompt.
 ///
 /// # Errors
-/// When a prompt is empty, has a token that the model does not know, or is with `max_new_tokens` longer than the model's
+/// When a prompt is empty, has a token that the model does not know, or is with its new tokens longer than the model's
 /// positions; when [`Sampling`] holds a value that is none.
 pub fn generate<B: FusedBackend, M: CausalLm<B>>(
     model: &M,
@@ -123,7 +151,19 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     hooks: Hooks<'_>,
 ) -> Result<Vec<Vec<u32>>> {
     how.check()?;
-    check(prompts, how.max_new_tokens, model.positions(), model.vocabulary())?;
+    let known = format!("below {}, the number of tokens that the model knows", model.vocabulary());
+    let forced = [("forced_first", how.forced_first), ("forced_last", how.forced_last)];
+    let forced = forced.iter().filter_map(|(field, token)| Some((*field, (*token)? as usize)));
+    check_each(
+        "sampling",
+        forced.map(|(field, token)| (token < model.vocabulary(), field, token.to_string(), known.as_str())),
+    )?;
+    if let (Some(most), Some(row)) = (how.max_length, prompts.iter().position(|prompt| how.most(prompt) == 0)) {
+        let problem =
+            format!("has {} tokens, and a text may have {most} by max_length: set max_new_tokens", prompts[row].len());
+        return Err(ModelError::Prompt { row, problem });
+    }
+    check(prompts, |prompt| how.most(prompt), model.positions(), model.vocabulary())?;
     let Some(longest) = prompts.iter().map(Vec::len).max() else { return Ok(Vec::new()) };
     let padding: Vec<usize> = prompts.iter().map(|prompt| longest - prompt.len()).collect();
     let filled: Vec<i32> = prompts
@@ -133,8 +173,9 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
             std::iter::repeat_n(prompt[0], padding).chain(prompt.iter().copied()).map(|id| id as i32)
         })
         .collect();
-    let cache = KvCache::new(padding, longest + how.max_new_tokens, how.cache_dtype);
-    let mut pass = Pass { model, prompts, how, device, cache };
+    let most = prompts.iter().map(|prompt| how.most(prompt)).max().unwrap_or(0);
+    let cache = KvCache::new(padding, longest + most, how.cache_dtype).within(model.positions());
+    let mut pass = Pass { model, prompts, how, most, device, cache };
     let logits = pass.read(filled, prompts.len());
     Ok(if how.beams == 1 { pass.one_by_one(logits, hooks) } else { pass.search(logits, hooks) })
 }
@@ -144,6 +185,8 @@ struct Pass<'a, B: FusedBackend, M> {
     model: &'a M,
     prompts: &'a [Vec<u32>],
     how: &'a Sampling,
+    /// The most new tokens of a prompt.
+    most: usize,
     device: &'a B::Device,
     cache: KvCache<B>,
 }
@@ -164,23 +207,24 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let mut draws: Vec<Draws> =
             (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
         let mut open = vec![true; rows];
-        for made in 1..=how.max_new_tokens {
+        for made in 1..=self.most {
             let width = logits.len() / rows;
             let mut next = vec![0; rows];
             for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
                 if !open[row] {
                     continue;
                 }
-                let token = choose::choose(logits, &texts[row], made, how, &mut draws[row]) as u32;
+                let token = choose::choose(logits, &texts[row], &prompts[row], how, &mut draws[row]) as u32;
                 next[row] = token as i32;
                 open[row] = !how.stop.contains(&token);
                 if open[row] {
                     texts[row].push(token);
                     (hooks.token)(row, token);
+                    open[row] = made < how.most(&prompts[row]);
                 }
             }
             // A row that has ended reads something all the same.
-            let needs = made < how.max_new_tokens && open.contains(&true);
+            let needs = open.contains(&true);
             if !(hooks.goes_on)(needs) {
                 break;
             }
@@ -191,6 +235,11 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
 }
 
 impl Sampling {
+    /// The most tokens that follow a prompt.
+    fn most(&self, prompt: &[u32]) -> usize {
+        self.max_length.map_or(self.max_new_tokens, |most| most.saturating_sub(prompt.len()))
+    }
+
     fn check(&self) -> Result<()> {
         let Self { max_new_tokens: most, temperature: t, repetition_penalty: again, length_penalty: power, .. } = *self;
         let (p, beams, draws_nothing) = (self.top_p.unwrap_or(1.0), self.beams, self.beams <= 1 || t == 0.0);
@@ -208,8 +257,13 @@ impl Sampling {
     }
 }
 
-/// Whether a model with so many positions and tokens can go on with these prompts by `new` tokens.
-pub(crate) fn check(prompts: &[Vec<u32>], new: usize, positions: usize, vocabulary: usize) -> Result<()> {
+/// Whether a model with so many positions and tokens can go on with these prompts by `new` tokens each.
+pub(crate) fn check(
+    prompts: &[Vec<u32>],
+    new: impl Fn(&[u32]) -> usize,
+    positions: usize,
+    vocabulary: usize,
+) -> Result<()> {
     for (row, prompt) in prompts.iter().enumerate() {
         let problem = |problem: String| Err(ModelError::Prompt { row, problem });
         if prompt.is_empty() {
@@ -220,7 +274,7 @@ pub(crate) fn check(prompts: &[Vec<u32>], new: usize, positions: usize, vocabula
                 "has the token {token}, and the model knows {vocabulary}: use the tokenizer that the model was made for"
             ));
         }
-        let length = prompt.len();
+        let (length, new) = (prompt.len(), new(prompt));
         if length + new > positions {
             return problem(format!(
                 "has {length} tokens, with {new} new ones more than the model's {positions} positions: shorten it or lower \

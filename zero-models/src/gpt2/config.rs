@@ -1,7 +1,7 @@
 //! The sizes of a GPT-2: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
 //! floating-point operations.
 
-use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::hf_params::fresh;
 use crate::{Activation, ModelParam, Result};
 
@@ -113,7 +113,8 @@ impl Gpt2Config {
             [heads, width],
             &named!(self: embd_pdrop, resid_pdrop, attn_pdrop),
             &named!(self: layer_norm_epsilon, initializer_range),
-        )
+        )?;
+        check_count(Self::FAMILY, "n_layer", self)
     }
 
     /// Width of the feed-forward layer.

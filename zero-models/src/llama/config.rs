@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::RopeScaling;
-use crate::hf_config::{check_values, find_preset, hf_config, named, names};
+use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::{ModelError, Result};
 
 /// Which of the models that differ in little, by `model_type`.
@@ -18,10 +18,22 @@ pub enum LlamaKind {
     Mistral,
     /// Qwen2 and Qwen2.5: queries, keys and values have biases.
     Qwen2,
+    /// Qwen3, dense: heads of queries and of keys are normed before they are turned.
+    Qwen3,
+}
+
+/// What a position of a layer sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerType {
+    /// All positions before it.
+    FullAttention,
+    /// Those of its window.
+    SlidingAttention,
 }
 
 hf_config! {
-    /// The configuration of a Llama, a Mistral or a Qwen2.
+    /// The configuration of a Llama, a Mistral, a Qwen2 or a Qwen3.
     pub struct LlamaConfig of "Llama" {
         /// Which of them it is.
         model_type: LlamaKind = LlamaKind::Llama,
@@ -37,7 +49,7 @@ hf_config! {
         num_attention_heads: usize = 32,
         /// Number of heads of keys and values, which divides that of the queries; as many if a file does not say.
         num_key_value_heads: usize = 32,
-        /// Width of a head; `hidden_size / num_attention_heads` if not given.
+        /// Width of a head; if not given, 128 for a Qwen3, and `hidden_size / num_attention_heads` otherwise.
         // Transformers' Qwen2 takes a null for a width.
         #[serde(skip_serializing_if = "Option::is_none")]
         head_dim: Option<usize> = None,
@@ -49,16 +61,19 @@ hf_config! {
         rope_theta: f64 = 10000.0,
         /// How these angles are made smaller.
         rope_scaling: Option<RopeScaling> = None,
-        /// Whether a Llama's attention has biases.
+        /// Whether the attention of a Llama or a Qwen3 has biases.
         attention_bias: bool = false,
         /// Dropout probability of attention probabilities.
         attention_dropout: f64 = 0.0,
-        /// How many tokens a position sees at most, itself among them: of a Mistral, and of a Qwen2 that uses it.
+        /// How many tokens a position sees at most, itself among them: of a Mistral, and of a Qwen that uses it.
         sliding_window: Option<usize> = None,
-        /// Whether a Qwen2 has the window.
+        /// Whether a Qwen has the window.
         use_sliding_window: bool = false,
-        /// The first layer of a Qwen2 that has the window: all of its layers have it, or none.
+        /// The first layer of a Qwen that has the window, if `layer_types` does not say.
         max_window_layers: usize = 0,
+        /// Which layers of a Qwen have the window.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        layer_types: Option<Vec<LayerType>> = None,
         /// Standard deviation of fresh weights.
         initializer_range: f64 = 0.02,
         /// Whether the head's weight is the token embedding.
@@ -75,17 +90,25 @@ hf_config! {
 type Sizes = [usize; 7];
 
 /// Names, kinds, sizes, base of angles.
-const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 12] = [
+const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 20] = [
     ("llama-tiny", (LlamaKind::Llama, [50257, 64, 176, 2, 4, 2, 128], 1e4)),
     ("qwen2.5-0.5b", (LlamaKind::Qwen2, [151_936, 896, 4864, 24, 14, 2, 32768], 1e6)),
+    ("qwen3-0.6b", (LlamaKind::Qwen3, [151_936, 1024, 3072, 28, 16, 8, 40960], 1e6)),
     ("llama-3.2-1b", (LlamaKind::Llama, [128_256, 2048, 8192, 16, 32, 8, 131_072], 5e5)),
     ("qwen2.5-1.5b", (LlamaKind::Qwen2, [151_936, 1536, 8960, 28, 12, 2, 131_072], 1e6)),
+    ("qwen3-1.7b", (LlamaKind::Qwen3, [151_936, 2048, 6144, 28, 16, 8, 40960], 1e6)),
     ("llama-3.2-3b", (LlamaKind::Llama, [128_256, 3072, 8192, 28, 24, 8, 131_072], 5e5)),
+    ("qwen3-4b", (LlamaKind::Qwen3, [151_936, 2560, 9728, 36, 32, 8, 40960], 1e6)),
     ("llama-2-7b", (LlamaKind::Llama, [32000, 4096, 11008, 32, 32, 32, 4096], 1e4)),
     ("mistral-7b", (LlamaKind::Mistral, [32000, 4096, 14336, 32, 32, 8, 32768], 1e4)),
     ("qwen2.5-7b", (LlamaKind::Qwen2, [152_064, 3584, 18944, 28, 28, 4, 131_072], 1e6)),
     ("llama-3-8b", (LlamaKind::Llama, [128_256, 4096, 14336, 32, 32, 8, 8192], 5e5)),
+    ("qwen3-8b", (LlamaKind::Qwen3, [151_936, 4096, 12288, 36, 32, 8, 40960], 1e6)),
     ("llama-2-13b", (LlamaKind::Llama, [32000, 5120, 13824, 40, 40, 40, 4096], 1e4)),
+    ("qwen3-14b", (LlamaKind::Qwen3, [151_936, 5120, 17408, 40, 40, 8, 40960], 1e6)),
+    ("qwen2.5-14b", (LlamaKind::Qwen2, [152_064, 5120, 13824, 48, 40, 8, 131_072], 1e6)),
+    ("qwen3-32b", (LlamaKind::Qwen3, [151_936, 5120, 25600, 64, 64, 8, 40960], 1e6)),
+    ("qwen2.5-32b", (LlamaKind::Qwen2, [152_064, 5120, 27648, 64, 40, 8, 131_072], 1e6)),
     ("llama-2-70b", (LlamaKind::Llama, [32000, 8192, 28672, 80, 64, 8, 4096], 1e4)),
     ("llama-3-70b", (LlamaKind::Llama, [128_256, 8192, 28672, 80, 64, 8, 8192], 5e5)),
 ];
@@ -120,7 +143,11 @@ impl LlamaConfig {
             num_attention_heads,
             num_key_value_heads,
             max_position_embeddings: positions,
-            rms_norm_eps: if model_type == LlamaKind::Qwen2 { 1e-6 } else { 1e-5 },
+            // As published, also where the larger ones of a family differ.
+            rms_norm_eps: match model_type {
+                LlamaKind::Qwen2 | LlamaKind::Qwen3 if !matches!(name, "qwen2.5-14b" | "qwen2.5-32b") => 1e-6,
+                _ => 1e-5,
+            },
             rope_theta,
             rope_scaling: long.then_some(RopeScaling::Llama3 {
                 factor: 32.0,
@@ -130,7 +157,11 @@ impl LlamaConfig {
             }),
             sliding_window: (model_type == LlamaKind::Mistral).then_some(4096),
             // As published: the smaller ones of the newer families.
-            tie_word_embeddings: long || matches!(name, "llama-tiny" | "qwen2.5-0.5b" | "qwen2.5-1.5b"),
+            tie_word_embeddings: long
+                || matches!(
+                    name,
+                    "llama-tiny" | "qwen2.5-0.5b" | "qwen2.5-1.5b" | "qwen3-0.6b" | "qwen3-1.7b" | "qwen3-4b"
+                ),
             ..Self::published()
         })
     }
@@ -138,7 +169,7 @@ impl LlamaConfig {
     /// Whether a model can have these sizes.
     ///
     /// # Errors
-    /// [`ModelError::ConfigValue`] for the first field that is wrong, [`ModelError::Unsupported`] for a window in some layers only.
+    /// [`ModelError::ConfigValue`] for the first field that is wrong.
     pub fn validate(&self) -> Result<()> {
         let [vocabulary, width, inner, layers, heads, kv_heads, positions] = named!(self:
             vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
@@ -150,31 +181,29 @@ impl LlamaConfig {
         let window = ("sliding_window", self.sliding_window.unwrap_or(1));
         let sizes = [vocabulary, width, inner, layers, heads, positions, kv_heads, window];
         check_values(Self::FAMILY, &sizes, [kv_heads, heads], &named!(self: attention_dropout), &above_0)?;
-        if self.head_dim.is_none() {
+        if self.head_dim.is_none() && self.model_type != LlamaKind::Qwen3 {
             check_values(Self::FAMILY, &[], [heads, width], &[], &[])?;
         }
+        let wrong = |field, got: usize, expected: String| {
+            Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: got.to_string(), expected })
+        };
         let head_width = self.head_width();
         if head_width == 0 || !head_width.is_multiple_of(2) {
-            let expected = "an even width, as positions turn pairs".to_string();
-            let (model, field) = (Self::FAMILY, "head_dim");
-            return Err(ModelError::ConfigValue { model, field, got: head_width.to_string(), expected });
+            return wrong("head_dim", head_width, "an even width, as positions turn pairs".into());
         }
-        let first = self.max_window_layers;
-        if self.model_type == LlamaKind::Qwen2 && self.use_sliding_window && first > 0 && first < self.num_hidden_layers
-        {
-            return Err(ModelError::Unsupported {
-                model: Self::FAMILY,
-                key: "max_window_layers",
-                got: first.to_string(),
-                supported: format!("0 (all layers have the window) or {} (none)", self.num_hidden_layers),
-            });
+        if let Some(layers) = self.layer_types.as_ref().filter(|layers| layers.len() != self.num_hidden_layers) {
+            let expected = format!("a list of num_hidden_layers = {} types", self.num_hidden_layers);
+            return wrong("layer_types", layers.len(), expected);
         }
-        Ok(())
+        check_count(Self::FAMILY, "num_hidden_layers", self)
     }
 
     /// Width of a head.
     pub fn head_width(&self) -> usize {
-        self.head_dim.unwrap_or(self.hidden_size / self.num_attention_heads)
+        self.head_dim.unwrap_or(match self.model_type {
+            LlamaKind::Qwen3 => 128,
+            _ => self.hidden_size / self.num_attention_heads,
+        })
     }
 
     /// Width of all heads of the queries.
@@ -188,13 +217,26 @@ impl LlamaConfig {
         self.num_key_value_heads.saturating_mul(self.head_width())
     }
 
-    /// How many tokens a position sees at most, itself among them.
-    pub fn window(&self) -> Option<usize> {
-        self.sliding_window.filter(|_| match self.model_type {
+    /// How many tokens a position of a layer sees at most, itself among them.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        let has_window = match self.model_type {
             LlamaKind::Llama => false,
             LlamaKind::Mistral => true,
-            LlamaKind::Qwen2 => self.use_sliding_window && self.max_window_layers == 0,
-        })
+            LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
+                self.use_sliding_window
+                    && match &self.layer_types {
+                        Some(layers) => layers.get(layer) == Some(&LayerType::SlidingAttention),
+                        None => layer >= self.max_window_layers,
+                    }
+            }
+        };
+        self.sliding_window.filter(|_| has_window)
+    }
+
+    /// The longest sequence: `max_position_embeddings`, or what [`rope_scaling`](Self::rope_scaling) makes of it.
+    pub fn positions(&self) -> usize {
+        let scaled = self.rope_scaling.and_then(|scaling| scaling.positions(self.max_position_embeddings));
+        scaled.unwrap_or(0).max(self.max_position_embeddings)
     }
 
     /// Whether queries, keys and values have biases.
@@ -204,7 +246,12 @@ impl LlamaConfig {
 
     /// Whether the layer that follows attention has a bias.
     pub fn has_output_bias(&self) -> bool {
-        self.model_type == LlamaKind::Llama && self.attention_bias
+        matches!(self.model_type, LlamaKind::Llama | LlamaKind::Qwen3) && self.attention_bias
+    }
+
+    /// Whether heads of queries and of keys are normed.
+    pub fn has_head_norms(&self) -> bool {
+        self.model_type == LlamaKind::Qwen3
     }
 
     /// The class of Hugging Face's transformers.
@@ -213,6 +260,7 @@ impl LlamaConfig {
             LlamaKind::Llama => "LlamaForCausalLM",
             LlamaKind::Mistral => "MistralForCausalLM",
             LlamaKind::Qwen2 => "Qwen2ForCausalLM",
+            LlamaKind::Qwen3 => "Qwen3ForCausalLM",
         }
     }
 
@@ -223,7 +271,8 @@ impl LlamaConfig {
             [self.hidden_size, self.query_width(), self.key_width(), self.intermediate_size].map(|width| width as u64);
         let layers = self.num_hidden_layers as u64;
         let weights = layers * (2 * d * (q + k) + 3 * d * f) + self.vocab_size as u64 * d;
-        6 * weights + 12 * layers * q * seq.min(self.window().unwrap_or(seq)) as u64
+        let seen = |layer| seq.min(self.window(layer).unwrap_or(seq)) as u64;
+        6 * weights + 12 * q * (0..self.num_hidden_layers).map(seen).sum::<u64>()
     }
 }
 
@@ -240,6 +289,12 @@ fn complete(text: &str) -> Result<String> {
             ("sliding_window", 4096.into()),
         ],
         Some("qwen2") => [
+            ("intermediate_size", 22016.into()),
+            ("vocab_size", 151_936.into()),
+            ("max_position_embeddings", 32768.into()),
+            ("max_window_layers", 28.into()),
+        ],
+        Some("qwen3") => [
             ("intermediate_size", 22016.into()),
             ("vocab_size", 151_936.into()),
             ("max_position_embeddings", 32768.into()),
@@ -274,23 +329,33 @@ fn complete(text: &str) -> Result<String> {
         }
         if kind != "default" {
             angles.insert("rope_type".into(), kind.into());
-            if let Some(positions) = keys.get("max_position_embeddings") {
-                angles.entry("original_max_position_embeddings").or_insert_with(|| positions.clone());
+            // The first as transformers, whatever the object says.
+            const ORIGINAL: &str = "original_max_position_embeddings";
+            let positions = keys.get("max_position_embeddings").cloned();
+            match keys.get(ORIGINAL) {
+                Some(original) => drop(angles.insert(ORIGINAL.into(), original.clone())),
+                None => drop(angles.entry(ORIGINAL).or_insert_with(|| {
+                    positions.unwrap_or_else(|| LlamaConfig::published().max_position_embeddings.into())
+                })),
             }
             keys.insert("rope_scaling".into(), angles.into());
         }
     }
     // Which layers have a window, one by one: of all the same, as if they were not named.
+    let of_qwen = matches!(keys.get("model_type").and_then(Value::as_str), Some("qwen2" | "qwen3"));
     if let Some(Value::Array(layers)) = keys.remove("layer_types") {
         let windows = layers.iter().filter(|layer| *layer == "sliding_attention").count();
-        if layers.iter().any(|layer| layer != "sliding_attention" && layer != "full_attention")
-            || windows > 0 && windows < layers.len()
+        let is_mixed = windows > 0 && windows < layers.len();
+        if layers.iter().any(|layer| layer != "sliding_attention" && layer != "full_attention") || is_mixed && !of_qwen
         {
             let (got, supported) = (Value::from(layers).to_string(), "the same for all layers".to_string());
             return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "layer_types", got, supported });
         }
         keys.insert("use_sliding_window".into(), (windows > 0).into());
         keys.insert("max_window_layers".into(), 0.into());
+        if is_mixed {
+            keys.insert("layer_types".into(), layers.into());
+        }
     }
     Ok(Value::from(keys).to_string())
 }
@@ -299,10 +364,18 @@ fn complete(text: &str) -> Result<String> {
 impl LlamaConfig {
     /// By how much the angle of each pair of a head's elements grows from a position to the next.
     pub(super) fn speeds(&self) -> Vec<f32> {
-        let width = self.head_width();
-        let speed = |pair: usize| self.rope_theta.powf(-((2 * pair) as f64) / width as f64);
-        let scaled = |speed| self.rope_scaling.map_or(speed, |scaling| scaling.scaled(speed));
-        (0..width / 2).map(|pair| scaled(speed(pair)) as f32).collect()
+        let (width, base) = (self.head_width(), self.rope_theta);
+        let speed = |pair: usize| base.powf(-((2 * pair) as f64) / width as f64);
+        let scaled = |pair| match &self.rope_scaling {
+            Some(scaling) => scaling.scaled(speed(pair), pair, width, base),
+            None => speed(pair),
+        };
+        (0..width / 2).map(|pair| scaled(pair) as f32).collect()
+    }
+
+    /// What cosines and sines are multiplied by.
+    pub(super) fn turn_factor(&self) -> f64 {
+        self.rope_scaling.map_or(1.0, |scaling| scaling.turn_factor())
     }
 }
 
@@ -314,6 +387,7 @@ mod tests {
     fn presets_have_the_published_sizes() {
         for (name, params) in [
             ("qwen2.5-0.5b", 494_032_768),
+            ("qwen3-0.6b", 596_049_920),
             ("llama-3.2-1b", 1_235_814_400),
             ("qwen2.5-1.5b", 1_543_714_304),
             ("llama-3.2-3b", 3_212_749_824),
@@ -338,7 +412,7 @@ mod tests {
             let config = LlamaConfig::preset(name).unwrap();
             config.validate().unwrap();
             let text = serde_json::to_string(&config).unwrap();
-            assert!(!text.contains("head_dim"), "{text}");
+            assert!(!text.contains("head_dim") && !text.contains("layer_types"), "{text}");
             assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
             assert_eq!(serde_json::from_str::<LlamaConfig>(&text).unwrap(), config);
         }
@@ -360,24 +434,30 @@ mod tests {
         assert_eq!(read(plain), LlamaConfig::published());
 
         let mistral = read(r#"{"model_type": "mistral"}"#);
-        assert_eq!((mistral.window(), mistral.num_key_value_heads, mistral.has_qkv_biases()), (Some(4096), 8, false));
-        assert_eq!(read(r#"{"model_type": "mistral", "sliding_window": null}"#).window(), None);
+        assert_eq!((mistral.window(0), mistral.num_key_value_heads, mistral.has_qkv_biases()), (Some(4096), 8, false));
+        assert_eq!(read(r#"{"model_type": "mistral", "sliding_window": null}"#).window(0), None);
         let qwen = read(r#"{"model_type": "qwen2", "sliding_window": 9, "max_window_layers": 28}"#);
-        assert_eq!((qwen.window(), qwen.has_qkv_biases(), qwen.has_output_bias()), (None, true, false));
+        assert_eq!((qwen.window(0), qwen.has_qkv_biases(), qwen.has_output_bias()), (None, true, false));
         let windows =
             r#"{"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": true, "num_hidden_layers": 2"#;
-        assert_eq!(read(&format!("{windows}, \"max_window_layers\": 0}}")).window(), Some(9));
-        assert_eq!(read(&format!("{windows}, \"max_window_layers\": 2}}")).window(), None);
+        for (first, expected) in [(0, [Some(9); 2]), (1, [None, Some(9)]), (2, [None; 2])] {
+            let config = read(&format!("{windows}, \"max_window_layers\": {first}}}"));
+            assert_eq!([0, 1].map(|layer| config.window(layer)), expected);
+        }
         let types = format!("{windows}, \"layer_types\": [\"sliding_attention\", \"sliding_attention\"]}}");
-        assert_eq!(read(&types).window(), Some(9));
-        assert_eq!(read(r#"{"model_type": "llama", "sliding_window": 9}"#).window(), None);
+        assert_eq!(read(&types).window(1), Some(9));
+        let mixed = read(&types.replacen("sliding_attention", "full_attention", 1));
+        assert_eq!([0, 1].map(|layer| mixed.window(layer)), [None, Some(9)]);
+        assert_eq!(LlamaConfig::from_json(&serde_json::to_string(&mixed).unwrap()).unwrap(), mixed);
+        assert_eq!(read(r#"{"model_type": "llama", "sliding_window": 9}"#).window(0), None);
     }
 
     #[test]
     fn refuses_what_would_change_the_results() {
         for (text, expected) in [
             (r#"{"model_type": "phi3"}"#, "cannot be read as JSON"),
-            (r#"{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}"#, "rope_scaling = \"yarn\" is not implemented"),
+            (r#"{"rope_scaling": {"rope_type": "longrope"}}"#, "rope_scaling = \"longrope\" is not implemented"),
+            (r#"{"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}"#, "rope_scaling.factor = -4"),
             (r#"{"rope_parameters": {"partial_rotary_factor": 0.5}}"#, "a partial_rotary_factor of 0.5"),
             (r#"{"rope_scaling": {"type": "linear"}}"#, "cannot be read as JSON"),
             (r#"{"rope_scaling": {"type": "linear", "factor": 0.0}}"#, "rope_scaling.factor = 0"),
@@ -391,11 +471,17 @@ mod tests {
             (r#"{"head_dim": 3}"#, "head_dim = 3; change it to an even width"),
             (r#"{"model_type": "mistral", "sliding_window": 0}"#, "sliding_window = 0"),
             (
-                r#"{"model_type": "qwen2", "use_sliding_window": true, "sliding_window": 8, "max_window_layers": 3}"#,
-                "max_window_layers = 3 is not implemented",
+                r#"{"model_type": "qwen3", "layer_types": ["full_attention", "sliding_attention"]}"#,
+                "layer_types = 2; change it to a list of num_hidden_layers = 32 types",
             ),
             (r#"{"layer_types": ["full_attention", "sliding_attention"]}"#, "the same for all layers"),
             ("[1]", "cannot be read as JSON"),
+            (
+                r#"{"num_hidden_layers": 9223372036854775808}"#,
+                "num_hidden_layers = 9223372036854775808; change it to 1 to",
+            ),
+            (r#"{"num_hidden_layers": 70000, "hidden_size": 2, "num_attention_heads": 1}"#, "at most 65536"),
+            (r#"{"head_dim": 2147483648}"#, "number of parameters = "),
         ] {
             let error = LlamaConfig::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -18,7 +18,7 @@ use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, row
 use crate::loss::next_token_model;
 use crate::{LlamaConfig, init};
 
-/// A Llama, a Mistral or a Qwen2 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
+/// A Llama, a Mistral, a Qwen2 or a Qwen3 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
 #[derive(Module, Debug)]
 pub struct Llama<B: Backend> {
     /// Token embedding `[vocab_size, hidden_size]`, and the head's weight if that is tied.
@@ -33,6 +33,7 @@ pub struct Llama<B: Backend> {
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     speeds: Vec<f32>,
+    turn_factor: f64,
     positions: usize,
     rms_norm_eps: f64,
 }
@@ -62,6 +63,10 @@ pub struct LlamaAttention<B: Backend> {
     pub v_proj: Linear<B>,
     /// What heads give, back to the width of the model.
     pub o_proj: Linear<B>,
+    /// The factors of the norm of each head of the queries `[head_dim]`, of a Qwen3.
+    pub q_norm: Option<Param<Tensor<B, 1>>>,
+    /// As `q_norm`, of the keys.
+    pub k_norm: Option<Param<Tensor<B, 1>>>,
     heads: usize,
     head_width: usize,
     window: Option<usize>,
@@ -91,16 +96,17 @@ impl LlamaConfig {
         Llama {
             embed_tokens: init::normal([v, d], std, device),
             embed_tokens_adapter: None,
-            layers: (0..self.num_hidden_layers).map(|_| self.init_layer(device)).collect(),
+            layers: (0..self.num_hidden_layers).map(|layer| self.init_layer(layer, device)).collect(),
             norm: init::ones(d, device),
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             speeds: self.speeds(),
-            positions: self.max_position_embeddings,
+            turn_factor: self.turn_factor(),
+            positions: self.positions(),
             rms_norm_eps: self.rms_norm_eps,
         }
     }
 
-    fn init_layer<B: Backend>(&self, device: &B::Device) -> LlamaLayer<B> {
+    fn init_layer<B: Backend>(&self, number: usize, device: &B::Device) -> LlamaLayer<B> {
         let (d, f, std) = (self.hidden_size, self.intermediate_size, self.initializer_range);
         let (q, k) = (self.query_width(), self.key_width());
         let layer = |biased: bool, d_in, d_out| {
@@ -114,9 +120,11 @@ impl LlamaConfig {
                 k_proj: layer(self.has_qkv_biases(), d, k),
                 v_proj: layer(self.has_qkv_biases(), d, k),
                 o_proj: layer(self.has_output_bias(), q, d),
+                q_norm: self.has_head_norms().then(|| init::ones(self.head_width(), device)),
+                k_norm: self.has_head_norms().then(|| init::ones(self.head_width(), device)),
                 heads: self.num_attention_heads,
                 head_width: self.head_width(),
-                window: self.window(),
+                window: self.window(number),
                 dropout: DropoutConfig::new(self.attention_dropout).init(),
             },
             post_attention_layernorm: init::ones(d, device),
@@ -133,7 +141,7 @@ impl<B: FusedBackend> Llama<B> {
         let [b, t] = input_ids_bt.dims();
         check_positions(t, self.positions, "max_position_embeddings");
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
-        let (angles, masks) = (Angles::new(&self.speeds, 0..t as i32, &x_nd), Masks::none());
+        let (angles, masks) = (Angles::new(&self.speeds, self.turn_factor, 0..t as i32, &x_nd), Masks::none());
         for layer in &self.layers {
             let forward = |x_nd| {
                 layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))
@@ -156,6 +164,14 @@ impl<B: FusedBackend> LlamaLayer<B> {
         let none = Dropout { prob: 0.0 };
         let normed_nd = scaled(&self.input_layernorm, epsilon, x_nd.clone());
         let [q, k, v] = [&attn.q_proj, &attn.k_proj, &attn.v_proj].map(|layer| dense(layer, normed_nd.clone()));
+        let by_head = |norm: &Option<Param<Tensor<B, 1>>>, x_nq: Tensor<B, 2>| match norm {
+            Some(gamma_e) => {
+                let shape = x_nq.dims();
+                scaled(gamma_e, epsilon, x_nq.reshape([-1, attn.head_width as i32])).reshape(shape)
+            }
+            None => x_nq,
+        };
+        let (q, k) = (by_head(&attn.q_norm, q), by_head(&attn.k_norm, k));
         let mixed = mix(attn, [angles.turn(q), angles.turn(k), v]);
         let x_nd = dense_onto(&attn.o_proj, mixed, &none, x_nd);
 
@@ -198,7 +214,7 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
     fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
-        let angles = Angles::new(&self.speeds, cache.numbers(t), &x_nd);
+        let angles = Angles::new(&self.speeds, self.turn_factor, cache.numbers(t), &x_nd);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
         }

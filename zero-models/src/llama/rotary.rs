@@ -10,12 +10,17 @@ pub(super) struct Angles<B: FusedBackend> {
 }
 
 impl<B: FusedBackend> Angles<B> {
-    /// Of rows at these positions. `like_nd` has the type of the activations.
-    pub(super) fn new(speeds: &[f32], positions: impl Iterator<Item = i32>, like_nd: &Tensor<B, 2>) -> Self {
+    /// Of rows at these positions, times `factor`. `like_nd` has the type of the activations.
+    pub(super) fn new(
+        speeds: &[f32],
+        factor: f64,
+        positions: impl Iterator<Item = i32>,
+        like_nd: &Tensor<B, 2>,
+    ) -> Self {
         // In 32 bits, as transformers: far on in a text, the rounding of an angle is felt.
         let angles: Vec<f32> = positions.flat_map(|at| speeds.iter().map(move |speed| at as f32 * speed)).collect();
         let [cos, sin] = [f64::cos, f64::sin].map(|of| {
-            let values: Vec<f32> = angles.iter().map(|&angle| of(f64::from(angle)) as f32).collect();
+            let values: Vec<f32> = angles.iter().map(|&angle| (of(f64::from(angle)) * factor) as f32).collect();
             let data = TensorData::new(values, [angles.len() / speeds.len(), speeds.len()]);
             Tensor::from_data(data.convert_dtype(like_nd.dtype()), &like_nd.device())
         });

@@ -28,11 +28,36 @@ pub enum RopeScaling {
         /// The longest text of the first training.
         original_max_position_embeddings: usize,
     },
+    /// Slow ones by a factor, fast ones not, and cosines and sines by another, <https://arxiv.org/abs/2309.00071>.
+    Yarn {
+        /// What slow angles are divided by.
+        factor: f64,
+        /// The longest text of the first training.
+        original_max_position_embeddings: usize,
+        /// What cosines and sines are multiplied by, if it does not follow from the others.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        attention_factor: Option<f64>,
+        /// Angles that turn round more often than this in a text of the first training are fast; 32 if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        beta_fast: Option<f64>,
+        /// Angles that turn round less often than this are slow; 1 if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        beta_slow: Option<f64>,
+        /// With `mscale_all_dim`, a factor of the logarithm that `attention_factor` follows from.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mscale: Option<f64>,
+        /// As `mscale`, below the fraction bar.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        mscale_all_dim: Option<f64>,
+        /// Whether slow and fast are whole numbers of pairs; yes if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        truncate: Option<bool>,
+    },
 }
 
 impl RopeScaling {
     /// The names that `rope_type` may have, beside `default`.
-    pub(super) const NAMES: [&str; 3] = ["linear", "dynamic", "llama3"];
+    pub(super) const NAMES: [&str; 4] = ["linear", "dynamic", "llama3", "yarn"];
 
     /// Numbers that must be above 0, with their names.
     pub(super) fn numbers(&self) -> Vec<(&'static str, f64)> {
@@ -44,11 +69,50 @@ impl RopeScaling {
                 ("rope_scaling.high_freq_factor", high_freq_factor - low_freq_factor),
                 ("rope_scaling.original_max_position_embeddings", original_max_position_embeddings as f64),
             ],
+            Self::Yarn { factor, original_max_position_embeddings, attention_factor, .. } => vec![
+                ("rope_scaling.factor", factor),
+                ("rope_scaling.original_max_position_embeddings", original_max_position_embeddings as f64),
+                ("rope_scaling.attention_factor", attention_factor.unwrap_or(1.0)),
+                ("rope_scaling.beta_fast", self.betas()[0]),
+                ("rope_scaling.beta_slow", self.betas()[1]),
+            ],
         }
     }
 
+    /// The longest text, where the scaling is what makes it longer than `max_position_embeddings`.
+    pub(super) fn positions(&self, max_position_embeddings: usize) -> Option<usize> {
+        let times = |positions: usize, factor: f64| (positions as f64 * factor) as usize;
+        match *self {
+            Self::Linear { factor } => Some(times(max_position_embeddings, factor)),
+            Self::Yarn { factor, original_max_position_embeddings: original, .. } => Some(times(original, factor)),
+            Self::Dynamic { .. } | Self::Llama3 { .. } => None,
+        }
+    }
+
+    /// What is fast and what is slow by YaRN; nothing, as 0, stands for the default in transformers.
+    fn betas(&self) -> [f64; 2] {
+        match *self {
+            Self::Yarn { beta_fast, beta_slow, .. } => [(beta_fast, 32.0), (beta_slow, 1.0)]
+                .map(|(given, default)| given.filter(|x| *x != 0.0).unwrap_or(default)),
+            _ => [0.0; 2],
+        }
+    }
+
+    /// What cosines and sines are multiplied by.
     #[cfg(feature = "burn")]
-    pub(super) fn scaled(&self, speed: f64) -> f64 {
+    pub(super) fn turn_factor(&self) -> f64 {
+        let Self::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = *self else { return 1.0 };
+        let by = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
+        let given = |scale: Option<f64>| scale.filter(|scale| *scale != 0.0);
+        attention_factor.unwrap_or_else(|| match (given(mscale), given(mscale_all_dim)) {
+            (Some(above), Some(below)) => by(above) / by(below),
+            _ => by(1.0),
+        })
+    }
+
+    /// The speed of the angle of a pair, by its number in a head of this width, and by the base of the angles.
+    #[cfg(feature = "burn")]
+    pub(super) fn scaled(&self, speed: f64, pair: usize, width: usize, base: f64) -> f64 {
         match *self {
             Self::Linear { factor } => speed / factor,
             Self::Dynamic { .. } => speed,
@@ -56,6 +120,21 @@ impl RopeScaling {
                 let turns = original_max_position_embeddings as f64 * speed / std::f64::consts::TAU;
                 let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
                 (1.0 - fast) * speed / factor + fast * speed
+            }
+            Self::Yarn { factor, original_max_position_embeddings, truncate, .. } => {
+                let full_turn = original_max_position_embeddings as f64 / std::f64::consts::TAU;
+                // The pair that turns round so often in a text of the first training.
+                let pair_of = |turns: f64| width as f64 * (full_turn / turns).ln() / (2.0 * base.ln());
+                let [mut low, mut high] = self.betas().map(pair_of);
+                if truncate.unwrap_or(true) {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                (low, high) = (low.max(0.0), high.min(width as f64 - 1.0));
+                if low == high {
+                    high += 0.001;
+                }
+                let slow = ((pair as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                slow * speed / factor + (1.0 - slow) * speed
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
 //!
-//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM` and `Qwen2ForCausalLM`, which agree; a checkpoint of the model
-//! without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
+//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` and `Qwen3ForCausalLM`, which agree; a checkpoint
+//! of the model without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
 //! transposed on loading.
 //!
 //! Not loaded are the buffers `rotary_emb.inv_freq`, which follow from the configuration, and, for a model with a tied head,
@@ -27,6 +27,7 @@ const WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.hidden_size];
 const QUERIES: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.query_width()];
 const KEYS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.key_width()];
 const MIXED: fn(&LlamaConfig) -> [usize; 2] = |c| [c.query_width(), c.hidden_size];
+const HEAD_WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.head_width()];
 const WIDER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size];
 const NARROWER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
 
@@ -49,6 +50,8 @@ impl Family for LlamaConfig {
         bias!("self_attn.v_proj", KEYS),
         layer("layers.*.self_attn.o_proj", "model.layers.*.self_attn.o_proj", Weight, MIXED),
         bias!("self_attn.o_proj", MIXED),
+        layer("layers.*.self_attn.q_norm", "model.layers.*.self_attn.q_norm", Scale, HEAD_WIDTH),
+        layer("layers.*.self_attn.k_norm", "model.layers.*.self_attn.k_norm", Scale, HEAD_WIDTH),
         layer("layers.*.post_attention_layernorm", "model.layers.*.post_attention_layernorm", Scale, WIDTH),
         layer("layers.*.mlp.gate_proj", "model.layers.*.mlp.gate_proj", Weight, WIDER),
         layer("layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj", Weight, WIDER),
@@ -70,7 +73,7 @@ impl Family for LlamaConfig {
         match layer.strip_suffix(".bias") {
             Some(of) if of.ends_with("o_proj") => self.has_output_bias(),
             Some(_) => self.has_qkv_biases(),
-            None => true,
+            None => !layer.starts_with("layers.*.self_attn") || !layer.ends_with("_norm") || self.has_head_norms(),
         }
     }
 

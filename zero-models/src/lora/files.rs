@@ -15,6 +15,9 @@ use crate::hf_load::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
 use crate::{ModelConfig, ModelError, ModelParam, Result};
 
+/// What PEFT wrote before it wrote safetensors.
+const PICKLED: &str = "adapter_model.bin";
+
 /// Adds the adapter in the folder `dir`, with its values, to a module that `model` describes, and freezes all else. Over a
 /// backend that shards parameters each rank reads its own part.
 ///
@@ -27,22 +30,30 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     dir: &Path,
     device: &B::Device,
 ) -> Result<M> {
-    let (adapted, checkpoint) = open(dir, model.clone(), None)?;
+    let (adapted, whole, checkpoint) = open(dir, model.clone(), None)?;
     let module = adapt(module, model, &adapted.lora, device)?;
-    load_some(module, &adapted.parameters(), &checkpoint, device)
+    load_some(module, whole.stored(&checkpoint)?, &checkpoint, device)
 }
 
-/// The adapter in a folder, of such a model with its weights in another folder.
-fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(AdaptedModel, Checkpoint)> {
+/// The adapter in a folder, of such a model with its weights in another folder; and all that its file has.
+fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(AdaptedModel, ModelConfig, Checkpoint)> {
     let for_another = |error| {
         let dir = dir.display();
         let problem = format!("the adapter in {dir} is for another model: {error}; give the base that it was made for");
         ModelError::Adapter { problem }
     };
     let adapted = AdaptedModel::new(model, LoraConfig::from_dir(dir)?, weights).map_err(for_another)?;
+    if !dir.join(ADAPTER).is_file() && dir.join(PICKLED).is_file() {
+        let problem = format!(
+            "{} has {PICKLED}, which is not read: load it with PEFT, and save it with save_pretrained(..., safe_serialization=True)",
+            dir.display()
+        );
+        return Err(ModelError::Adapter { problem });
+    }
     let checkpoint = Checkpoint::open_file(dir, ADAPTER)?;
-    ModelConfig::from(adapted.clone()).stored(&checkpoint).map_err(for_another)?;
-    Ok((adapted, checkpoint))
+    let whole = ModelConfig::from(adapted.with_saved_tables(&checkpoint));
+    whole.stored(&checkpoint).map_err(for_another)?;
+    Ok((adapted, whole, checkpoint))
 }
 
 /// Adds what an adapter has learned to the weights in the folder `base`, and writes a folder of the base's family, which needs no
@@ -54,12 +65,15 @@ fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(Ada
 /// As [`load`] and [`export`].
 pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     let model = ModelConfig::from_file(&base.join("config.json"))?;
-    let (adapted, checkpoint) = open(adapter, model, Some(base.to_path_buf()))?;
+    let (_, whole, checkpoint) = open(adapter, model, Some(base.to_path_buf()))?;
+    let ModelConfig::Adapted(adapted) = &whole else { unreachable!("an adapter was opened") };
+    let found: BTreeMap<String, _> =
+        whole.stored(&checkpoint)?.into_iter().map(|(param, stored)| (param.path, stored)).collect();
     let read = |param: &ModelParam| {
-        let stored = checkpoint.get(&param.name).expect("it was checked to be there");
+        let stored = found[&param.path];
         if param.transposed { stored.elements_transposed(0..stored.numel()) } else { stored.to_f32() }
     };
-    merge_with(&adapted, base, out, options, read)
+    merge_with(adapted, base, out, options, read)
 }
 
 /// As [`merge`], of an adapter whose parameters `read` gives, each whole and as the module has it.

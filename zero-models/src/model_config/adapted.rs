@@ -8,7 +8,9 @@ use serde_json::{Value, json};
 
 use super::ModelConfig;
 use crate::error::did_you_mean;
+use crate::hf_params::{AS_NAMED, Rules, stored};
 use crate::lora::config::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
+use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, ModelParam, Result};
 
 /// A layer that is adapted.
@@ -88,10 +90,29 @@ impl AdaptedModel {
                 all.iter().filter(wanted).cloned().collect()
             }
         };
+        if let Some(other) = self.other_target(&targets, &all)? {
+            let problem = format!(
+                "target_modules has {other}, which is a table and no layer that can be adapted: leave it out, or train it whole \
+                 (modules_to_save)"
+            );
+            return Err(ModelError::Adapter { problem });
+        }
         match found.is_empty() {
             true => Err(unknown("target_modules", &targets[0], all.iter().map(|layer| &*layer.name))),
             false => Ok(found),
         }
+    }
+
+    /// A target that PEFT adapts and this program does not: a head that is a table, or a table of positions.
+    fn other_target(&self, targets: &[String], all: &[Layer]) -> Result<Option<String>> {
+        let tables = self.base.parameters().into_iter().filter(|param| param.shape.len() == 2).map(|param| param.name);
+        let repeats = self.base.rules().repeats.iter().map(|(name, _)| name.to_string());
+        let names = tables.chain(repeats).filter_map(|name| name.strip_suffix(".weight").map(str::to_string));
+        let mut others = names.filter(|name| !all.iter().any(|layer| layer.name == *name));
+        Ok(match targets {
+            [one] if one == ALL || one.contains(REGEX) => None,
+            targets => others.find(|name| targets.iter().any(|target| ends_with(name, target))),
+        })
     }
 
     /// Whether the parameter at this path of the base is the weight of a linear layer of the module: no head that is a table.
@@ -105,10 +126,10 @@ impl AdaptedModel {
         let module =
             |param: &ModelParam| param.name.rsplit_once('.').map_or(String::new(), |(module, _)| module.to_string());
         let modules = &self.lora.modules_to_save;
-        // The module itself, or one that it is in.
+        // The module itself, or one that it is in. PEFT compares the ends of names here, so that `classifier` is `pre_classifier` too.
         let within = |name: &str, wanted: &str| {
             let mut ends = name.match_indices('.').map(|(at, _)| at).chain([name.len()]);
-            ends.any(|at| ends_with(&name[..at], wanted))
+            ends.any(|at| name[..at].ends_with(wanted))
         };
         let wanted = |param: &ModelParam| modules.iter().any(|wanted| within(&module(param), wanted));
         let saved: Vec<ModelParam> = parameters.iter().filter(|param| wanted(param)).cloned().collect();
@@ -137,6 +158,56 @@ impl AdaptedModel {
         });
         let saved = saved.into_iter().map(|param| ModelParam { name: format!("{PREFIX}{}", param.name), ..param });
         adapters.chain(saved).collect()
+    }
+
+    /// The parameters, each with its tensor in a file of PEFT's, whose names may lack what the bare model's names lack.
+    pub(super) fn stored<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
+        let base = self.base.rules();
+        let named = |name: &str| self.in_state_dict(name);
+        let repeats = base.repeats.iter().map(|(name, of)| (format!("{PREFIX}{name}"), format!("{PREFIX}{of}")));
+        let repeats: Vec<(String, String)> = repeats.collect();
+        let repeats: Vec<(&str, &str)> = repeats.iter().map(|(name, of)| (name.as_str(), of.as_str())).collect();
+        stored(self.parameters(), checkpoint, Rules { in_state_dict: &named, repeats: &repeats, ..AS_NAMED })
+    }
+
+    /// The name of a tensor of an adapter with what the names of the whole model begin with.
+    fn in_state_dict(&self, name: &str) -> Option<String> {
+        const FIELDS: [&str; 4] = [".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"];
+        if name.contains(".base_layer.") {
+            return None;
+        }
+        let Some(name) = name.strip_prefix(PREFIX) else { return Some(name.to_string()) };
+        let of_base = self.base.rules().in_state_dict;
+        let field = FIELDS.iter().find_map(|field| Some((name.strip_suffix(field)?, *field)));
+        let whole = match field {
+            Some((module, field)) => {
+                let weight = of_base(&format!("{module}.weight"))?;
+                format!("{}{field}", weight.strip_suffix(".weight").unwrap_or(&weight))
+            }
+            None => of_base(name)?,
+        };
+        Some(format!("{PREFIX}{whole}"))
+    }
+
+    /// The same with tables that a file holds whole though no key says so: PEFT saves those whose rows have become more.
+    pub(crate) fn with_saved_tables(&self, checkpoint: &Checkpoint) -> Self {
+        let mut all = self.clone();
+        let known = self.parameters();
+        let tables = [self.base.adaptable_table().map(|(path, _)| path), Some("lm_head")];
+        let base = self.base.parameters();
+        for param in base.iter().filter(|param| tables.contains(&Some(&*param.path))) {
+            let is_own = |name: &str| base.iter().any(|param| param.name == name);
+            let repeats = self.base.rules().repeats.iter().filter(|(name, of)| *of == param.name && !is_own(name));
+            let repeats = repeats.map(|(name, _)| *name);
+            let names: Vec<String> = repeats.chain([&*param.name]).map(|name| format!("{PREFIX}{name}")).collect();
+            let is_there = |name: &str| self.in_state_dict(name).is_some_and(|name| names.contains(&name));
+            let is_new = !known.iter().any(|known| known.path == param.path);
+            if is_new && checkpoint.names().any(is_there) {
+                let module = param.name.trim_end_matches(".weight").to_string();
+                all.lora.modules_to_save.push(module);
+            }
+        }
+        all
     }
 
     /// The text of PEFT's `adapter_config.json`.

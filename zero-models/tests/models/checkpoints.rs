@@ -144,19 +144,33 @@ fn a_family_is_found_without_a_model_type() {
         (r#"{"type_vocab_size": 2, "hidden_size": 48, "num_attention_heads": 4}"#, "BertForPreTraining"),
         (r#"{"n_embd": 48, "n_head": 4}"#, "GPT2LMHeadModel"),
         (r#"{"architectures": ["Qwen2ForCausalLM"]}"#, "Qwen2ForCausalLM"),
+        (r#"{"architectures": ["Qwen3Model"]}"#, "Qwen3ForCausalLM"),
         (r#"{"rms_norm_eps": 1e-6}"#, "LlamaForCausalLM"),
         (r#"{"encoder_layers": 2, "decoder_layers": 2}"#, "BartForConditionalGeneration"),
     ] {
         assert_eq!(of(config).unwrap().architecture(), Some(family), "{config}");
     }
     for (config, got) in [
-        (r#"{"model_type": "qwen3"}"#, "model_type \"qwen3\""),
+        (r#"{"model_type": "qwen3_moe"}"#, "model_type \"qwen3_moe\""),
+        (r#"{"architectures": ["Qwen2MoeForCausalLM"]}"#, "the architecture \"Qwen2MoeForCausalLM\""),
         (r#"{"architectures": ["GemmaForCausalLM"]}"#, "the architecture \"GemmaForCausalLM\""),
         (r#"{"hidden_size": 8}"#, "no model_type"),
     ] {
         let told = of(config).unwrap_err().to_string();
-        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, bert, qwen2, mistral, llama"]);
+        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, bert, roberta, "]);
     }
+}
+
+#[test]
+fn quantized_folders_and_pointers_are_named() {
+    let config = r#"{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}"#;
+    let told = ModelConfig::from_json(config).unwrap_err().to_string();
+    assert_contains(&told, &["quantization_config = \"gptq\"", "the weights that were quantized"]);
+    let dir = folder();
+    let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n";
+    std::fs::write(dir.path().join("model.safetensors"), pointer).unwrap();
+    let told = Checkpoint::open(dir.path()).err().unwrap().to_string();
+    assert_contains(&told, &["model.safetensors is a pointer of git-lfs", "git lfs pull"]);
 }
 
 #[test]

@@ -10,7 +10,8 @@ use burn_flex::Flex;
 use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_models::generate::{CausalLm, Sampling, generate};
-use zero_models::{Bart, BartConfig, Llama, bart, llama};
+use zero_models::safetensors_file::Checkpoint;
+use zero_models::{Bart, BartConfig, Bert, BertConfig, Llama, ModelConfig, bart, bert, llama, lora};
 
 use crate::common::{Entry, write_single};
 
@@ -82,13 +83,56 @@ pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<
 }
 
 #[test]
-fn llama_mistral_and_qwen_are_hugging_faces() {
-    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny"] {
+fn llama_mistral_and_qwens_are_hugging_faces() {
+    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny"] {
         let model: Llama<B> = llama::weights::from_pretrained(&fixture(folder), &Default::default()).unwrap();
         same_logits(folder, model.forward(rows(folder, "input_ids", 2)), &json(folder, "generated.json"));
         same_loss(folder, model.loss(rows(folder, "input_ids", 4)), &json(folder, "reference.json"));
         same_text(folder, |prompts, how| generate(&model, prompts, how, &Default::default()).unwrap());
         assert_eq!((model.positions(), model.vocabulary()), (40, 61));
+    }
+}
+
+#[test]
+fn encoders_are_hugging_faces() {
+    let device = Default::default();
+    for name in ["roberta_tiny_classes", "distilbert_tiny_classes"] {
+        let folder = format!("{name}/masked");
+        let model: Bert<B> = bert::weights::from_pretrained(&fixture(&folder), &device).unwrap();
+        let (ids, mask) = (rows(name, "input_ids", 2), rows(name, "attention_mask", 2));
+        let logits = model.predict_tokens(ids.clone(), ids.zeros_like(), Some(mask.clone()));
+        // What stands at padding is used for nothing.
+        let shown = mask.float().unsqueeze_dim::<3>(2);
+        same_logits(&folder, logits * shown, &json(&folder, "logits.json"));
+
+        // A classifier with an adapter.
+        let config = ModelConfig::from_file(&fixture(name).join("config.json")).unwrap();
+        let model: Bert<B> = bert::weights::from_pretrained(&fixture(name), &device).unwrap();
+        let model = lora::load(model, &config, &fixture(name).join("lora"), &device).unwrap();
+        let (ids, mask) = (rows(name, "input_ids", 4), rows(name, "attention_mask", 4));
+        let logits = model.classify(ids.clone(), ids.zeros_like(), Some(mask));
+        let reference = json(&format!("{name}/lora"), "reference.json");
+        same_logits(name, logits.unsqueeze(), &serde_json::json!({ "logits": [reference["logits"]] }));
+    }
+}
+
+/// Saves of the encoder alone, and of a model with a pooler, have no head.
+#[test]
+fn an_encoders_head_may_be_fresh() {
+    let device = Default::default();
+    for (name, prefix) in [("roberta_tiny_classes", "roberta."), ("distilbert_tiny_classes", "distilbert.")] {
+        let bytes = std::fs::read(fixture(name).join("model.safetensors")).unwrap();
+        let all = SafeTensors::deserialize(&bytes).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let bare = all.iter().filter_map(|(name, tensor)| Some((name.strip_prefix(prefix)?.to_string(), tensor)));
+        let bare: Vec<_> = bare.collect();
+        safetensors::serialize_to_file(bare, None, &dir.path().join("model.safetensors")).unwrap();
+        let config = BertConfig::from_file(&fixture(name).join("config.json")).unwrap();
+        let model = config.init::<B>(&device);
+        assert!(bert::weights::load(model.clone(), dir.path(), &device).is_err());
+        let checkpoint = Checkpoint::open(dir.path()).unwrap();
+        let (_, fresh) = bert::weights::load_beneath_head(model, &checkpoint, &device).unwrap();
+        assert_eq!(fresh.len(), 4, "{fresh:?}");
     }
 }
 

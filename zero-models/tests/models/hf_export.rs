@@ -21,7 +21,8 @@ use zero_models::hf_export::{ExportDtype, ExportOptions, Exported, ReadError, ex
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
-    BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bart, bert, gpt2, llama,
+    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bart,
+    bert, gpt2, llama,
 };
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
@@ -69,13 +70,24 @@ fn configs() -> Vec<ModelConfig> {
         (LlamaKind::Llama, true, Some(6)),
         (LlamaKind::Mistral, false, Some(2)),
         (LlamaKind::Qwen2, false, None),
+        (LlamaKind::Qwen3, false, Some(6)),
+        (LlamaKind::Qwen3, true, Some(2)),
     ]
     .map(|(model_type, attention_bias, head_dim)| {
         let tie_word_embeddings = model_type == LlamaKind::Qwen2;
         let config = LlamaConfig { model_type, attention_bias, head_dim, tie_word_embeddings, ..llama_config() };
         config.into()
     });
-    gpt2.into_iter().chain(bert).chain(llama).chain([bart_config().into()]).collect()
+    let encoders =
+        [BertKind::Roberta, BertKind::XlmRoberta, BertKind::Camembert, BertKind::DistilBert].map(|model_type| {
+            let head = match model_type {
+                BertKind::Roberta | BertKind::DistilBert => BertHead::Classes(["a", "b", "c"].map(String::from).into()),
+                _ => BertHead::MaskedLm,
+            };
+            let tie_word_embeddings = model_type != BertKind::Camembert;
+            BertConfig { model_type, head, pad_token_id: 1, tie_word_embeddings, ..bert_config(true) }.into()
+        });
+    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain([bart_config().into()]).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -243,6 +255,7 @@ fn the_config_is_hugging_faces() {
         (llama(LlamaKind::Llama), "LlamaForCausalLM"),
         (llama(LlamaKind::Mistral), "MistralForCausalLM"),
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),
+        (llama(LlamaKind::Qwen3), "Qwen3ForCausalLM"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         for (dtype, name) in

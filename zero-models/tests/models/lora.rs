@@ -234,6 +234,15 @@ fn layers_are_named_as_peft_names_them() {
     assert_eq!(paths(&gpt2, &["all-linear"]), 8);
     assert_eq!(paths(&gpt2, &[".*\\.h\\.1\\.(attn|mlp)\\.c_proj"]), 2);
     assert_eq!(paths(&config("bert_tiny_classes"), &[]), 4);
+    // What PEFT would adapt beside them and this program does not.
+    for (case, target) in [("llama_tiny", "lm_head"), ("qwen2_tiny", "lm_head"), ("bert_tiny", "position_embeddings")] {
+        let lora = LoraConfig {
+            target_modules: vec!["q_proj".into(), "query".into(), target.into()],
+            ..LoraConfig::default()
+        };
+        let told = AdaptedModel::new(config(case), lora, None).unwrap_err().to_string();
+        assert!(told.contains(target) && told.contains("no layer that can be adapted"), "{told}");
+    }
     // Look-around, and names of other families beside those that are there.
     assert_eq!(paths(&gpt2, &["^(?!.*mlp).*c_proj$"]), 2);
     assert_eq!(paths(&gpt2, &["q_proj", "v_proj", "c_attn"]), 2);
@@ -246,6 +255,48 @@ fn layers_are_named_as_peft_names_them() {
     };
     assert!(names(all).iter().any(|name| name.contains("classifier.lora_A")));
     assert!(names(saved).iter().all(|name| !name.contains("classifier.lora_")));
+}
+
+/// Files as PEFT writes them of other saves: of the bare model, with tables whose rows became more, and pickled.
+#[test]
+fn adapters_of_other_saves_are_read() {
+    let (case, device) = ("llama_tiny", Default::default());
+    let dir = tempfile::tempdir().unwrap();
+    let lora = fixture(case).join("lora");
+    let bytes = std::fs::read(lora.join("adapter_model.safetensors")).unwrap();
+    let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let write = |rename: &dyn Fn(&str) -> String, more: &[(&str, &[f32])]| {
+        let data: Vec<Vec<u8>> =
+            more.iter().map(|(_, values)| values.iter().flat_map(|x| x.to_le_bytes()).collect()).collect();
+        let mut all: Vec<_> = file.iter().map(|(name, view)| (rename(name), view)).collect();
+        for ((name, values), data) in more.iter().zip(&data) {
+            let shape = vec![61, values.len() / 61];
+            let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, shape, data).unwrap();
+            all.push((name.to_string(), view));
+        }
+        std::fs::copy(lora.join("adapter_config.json"), dir.path().join("adapter_config.json")).unwrap();
+        safetensors::serialize_to_file(all, None, &dir.path().join("adapter_model.safetensors")).unwrap();
+    };
+    let expected = by_path(&llama_with(&fixture(case), Some(&lora)));
+    write(&|name| name.replace("base_model.model.model.", "base_model.model."), &[]);
+    assert!(by_path(&llama_with(&fixture(case), Some(dir.path()))) == expected);
+
+    // A head that the file has whole is loaded, merged, and not trained.
+    let head = vec![0.5; 61 * 32];
+    write(&str::to_string, &[("base_model.model.lm_head.weight", &head)]);
+    let model = llama_with(&fixture(case), Some(dir.path()));
+    assert!(by_path(&model)["lm_head"] == head && by_path(&model)["norm"] == expected["norm"]);
+    assert!(!model.lm_head.as_ref().unwrap().is_require_grad());
+    let out = dir.path().join("merged");
+    let options = ExportOptions { dtype: ExportDtype::Fp32, ..ExportOptions::default() };
+    // Its own table is adapted, which a head of its own does not mind.
+    merge(&fixture(case), dir.path(), &out, &options).unwrap();
+    let merged: Llama<Flex> = llama::weights::from_pretrained(&out, &device).unwrap();
+    assert!(by_path(&merged)["lm_head"] == head);
+
+    std::fs::rename(dir.path().join("adapter_model.safetensors"), dir.path().join("adapter_model.bin")).unwrap();
+    let told = load(merged, &config(case), dir.path(), &device).unwrap_err().to_string();
+    assert!(told.contains("has adapter_model.bin, which is not read"), "{told}");
 }
 
 #[test]

@@ -11,9 +11,10 @@ use parquet::record::Field;
 use parquet::schema::types::Type;
 use rayon::prelude::*;
 use serde_json::Value;
+use zero_models::safetensors_file::LFS_POINTER;
 
 use super::tokenizer::Tokenizer;
-use crate::error::{Result, io, wrong_data};
+use crate::error::{Result, io, wrong, wrong_data};
 
 /// Bytes of text that are cut by all threads at a time.
 const PART: usize = 4 << 20;
@@ -28,6 +29,87 @@ pub(super) struct DataFile {
     pub(super) bytes: u64,
     modified: Option<SystemTime>,
     kind: DataKind,
+    packing: Packing,
+    /// Whether its rows are held out.
+    pub(super) is_held_out: bool,
+}
+
+/// How a file is compressed.
+#[derive(Debug, Clone, Copy, Hash, PartialEq, Eq)]
+enum Packing {
+    None,
+    Gzip,
+    Zstd,
+}
+
+impl DataFile {
+    fn open(&self) -> Result<Box<dyn BufRead>> {
+        let file = BufReader::new(File::open(&self.path).map_err(io("read", &self.path))?);
+        Ok(match self.packing {
+            Packing::None => Box::new(file),
+            Packing::Gzip => Box::new(BufReader::new(flate2::bufread::MultiGzDecoder::new(file))),
+            Packing::Zstd => {
+                let unpacked = zstd::Decoder::with_buffer(file).map_err(io("read", &self.path))?;
+                Box::new(BufReader::new(unpacked))
+            }
+        })
+    }
+}
+
+/// What a dataset's file is for, by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Split {
+    Train,
+    Validation,
+    Test,
+}
+
+impl Split {
+    /// By the words of a path within the dataset's folder, as the package `datasets` tells them.
+    fn of(within: &Path) -> Option<Self> {
+        let name = within.to_string_lossy().to_lowercase();
+        name.split(|letter: char| !letter.is_alphabetic()).find_map(|word| match word {
+            "train" | "training" => Some(Self::Train),
+            "validation" | "valid" | "val" | "dev" => Some(Self::Validation),
+            "test" | "testing" | "eval" | "evaluation" => Some(Self::Test),
+            _ => None,
+        })
+    }
+}
+
+/// Folders within a dataset's folder that are looked into.
+const DEPTH: usize = 3;
+
+/// The files of a folder, and of folders in it down to a depth, that are not hidden.
+fn walk(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
+    let entries = std::fs::read_dir(folder).map_err(io("read", folder))?;
+    for entry in entries {
+        let path = entry.map_err(io("read", folder))?.path();
+        let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
+        match () {
+            () if is_hidden => {}
+            () if path.is_file() => found.push(path),
+            () if path.is_dir() && depth > 0 => walk(&path, depth - 1, found)?,
+            () => {}
+        }
+    }
+    Ok(())
+}
+
+/// The files of a dataset's folder to train on, and those whose rows are held out. Where names tell splits, `train` is trained on,
+/// `validation` is held out, and all others are left; else all files in the folder itself are trained on.
+fn of_splits(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
+    let mut found = Vec::new();
+    walk(folder, DEPTH, &mut found)?;
+    found.sort();
+    let split = |path: &PathBuf| Split::of(path.strip_prefix(folder).unwrap_or(path));
+    if !found.iter().any(|path| split(path) == Some(Split::Train)) {
+        found.retain(|path| path.parent() == Some(folder));
+        return Ok(found.into_iter().map(|path| (path, false)).collect());
+    }
+    let of = |wanted| found.iter().filter(move |path| split(path) == Some(wanted)).cloned();
+    let held_out = of(Split::Validation).map(|path| (path, true));
+    Ok(of(Split::Train).map(|path| (path, false)).chain(held_out).collect())
 }
 
 #[derive(Debug, Clone, Copy, Hash, PartialEq, Eq)]
@@ -43,45 +125,58 @@ enum DataKind {
 
 impl DataKind {
     /// By the ending of the file's name.
-    fn of(path: &Path) -> Result<Self> {
-        let ending = path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
-        Ok(match ending.as_deref() {
+    fn of(path: &Path) -> Result<(Self, Packing)> {
+        let ending = |path: &Path| path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
+        let packing = match ending(path).as_deref() {
+            Some("gz") => Packing::Gzip,
+            Some("zst") => Packing::Zstd,
+            _ => Packing::None,
+        };
+        let unpacked = if packing == Packing::None { path } else { Path::new(path.file_stem().unwrap_or_default()) };
+        let kind = match ending(unpacked).as_deref() {
             None | Some("txt" | "text" | "md" | "markdown" | "rst" | "tex") => Self::Text,
             Some("jsonl" | "ndjson") => Self::JsonLines,
             Some("json") => Self::Json,
             Some("csv") => Self::Csv(b','),
             Some("tsv") => Self::Csv(b'\t'),
-            Some("parquet") => Self::Parquet,
+            Some("parquet") if packing == Packing::None => Self::Parquet,
             Some(_) => {
-                let expected = "expected .txt or .md for text, .jsonl, .json, .csv, .tsv, .parquet or .safetensors";
+                let expected = "expected .txt or .md for text, .jsonl, .json, .csv or .tsv, each with or without .gz or .zst, \
+                                .parquet or .safetensors";
                 return Err(wrong_data(
                     path,
                     format!("has an ending that is not known: {expected}; rename it if it is text"),
                 ));
             }
-        })
+        };
+        Ok((kind, packing))
     }
 }
 
 /// The bytes with which some programs begin a file in UTF-8.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The file, or the files of a folder by their names.
+/// The file, or the files of a folder by their names; those whose rows are held out are the last.
 pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     let meta = std::fs::metadata(path).map_err(io("read", path))?;
-    let mut paths = vec![path.to_path_buf()];
-    if meta.is_dir() {
-        let entries = std::fs::read_dir(path).map_err(io("read", path))?;
-        let all: Result<Vec<PathBuf>, _> = entries.map(|entry| entry.map(|entry| entry.path())).collect();
-        paths = all.map_err(io("read", path))?;
-        paths.retain(|path| path.is_file() && path.file_name().is_none_or(|name| name.as_encoded_bytes()[0] != b'.'));
-        paths.sort();
+    let paths = if meta.is_dir() { of_splits(path)? } else { vec![(path.to_path_buf(), false)] };
+    let mut begin = Vec::new();
+    for (path, _) in &paths {
+        begin.clear();
+        let file = File::open(path).map_err(io("read", path))?;
+        file.take(LFS_POINTER.len() as u64).read_to_end(&mut begin).map_err(io("read", path))?;
+        if begin == LFS_POINTER {
+            return Err(wrong_data(
+                path,
+                "is a pointer of git-lfs and not the file itself: fetch it with git lfs pull",
+            ));
+        }
     }
     let mut files = Vec::with_capacity(paths.len());
-    for path in paths {
-        let kind = DataKind::of(&path)?;
+    for (path, is_held_out) in paths {
+        let (kind, packing) = DataKind::of(&path)?;
         let meta = std::fs::metadata(&path).map_err(io("read", &path))?;
-        files.push(DataFile { bytes: meta.len(), modified: meta.modified().ok(), kind, path });
+        files.push(DataFile { bytes: meta.len(), modified: meta.modified().ok(), kind, packing, is_held_out, path });
     }
     match files.iter().find(|file| file.kind != files[0].kind) {
         Some(other) => {
@@ -154,8 +249,22 @@ pub(super) fn encode(
 
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<()>;
 
+/// A value of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Cell {
+    pub(super) text: String,
+    /// Whether the file has it as a whole number.
+    pub(super) is_number: bool,
+}
+
+impl Cell {
+    fn text(text: String) -> Self {
+        Self { text, is_number: false }
+    }
+}
+
 /// The values of a row, in the order of the fields; one is `None` only where its field says that it may.
-pub(super) type RowOf = Vec<Option<String>>;
+pub(super) type RowOf = Vec<Option<Cell>>;
 
 type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<()>;
 
@@ -181,24 +290,41 @@ pub(super) struct FieldOf<'a> {
 /// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
 pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<()> {
     if file.kind == DataKind::Text {
-        return text_parts(&file.path, each);
+        return text_parts(file, each);
     }
     let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", holds: Holds::Text };
-    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(&mut *each))
+    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.text)))
 }
 
-/// These fields of every row of a file, or of the files of a folder.
-pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>]) -> Result<Vec<RowOf>> {
-    let mut read = Vec::new();
+/// These fields of every row of a file, or of the files of a folder, and how many of the last rows are of a validation split: at
+/// most as many as `held_out` says.
+pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<usize>) -> Result<(Vec<RowOf>, usize)> {
+    let mut read = [Vec::new(), Vec::new()];
     for file in files(path)? {
+        let of_split = &mut read[usize::from(file.is_held_out)];
         rows(&file, fields, &mut |row| {
-            read.push(row);
+            of_split.push(row);
             Ok(())
         })?;
     }
-    match read.is_empty() {
-        true => Err(wrong_data(path, "has no rows: expected a text and a label in each")),
-        false => Ok(read),
+    let [mut trained, mut validation] = read;
+    if trained.is_empty() {
+        return Err(wrong_data(path, "has no rows: expected a text and a label in each"));
+    }
+    let held_out = if validation.is_empty() { 0 } else { self::held_out(held_out, validation.len())? };
+    validation.truncate(held_out);
+    trained.append(&mut validation);
+    Ok((trained, held_out))
+}
+
+/// How many rows of a validation split of so many are held out, where `--eval` asks for some.
+pub(super) fn held_out(asked: Option<usize>, found: usize) -> Result<usize> {
+    match asked {
+        Some(rows) if rows > found => {
+            Err(wrong("eval", rows, format!("expected at most {found}, the rows of the data's validation split")))
+        }
+        Some(rows) => Ok(rows),
+        None => Ok(found),
     }
 }
 
@@ -208,15 +334,50 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
         DataKind::Text => {
             Err(wrong_data(&file.path, "is text: expected .jsonl, .json, .csv or .parquet, with a label in each row"))
         }
-        DataKind::JsonLines => json_lines(&file.path, fields, each),
-        DataKind::Json => json(&file.path, fields, each),
-        DataKind::Csv(delimiter) => csv_rows(&file.path, delimiter, fields, each),
+        DataKind::JsonLines => json_lines(file.open()?, &file.path, fields, each),
+        DataKind::Json => json(file, fields, each),
+        DataKind::Csv(delimiter) => csv_rows(file, delimiter, fields, each),
         DataKind::Parquet => parquet_rows(&file.path, fields, each),
     }
 }
 
-fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
-    let mut lines = BufReader::new(File::open(path).map_err(io("read", path))?);
+/// What JSON says. Python writes and reads numbers that are none, and escapes of half a character, which JSON has not: such a number is
+/// taken for null, and half a character for U+FFFD.
+fn parse_json(text: &[u8]) -> serde_json::Result<Value> {
+    serde_json::from_slice(text).or_else(|error| serde_json::from_slice(&mended(text)).map_err(|_| error))
+}
+
+fn mended(text: &[u8]) -> Vec<u8> {
+    const NO_NUMBERS: [&[u8]; 3] = [b"NaN", b"-Infinity", b"Infinity"];
+    let unit = |at: usize| {
+        let digits = text.get(at..at + 6)?.strip_prefix(b"\\u")?;
+        u16::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+    };
+    let (mut out, mut at, mut in_text) = (Vec::with_capacity(text.len()), 0, false);
+    while at < text.len() {
+        let rest = &text[at..];
+        let (put, taken): (&[u8], usize) = match (in_text, rest[0]) {
+            (true, b'\\') => match (unit(at), unit(at + 6)) {
+                (Some(0xd800..=0xdbff), Some(0xdc00..=0xdfff)) => (&rest[..12], 12),
+                (Some(0xd800..=0xdfff), _) => (b"\\ufffd", 6),
+                _ => (&rest[..rest.len().min(2)], 2),
+            },
+            (false, _) if NO_NUMBERS.iter().any(|word| rest.starts_with(word)) => {
+                let word = NO_NUMBERS.iter().find(|word| rest.starts_with(word)).expect("one of them begins here");
+                (b"null", word.len())
+            }
+            (_, byte) => {
+                in_text ^= byte == b'"';
+                (&rest[..1], 1)
+            }
+        };
+        out.extend_from_slice(put);
+        at += taken;
+    }
+    out
+}
+
+fn json_lines(mut lines: impl BufRead, path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     let mut line = Vec::new();
     let mut labelled = false;
     for number in 1.. {
@@ -229,7 +390,7 @@ fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<
             continue;
         }
         let problem = |what: String| wrong_data(path, format!("line {number}: {what}"));
-        let value = serde_json::from_slice(text).map_err(|error| {
+        let value = parse_json(text).map_err(|error| {
             problem(format!("is no JSON ({error}): expected an object with a key \"{}\"", fields[0].name))
         })?;
         each(json_row(value, fields, labelled).map_err(problem)?)?;
@@ -239,14 +400,19 @@ fn json_lines(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<
 }
 
 /// A file that is one array of objects; or JSON lines with another ending.
-fn json(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
-    let bytes = std::fs::read(path).map_err(io("read", path))?;
+fn json(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+    let path = &file.path;
+    let mut bytes = Vec::new();
+    file.open()?.read_to_end(&mut bytes).map_err(io("read", path))?;
     let text = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&bytes);
     if !text.trim_ascii_start().starts_with(b"[") {
-        return json_lines(path, fields, each);
+        return json_lines(text, path, fields, each);
     }
-    let rows: Vec<Value> = serde_json::from_slice(text)
-        .map_err(|error| wrong_data(path, format!("is no array of objects in JSON ({error})")))?;
+    let rows = match parse_json(text) {
+        Ok(Value::Array(rows)) => rows,
+        Ok(_) => unreachable!("it begins with a bracket"),
+        Err(error) => return Err(wrong_data(path, format!("is no array of objects in JSON ({error})"))),
+    };
     for (number, value) in rows.into_iter().enumerate() {
         let problem = |what: String| wrong_data(path, format!("element {number}: {what}"));
         each(json_row(value, fields, number > 0).map_err(problem)?)?;
@@ -259,9 +425,9 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
     let mut row = Vec::with_capacity(fields.len());
     for FieldOf { name, option, holds } in fields {
         row.push(match value.get_mut(*name).map(Value::take) {
-            Some(Value::String(text)) => Some(text),
+            Some(Value::String(text)) => Some(Cell::text(text)),
             Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
-                Some(found.to_string())
+                Some(Cell { text: found.to_string(), is_number: found.is_number() })
             }
             None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => None,
             found => {
@@ -276,9 +442,10 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
 }
 
 /// The first record names the columns.
-fn csv_rows(path: &Path, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+    let path = &file.path;
     let bad = |error: csv::Error| wrong_data(path, format!("is no table that can be read ({error})"));
-    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_path(path).map_err(bad)?;
+    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(file.open()?);
     let header = reader.headers().map_err(bad)?.clone();
     let mut places = Vec::with_capacity(fields.len());
     for FieldOf { name, option, .. } in fields {
@@ -299,7 +466,7 @@ fn csv_rows(path: &Path, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_
                 (true, Holds::Label | Holds::LabelOrNothing) => {
                     Err(wrong_data(path, format!("row {number}: its \"{}\" is empty: expected a label", field.name)))
                 }
-                _ => Ok(Some(text.to_string())),
+                _ => Ok(Some(Cell::text(text.to_string()))),
             }
         };
         each(fields.iter().zip(&places).map(cell).collect::<Result<_>>()?)?;
@@ -347,12 +514,12 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
         for FieldOf { name, holds, .. } in fields {
             let field = found.iter().find(|(column, _)| column == name).map_or(&Field::Null, |(_, field)| field);
             row.push(match field {
-                Field::Str(text) => Some(text.clone()),
+                Field::Str(text) => Some(Cell::text(text.clone())),
                 Field::Null if *holds == Holds::LabelOrNothing && number > 0 => None,
                 value
                     if *holds != Holds::Text && !matches!(value, Field::Null | Field::Float(_) | Field::Double(_)) =>
                 {
-                    Some(value.to_string())
+                    Some(Cell { text: value.to_string(), is_number: !matches!(value, Field::Bool(_)) })
                 }
                 other => {
                     let got = match other {
@@ -376,8 +543,8 @@ fn is_bytes(column: &Type) -> bool {
 
 /// Cuts after line ends that no run of blanks goes across: there the tokens of the whole are those of its parts, with GPT-2's
 /// tokenizer and all that look for words first.
-fn text_parts(path: &Path, each: Each<'_>) -> Result<()> {
-    let mut file = File::open(path).map_err(io("read", path))?;
+fn text_parts(file: &DataFile, each: Each<'_>) -> Result<()> {
+    let (path, mut file) = (&file.path, file.open()?);
     let (mut text, mut begin) = (Vec::new(), 0);
     loop {
         let before = text.len();
@@ -456,6 +623,92 @@ mod tests {
     }
 
     #[test]
+    fn packed_files_are_unpacked() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = "{\"text\": \"Hello world\"}\n".repeat(3);
+        let write = |name: &str, bytes: &[u8]| {
+            std::fs::write(dir.path().join(name), bytes).unwrap();
+            ids(&dir.path().join(name), None)
+        };
+        let expected = write("plain.jsonl", text.as_bytes()).unwrap();
+        let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        std::io::Write::write_all(&mut packed, text.as_bytes()).unwrap();
+        let gzip = packed.finish().unwrap();
+        // Two members, one behind the other, are one text.
+        assert_eq!(write("a.jsonl.gz", &gzip.repeat(2)).unwrap(), expected.repeat(2));
+        let zstd = zstd::encode_all(text.as_bytes(), 1).unwrap();
+        assert_eq!(write("a.json.zst", &zstd).unwrap(), expected);
+        assert!(write("a.csv.gz", &gzip).unwrap_err().contains("has no column \"text\""));
+        for (name, bytes) in [("cut.jsonl.gz", &gzip[..gzip.len() / 2]), ("cut.json.zst", &zstd[..zstd.len() / 2])] {
+            assert!(write(name, bytes).unwrap_err().contains(name));
+        }
+        assert!(write("a.parquet.gz", &gzip).unwrap_err().contains("has an ending that is not known"));
+    }
+
+    #[test]
+    fn a_datasets_folder_has_splits() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("data");
+        std::fs::create_dir(&folder).unwrap();
+        std::fs::write(dir.path().join("README.md"), "About it.").unwrap();
+        let write = |name: &str, text: &str| {
+            std::fs::write(folder.join(name), format!("{{\"text\": \"{text}\", \"label\": 0}}\n")).unwrap();
+        };
+        for (name, text) in
+            [("train-00001-of-2", "b"), ("train-00000-of-2", "a"), ("test-0", "t"), ("validation-0", "v")]
+        {
+            write(&format!("{name}.jsonl"), text);
+        }
+        write("dev.latest.jsonl", "w");
+        let names = |path: &Path| -> Vec<(String, bool)> {
+            let name = |file: &DataFile| file.path.file_stem().unwrap().to_string_lossy().into_owned();
+            files(path).unwrap().iter().map(|file| (name(file), file.is_held_out)).collect()
+        };
+        let expected =
+            [("train-00000-of-2", false), ("train-00001-of-2", false), ("dev.latest", true), ("validation-0", true)];
+        let expected = expected.map(|(name, held_out)| (name.to_string(), held_out));
+        assert_eq!(names(dir.path()), expected);
+        assert_eq!(names(&folder), expected);
+        let fields = [FieldOf { name: "text", option: "text-field", holds: Holds::Text }];
+        let read = |most| {
+            let (rows, held_out) = read_rows(&folder, &fields, most)?;
+            let text = |row: RowOf| row.into_iter().flatten().map(|cell| cell.text).collect::<String>();
+            Ok::<_, crate::TrainError>((rows.into_iter().map(text).collect::<String>(), held_out))
+        };
+        assert_eq!(read(None).unwrap(), ("abwv".to_string(), 2));
+        assert_eq!(read(Some(1)).unwrap(), ("abw".to_string(), 1));
+        assert!(
+            read(Some(3))
+                .unwrap_err()
+                .to_string()
+                .contains("expected at most 2, the rows of the data's validation split")
+        );
+        // Words within words are no splits, and a folder without a split for training is trained on.
+        for name in ["train-00000-of-2", "train-00001-of-2"] {
+            std::fs::rename(folder.join(format!("{name}.jsonl")), folder.join(format!("con{name}.jsonl"))).unwrap();
+        }
+        assert!(names(&folder).iter().all(|(_, held_out)| !held_out) && names(&folder).len() == 5);
+    }
+
+    #[test]
+    fn rows_of_tokens_do_not_go_across_splits() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("train.txt"), "Hello world Hello world Hello").unwrap();
+        std::fs::write(dir.path().join("valid.txt"), "world world world world world").unwrap();
+        let cutting = Cutting { vocab_size: 50257, n_positions: 8, seq: Some(2), ..Cutting::default() };
+        let source = crate::data::Source::File(dir.path());
+        let rows = crate::data::TokenRows::load(&source, &cutting).unwrap();
+        let (hello, world) = (15496, 995);
+        assert_eq!((rows.rows(), rows.held_out()), (4, 2));
+        let all = rows.tokens(&[0, 1, 2, 3]).unwrap();
+        assert_eq!(all, [hello, world, 18435, world, 6894, world, world, world]);
+        let one = crate::data::TokenRows::load(&source, &Cutting { held_out: Some(1), ..cutting }).unwrap();
+        assert_eq!((one.rows(), one.held_out()), (3, 1));
+        assert_eq!(one.checksum(0..3).unwrap(), rows.checksum(0..3).unwrap());
+        assert_eq!(one.tokens(&[2]).unwrap(), all[4..6]);
+    }
+
+    #[test]
     fn documents_end_with_their_token() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("all.jsonl");
@@ -464,6 +717,11 @@ mod tests {
         assert_eq!(ids(&path, None).unwrap(), [15496, 995, 50256, 50256, 15496, 50256]);
         let told = ids(&path, Some("n")).unwrap_err();
         assert!(told.contains("line 1: its \"n\" is a number: expected a text"), "{told}");
+        // A number that is none, and half a character, in what is read and in what is not.
+        let odd = "{\"text\": \"Hello world\", \"n\": NaN, \"m\": [-Infinity], \"s\": \"NaN \\ud83d\"}\n{\"text\": \"\\ud83dHello \\\\ud83d\"}";
+        std::fs::write(&path, odd).unwrap();
+        let cut = gpt2().encode("\u{fffd}Hello \\ud83d").unwrap();
+        assert_eq!(ids(&path, None).unwrap(), [&[15496, 995, 50256], &cut[..], &[50256]].concat());
         std::fs::write(&path, "{\"text\": \"a\"}\n{\"text\"\n").unwrap();
         assert!(ids(&path, None).unwrap_err().contains("line 2: is no JSON"));
 

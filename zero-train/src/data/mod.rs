@@ -23,7 +23,7 @@ pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::text_pairs::{TextPairBatch, TextPairs};
-pub use self::tokenizer::Tokenizer;
+pub use self::tokenizer::{Message, Tokenizer};
 use crate::error::{Result, wrong};
 
 /// Where rows come from.
@@ -55,6 +55,8 @@ pub struct Cutting<'a> {
     pub sentences: bool,
     /// The column of a Parquet file, or the key of a JSON line, that has the text.
     pub field: Option<&'a str>,
+    /// Most rows of a validation split that are held out. `None`: all.
+    pub held_out: Option<usize>,
     /// Where text that has been cut is kept. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.
     pub cache: Option<&'a Path>,
 }

@@ -41,6 +41,7 @@ pub struct SentencePairs {
     tokens: Tokens,
     seq: usize,
     rows: usize,
+    held_out: usize,
     special: Special,
     /// By their numbers, whether tokens go on with a word.
     going_on: Vec<bool>,
@@ -85,10 +86,11 @@ impl SentencePairs {
             );
         }
         let seq = cutting.row_length(MARKS + 2)?;
-        let tokens = Tokens::cut(source, cutting, tokenizer)?;
+        let (tokens, held_out) = Tokens::cut(source, cutting, tokenizer, seq - MARKS)?;
         let [pad, _, cls, sep, mask] = SPECIAL.map(|token| tokenizer.id(token).map_or(-1, |id| id as i32));
         let special = Special { pad, cls, sep, mask };
-        let pairs = Self { rows: tokens.len() / (seq - MARKS), tokens, seq, special, going_on: tokenizer.going_on() };
+        let going_on = tokenizer.going_on();
+        let pairs = Self { rows: tokens.len() / (seq - MARKS), tokens, held_out, seq, special, going_on };
         if pairs.rows == 0 {
             let (found, needed) = (pairs.tokens.len(), seq - MARKS);
             return problem(format!(
@@ -101,6 +103,11 @@ impl SentencePairs {
     /// Number of rows: as many as pairs fill the text once.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// How many of the last rows are of a validation split.
+    pub fn held_out(&self) -> usize {
+        self.held_out
     }
 
     /// Tokens of a row, with padding.

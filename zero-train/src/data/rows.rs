@@ -15,6 +15,7 @@ pub struct TokenRows {
     tokens: Tokens,
     seq: usize,
     rows: usize,
+    held_out: usize,
     /// What cut them, if that is known.
     tokenizer: Option<Tokenizer>,
 }
@@ -30,14 +31,15 @@ impl TokenRows {
         if let Source::File(path) = *source
             && is_tokens(path)
         {
-            return Self::cut(path, Tokens::File(TokenFile::open(path)?), cutting);
+            return Self::cut(path, (Tokens::File(TokenFile::open(path)?), 0), cutting);
         }
         let tokenizer = Tokenizer::find(source.path(), cutting)?;
-        let rows = Self::cut(source.path(), Tokens::cut(source, cutting, &tokenizer)?, cutting)?;
+        let width = cutting.seq.unwrap_or(DEFAULT_SEQ.min(cutting.n_positions)).max(1);
+        let rows = Self::cut(source.path(), Tokens::cut(source, cutting, &tokenizer, width)?, cutting)?;
         Ok(Self { tokenizer: Some(tokenizer), ..rows })
     }
 
-    fn cut(path: &Path, tokens: Tokens, cutting: &Cutting<'_>) -> Result<Self> {
+    fn cut(path: &Path, (tokens, held_out): (Tokens, usize), cutting: &Cutting<'_>) -> Result<Self> {
         let Cutting { vocab_size, n_positions, .. } = *cutting;
         let problem = |problem: String| wrong_data(path, problem);
         let (found, own) = (tokens.len(), tokens.row_length());
@@ -57,13 +59,13 @@ impl TokenRows {
                  model with more positions"
             )));
         }
-        let rows = Self { rows: found / seq, tokens, seq, tokenizer: None };
+        let rows = Self { rows: found / seq, tokens, seq, held_out, tokenizer: None };
         if rows.rows == 0 {
             return Err(problem(format!(
                 "has {found} tokens, but one row needs {seq}: use a longer text or a smaller --seq"
             )));
         }
-        rows.tokens.scan((0, rows.rows * seq), |at, ids| {
+        rows.tokens.scan((0, rows.rows * seq), &mut |at, ids| {
             let outside = |&id: &i32| usize::try_from(id).map_or(true, |id| id >= vocab_size);
             let Some(place) = ids.iter().position(outside) else { return Ok(()) };
             Err(problem(format!(
@@ -95,6 +97,11 @@ impl TokenRows {
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows
+    }
+
+    /// How many of the last rows are of a validation split.
+    pub fn held_out(&self) -> usize {
+        self.held_out
     }
 
     /// Tokens of a row.

@@ -22,6 +22,7 @@ pub struct TextPairs {
     seq: usize,
     pad: i32,
     longest_target: usize,
+    held_out: usize,
     unlabelled: usize,
 }
 
@@ -75,15 +76,17 @@ impl TextPairs {
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
             FieldOf { name: fields.label, option: "label-field", holds: Holds::LabelOrNothing },
         ];
-        let read = documents::read_rows(path, &fields)?;
+        let (read, held_out) = documents::read_rows(path, &fields, cutting.held_out)?;
         let marked = |ids: &[u32], most: usize| -> Vec<i32> {
             let ids = begin.iter().chain(ids).take(most - 1).chain([&end]);
             ids.map(|&id| id as i32).collect()
         };
         let row = |(number, row): (usize, RowOf)| -> Result<Row, String> {
             let [text, made] = <[_; 2]>::try_from(row).expect("two fields were asked for");
-            let source = marked(&tokenizer.encode(&text.unwrap_or_default())?, seq);
-            let Some(text) = made else { return Ok(Row { source, target: Vec::new(), made: None }) };
+            let source = marked(&tokenizer.encode(&text.map_or_else(String::new, |cell| cell.text))?, seq);
+            let Some(text) = made.map(|cell| cell.text) else {
+                return Ok(Row { source, target: Vec::new(), made: None });
+            };
             let ids = tokenizer.encode(&text)?;
             let target = marked(&ids, cutting.n_positions);
             if target.len() < ids.len() + 1 + usize::from(begin.is_some()) {
@@ -107,12 +110,18 @@ impl TextPairs {
         }
         let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
         let unlabelled = rows.len() - labelled;
-        Ok(Self { rows, tokenizer, seq, pad: pad as i32, longest_target, unlabelled })
+        let held_out = held_out.saturating_sub(unlabelled);
+        Ok(Self { rows, held_out, tokenizer, seq, pad: pad as i32, longest_target, unlabelled })
     }
 
     /// Number of rows.
     pub fn rows(&self) -> usize {
         self.rows.len()
+    }
+
+    /// How many of the last rows with a text to be made are of a validation split.
+    pub fn held_out(&self) -> usize {
+        self.held_out
     }
 
     /// How many of the last rows have no text to be made.

@@ -10,32 +10,60 @@ use crate::error::{Result, wrong_data};
 /// A text of up to so many bytes is cut in memory: that takes seconds, and its tokens take as much memory as it does.
 const SMALL: u64 = 16 << 20;
 
+/// Is given ids with the place of the first.
+type ScanIds<'a> = dyn FnMut(usize, &[i32]) -> Result<()> + 'a;
+
 #[derive(Debug)]
 pub(super) enum Tokens {
     Memory(Vec<i32>),
     File(TokenFile),
+    /// What is trained on and what is held out, with the number of ids of each that are used: those of whole rows.
+    Splits(Box<[Tokens; 2]>, [usize; 2]),
 }
 
 impl Tokens {
-    /// What `tokenizer` makes of the documents of a source of text.
-    pub(super) fn cut(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self> {
+    /// What `tokenizer` makes of the documents of a source of text, for rows of `width` ids; and how many of the last rows are of a
+    /// validation split.
+    pub(super) fn cut(
+        source: &Source<'_>,
+        cutting: &Cutting<'_>,
+        tokenizer: &Tokenizer,
+        width: usize,
+    ) -> Result<(Self, usize)> {
         let narrow = |ids: &[u32]| ids.iter().map(|&id| id as i32).collect::<Vec<_>>();
         match *source {
             Source::Text(text, name) => {
                 let ids = tokenizer.encode(text).map_err(|problem| wrong_data(Path::new(name), problem))?;
-                Ok(Self::Memory(narrow(&[tokenizer.put_before(), &ids].concat())))
+                Ok((Self::Memory(narrow(&[tokenizer.put_before(), &ids].concat())), 0))
             }
             Source::File(path) => {
                 let files = documents::files(path)?;
-                if files.iter().map(|file| file.bytes).sum::<u64>() > SMALL {
-                    return Ok(Self::File(cache::open(path, &files, cutting, tokenizer)?));
+                let of = |files: &[documents::DataFile]| -> Result<Self> {
+                    if files.iter().map(|file| file.bytes).sum::<u64>() > SMALL {
+                        return Ok(Self::File(cache::open(path, files, cutting, tokenizer)?));
+                    }
+                    let mut all = Vec::new();
+                    documents::encode(files, cutting.field, tokenizer, |ids| {
+                        all.extend(narrow(ids));
+                        Ok(())
+                    })?;
+                    Ok(Self::Memory(all))
+                };
+                let (trained, validation) = files.split_at(files.partition_point(|file| !file.is_held_out));
+                let trained = of(trained)?;
+                if validation.is_empty() {
+                    return Ok((trained, 0));
                 }
-                let mut all = Vec::new();
-                documents::encode(&files, cutting.field, tokenizer, |ids| {
-                    all.extend(narrow(ids));
-                    Ok(())
-                })?;
-                Ok(Self::Memory(all))
+                let validation = of(validation)?;
+                let held_out = documents::held_out(cutting.held_out, validation.len() / width)?;
+                let rows = trained.len() / width;
+                if rows == 0 {
+                    let found = trained.len();
+                    let problem = format!("has {found} tokens to train on, but one row needs {width}");
+                    return Err(wrong_data(path, problem));
+                }
+                let used = [rows, held_out].map(|rows| rows * width);
+                Ok((Self::Splits(Box::new([trained, validation]), used), held_out))
             }
         }
     }
@@ -45,13 +73,14 @@ impl Tokens {
         match self {
             Self::Memory(ids) => ids.len(),
             Self::File(file) => file.len(),
+            Self::Splits(_, used) => used.iter().sum(),
         }
     }
 
     /// The length of its rows, if it has rows of its own.
     pub(super) fn row_length(&self) -> Option<usize> {
         match self {
-            Self::Memory(_) => None,
+            Self::Memory(_) | Self::Splits(..) => None,
             Self::File(file) => file.row_length(),
         }
     }
@@ -61,25 +90,43 @@ impl Tokens {
         match self {
             Self::Memory(ids) => to.copy_from_slice(&ids[first..][..to.len()]),
             Self::File(file) => file.read(first, to)?,
+            Self::Splits(parts, [split, _]) => {
+                let (of_first, of_second) = to.split_at_mut(split.saturating_sub(first).min(to.len()));
+                if !of_first.is_empty() {
+                    parts[0].read(first, of_first)?;
+                }
+                if !of_second.is_empty() {
+                    parts[1].read(first.saturating_sub(*split), of_second)?;
+                }
+            }
         }
         Ok(())
     }
 
     /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
-    pub(super) fn scan<F>(&self, (first, last): (usize, usize), mut each: F) -> Result<()>
-    where
-        F: FnMut(usize, &[i32]) -> Result<()>,
-    {
+    pub(super) fn scan(&self, (first, last): (usize, usize), each: &mut ScanIds<'_>) -> Result<()> {
         match self {
             Self::Memory(ids) => each(first, &ids[first..last]),
             Self::File(file) => file.scan((first, last), each),
+            Self::Splits(parts, [split, _]) => {
+                if first < *split {
+                    parts[0].scan((first, last.min(*split)), each)?;
+                }
+                match last > *split {
+                    true => {
+                        let within = (first.saturating_sub(*split), last - split);
+                        parts[1].scan(within, &mut |at, ids| each(split + at, ids))
+                    }
+                    false => Ok(()),
+                }
+            }
         }
     }
 
     /// Of ids `first..last` and the length of rows, to tell data from other data.
     pub(super) fn checksum(&self, range: (usize, usize), seq: usize) -> Result<u32> {
         let mut sum = crc32c::crc32c(&seq.to_le_bytes());
-        self.scan(range, |_, ids| {
+        self.scan(range, &mut |_, ids| {
             sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(ids));
             Ok(())
         })?;

@@ -10,9 +10,10 @@ use serde_json::{Value, json};
 #[cfg(feature = "burn")]
 use zero_models::bert::weights;
 use zero_models::loss::IGNORED_LABEL;
+use zero_models::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]
 use zero_models::{Bert, BertBatch, BertPredictions};
-use zero_models::{BertConfig, BertHead, ModelConfig};
+use zero_models::{BertConfig, BertHead, BertKind, ModelConfig};
 
 use super::start::Start;
 #[cfg(feature = "burn")]
@@ -37,7 +38,13 @@ pub struct BertTask {
     masking: Masking,
     /// Rows that are trained on.
     trained: usize,
+    /// Which of its heads the weights have not.
+    notice: Option<String>,
 }
+
+/// Modules that weights of another class may lack, with what the names of their tensors begin with.
+const HEADS: [(&str, &str); 3] =
+    [("pooler", "pooler."), ("seq_relationship", "cls.seq_relationship."), ("predictions", "cls.predictions.")];
 
 impl BertTask {
     /// The model by name, folder or weights; if none is named, the program's if that is a BERT, or bert-base. A preset gets as
@@ -49,7 +56,9 @@ impl BertTask {
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
         let (name, mut config) = match options.chosen()? {
-            Some((name, ModelConfig::Bert(config))) => (name, BertConfig { head: BertHead::PreTraining, ..config }),
+            Some((name, ModelConfig::Bert(config))) if config.model_type == BertKind::Bert => {
+                (name, BertConfig { head: BertHead::PreTraining, ..config })
+            }
             Some((name, _)) => return Err(wrong("model", name, "expected a BERT for --task bert-pretraining")),
             None => (default.into(), BertConfig::preset(default)?),
         };
@@ -60,7 +69,7 @@ impl BertTask {
         let is_preset = BertConfig::PRESETS.contains(&&*name);
         let known = if is_preset { usize::MAX } else { config.vocab_size };
         let (source, folders) = (options.source(program), options.folders());
-        let cutting = options.cutting(known, config.max_position_embeddings, &folders);
+        let cutting = options.cutting(known, config.positions(), &folders);
         let cutting = Cutting { sentences: true, ..cutting };
         let tokenizer = match source {
             Source::Text(..) if options.tokenizer.is_none() && is_preset => {
@@ -72,9 +81,21 @@ impl BertTask {
         if is_preset {
             config.vocab_size = pairs.vocabulary();
         }
-        let trained = pairs.rows().saturating_sub(options.train.eval.unwrap_or(0));
-        let start = Start::new(options, Some(&tokenizer), config.clone().into(), &[])?;
-        Ok(Self { name, config, start, pairs, masking, trained })
+        let trained = pairs.rows().saturating_sub(options.train.eval.unwrap_or(pairs.held_out()));
+        let fresh: Vec<&str> = match &options.weights {
+            Some(dir) => {
+                let checkpoint = Checkpoint::open(dir)?;
+                let has = |begins: &str| {
+                    checkpoint.names().any(|name| name.strip_prefix("bert.").unwrap_or(name).starts_with(begins))
+                };
+                HEADS.iter().filter(|(_, begins)| !has(begins)).map(|(module, _)| *module).collect()
+            }
+            None => Vec::new(),
+        };
+        let notice = (!fresh.is_empty())
+            .then(|| format!("The weights of {name} have no {}: what is missing starts fresh.", fresh.join(", ")));
+        let start = Start::new(options, Some(&tokenizer), config.clone().into(), &fresh)?;
+        Ok(Self { name, config, start, pairs, masking, trained, notice })
     }
 
     /// The model.
@@ -119,7 +140,8 @@ impl Task for BertTask {
 
     #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
-        self.start.model(self.config.init(device), weights::load_from, device)
+        let load = |model, from: &_, device: &_| Ok(weights::load_beneath_head(model, from, device)?.0);
+        self.start.model(self.config.init(device), load, device)
     }
 
     #[cfg(feature = "burn")]
@@ -157,6 +179,10 @@ impl Task for BertTask {
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         let predicted = self.masking.probability;
         Some(self.start.profile(profile(&self.config, micro_batch, self.pairs.seq(), predicted)))
+    }
+
+    fn notice(&self) -> Option<String> {
+        self.notice.clone()
     }
 
     fn settings(&self) -> Value {

@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 use zero_models::bert::weights;
 use zero_models::loss::cross_entropy_with_ignored;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bert, BertConfig, BertHead, ModelConfig};
+use zero_models::{Bert, BertConfig, BertHead, BertKind, ModelConfig};
 
 use super::bert::profile;
 use super::start::Start;
@@ -45,16 +45,21 @@ impl ClassesTask {
             return Err(wrong("task", "text-classification", expected));
         };
         let folders = options.folders();
-        let cutting = options.cutting(config.vocab_size, config.max_position_embeddings, &folders);
+        let cutting = options.cutting(config.vocab_size, config.positions(), &folders);
         let tokenizer = Tokenizer::find(path, &cutting)?;
         let known: &[String] = if let BertHead::Classes(classes) = &config.head { classes } else { &[] };
         let has_head = match &options.weights {
-            Some(dir) => Checkpoint::open(dir)?.get("classifier.weight").is_some(),
+            Some(dir) => Checkpoint::open(dir)?.names().any(|name| name.starts_with("classifier.")),
             None => false,
         };
         let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, (known, !has_head))?;
         let config = BertConfig { head: BertHead::Classes(texts.classes().to_vec()), ..config };
-        let heads = if has_head { &[][..] } else { &["classifier", "pooler"] };
+        let heads: &[&str] = match config.model_type {
+            _ if has_head => &[],
+            BertKind::Bert => &["classifier", "pooler"],
+            BertKind::DistilBert => &["classifier", "pre_classifier"],
+            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => &["classifier"],
+        };
         let start = Start::new(options, Some(&tokenizer), config.clone().into(), heads)?;
         let notice = (options.weights.is_some() && !has_head).then(|| {
             format!(
@@ -74,7 +79,10 @@ impl ClassesTask {
     ) -> (Tensor<B, 2>, LabelledBatch) {
         let batch = self.texts.batch(rows);
         let tokens = |ids: &Vec<i32>| tokens::<B>(ids.clone(), batch.width, device);
-        let [ids, types, mask] = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
+        let [ids, mut types, mask] = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
+        if self.config.model_type != BertKind::Bert {
+            types = types.zeros_like();
+        }
         (model.classify(ids, types, Some(mask)), batch)
     }
 

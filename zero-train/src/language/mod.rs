@@ -11,6 +11,10 @@ macro_rules! told_by_fields {
             self.$data.rows()
         }
 
+        fn held_out(&self) -> usize {
+            self.$data.held_out()
+        }
+
         fn tokens_per_row(&self) -> Option<usize> {
             Some(self.$data.seq())
         }
@@ -48,7 +52,7 @@ use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
 #[cfg(feature = "burn")]
 use zero_models::Ids;
-use zero_models::{BartConfig, BertConfig, BertHead, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
+use zero_models::{BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
 pub use self::causal::CausalTask;
@@ -180,7 +184,10 @@ impl Options {
     /// What the model learns. Of a model that cannot be read, the task will tell.
     pub fn task_for(&self, program: &Program<'_>) -> TaskChoice {
         self.task.unwrap_or_else(|| match self.chosen() {
-            Ok(Some((_, ModelConfig::Bert(config)))) if matches!(config.head, BertHead::Classes(_)) => {
+            // Only a BERT is pre-trained.
+            Ok(Some((_, ModelConfig::Bert(config))))
+                if matches!(config.head, BertHead::Classes(_)) || config.model_type != BertKind::Bert =>
+            {
                 TaskChoice::TextClassification
             }
             Ok(Some((_, ModelConfig::Bert(_)))) => TaskChoice::BertPretraining,
@@ -228,6 +235,7 @@ impl Options {
             is_gpt2: matches!(self.chosen(), Ok(Some((_, ModelConfig::Gpt2(_))) | None)),
             sentences: false,
             field: self.text_field.as_deref(),
+            held_out: self.train.eval,
             cache: self.token_cache.as_deref(),
         }
     }

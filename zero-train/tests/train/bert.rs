@@ -37,6 +37,37 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     serde_json::from_slice(&ran.stdout).unwrap()
 }
 
+/// Of another class in transformers: without a pooler and whether texts follow one another.
+#[test]
+fn weights_without_a_head_start_with_a_fresh_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    train(dir, "base", &["--steps", "3"]);
+    crate::common::texts::ok(&["export", "base/checkpoints", "hf", "--dtype", "fp32"], dir);
+    let path = dir.join("hf/model.safetensors");
+    let bytes = std::fs::read(&path).unwrap();
+    let all = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let kept = all.iter().filter(|(name, _)| !name.contains("seq_relationship") && !name.contains("pooler"));
+    let kept: Vec<_> = kept.map(|(name, tensor)| (name.to_string(), tensor)).collect();
+    assert_eq!(all.len() - kept.len(), 4);
+    safetensors::serialize_to_file(kept, None, &path).unwrap();
+    let go_on = ["train", "--weights", "hf", "--tokenizer", "tok", "--data", "text.txt", "--seq", "24", "--steps", "2"];
+    let ran = zero(&go_on, dir);
+    let told = String::from_utf8_lossy(&ran.stdout).into_owned() + &String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "{told}");
+    assert!(
+        told.contains("The weights of hf have no pooler, seq_relationship: what is missing starts fresh."),
+        "{told}"
+    );
+    // An adapter saves what is fresh.
+    let ran = zero(&[&go_on[..], &["--lora-r", "2", "--save", "small"]].concat(), dir);
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    crate::common::texts::ok(&["export", "small", "adapter"], dir);
+    let saved = std::fs::read_to_string(dir.join("adapter/adapter_config.json")).unwrap();
+    assert!(saved.contains("\"pooler\"") && saved.contains("\"seq_relationship\""), "{saved}");
+}
+
 #[test]
 fn stages_and_a_resume_give_the_same_bits() {
     let dir = tempfile::tempdir().unwrap();

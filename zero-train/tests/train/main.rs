@@ -9,11 +9,14 @@ mod common;
 mod config;
 mod export;
 mod generate;
+mod hostile;
 mod inspect_command;
 mod llama;
 mod lora;
 mod loss_scales;
 mod malformed;
+#[path = "../../../zero-core/tests/common/mutate.rs"]
+mod mutate;
 mod reported;
 mod schedules;
 mod seq2seq;

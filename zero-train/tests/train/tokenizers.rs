@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use zero_train::data::{Cutting, Tokenizer};
+use zero_train::data::{Cutting, Message, Tokenizer};
 
 use crate::common::texts::{ok, refused};
 
@@ -37,7 +37,8 @@ fn ids_and_texts_are_those_of_transformers() {
         assert_eq!(tokenizer.end().map(u64::from), end, "{kind}");
         for (at, text) in texts.iter().enumerate() {
             let ids = numbers(&expected["ids"][at]);
-            let behind = usize::from(["bart", "bert", "bert_accents"].contains(&&**kind));
+            let behind =
+                usize::from(["bart", "bert", "bert_accents", "t5_model", "xlm_roberta_model"].contains(&&**kind));
             let cut = tokenizer.encode(text).unwrap();
             let got = [tokenizer.put_before(), &cut].concat();
             if got != ids[..ids.len() - behind] {
@@ -68,7 +69,7 @@ fn generated(dir: &Path, model: &str, prompts: &[&str], options: &[&str]) -> Vec
     ok(&args, dir).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-const MODELS: [&str; 4] = ["llama_tiny", "mistral_tiny", "qwen2_tiny", "gpt2_tiny"];
+const MODELS: [&str; 5] = ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gpt2_tiny"];
 
 #[test]
 fn generated_texts_are_those_of_transformers() {
@@ -91,6 +92,163 @@ fn generated_texts_are_those_of_transformers() {
             assert_eq!(text, shown, "{name}: {row}");
         }
     }
+}
+
+#[test]
+fn conversations_are_those_of_transformers() {
+    let made = json_of(&fixtures().join("../chat.json"));
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    std::fs::copy(fixtures().join("../texts/llama_tiny/tokenizer.json"), dir.join("tokenizer.json")).unwrap();
+    let cutting = Cutting { vocab_size: 61, tokenizer: Some(dir), ..Cutting::default() };
+    for (at, row) in made["templates"].as_array().unwrap().iter().enumerate() {
+        let mut config = made["special"].clone();
+        let (name, template) = (row["name"].as_str().unwrap(), &row["template"]);
+        // In any of the places.
+        let _ = std::fs::remove_file(dir.join("chat_template.jinja"));
+        match at % 3 {
+            0 => config["chat_template"] = template.clone(),
+            1 => {
+                config["chat_template"] =
+                    json!([{ "name": "tool_use", "template": "" }, { "name": "default", "template": template }])
+            }
+            _ => std::fs::write(dir.join("chat_template.jinja"), template.as_str().unwrap()).unwrap(),
+        }
+        std::fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
+        let tokenizer = Tokenizer::find(dir, &cutting).unwrap();
+        for (messages, made) in made["conversations"].as_array().unwrap().iter().zip(row["made"].as_array().unwrap()) {
+            let text = |value: &Value| value.as_str().unwrap().to_string();
+            let conversation: Vec<Message> = messages
+                .as_array()
+                .unwrap()
+                .iter()
+                .map(|message| Message { role: text(&message[0]), content: text(&message[1]) })
+                .collect();
+            match (tokenizer.chat(&conversation), made["text"].as_str()) {
+                (Ok(got), Some(expected)) => assert_eq!(got, expected, "{name}: {messages}"),
+                (Err(told), None) => assert!(told.contains(made["error"].as_str().unwrap()), "{name}: {told}"),
+                (got, _) => panic!("{name}, {messages}: {got:?}, expected {made}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_model_chats_by_its_template() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    folder(dir, "llama_tiny");
+    let told = refused(&["generate", "llama_tiny", "--chat", "--prompt", "Hi"], dir);
+    assert!(told.contains("has no chat template"), "{told}");
+    let template = "{{ bos_token }}{% for message in messages %}{{ message.content }}.{% endfor %}";
+    let write = |template: &str| std::fs::write(dir.join("llama_tiny/chat_template.jinja"), template).unwrap();
+    write(template);
+    // The same as the text that the template makes, of which the prompt is no part.
+    let plain = generated(dir, "llama_tiny", &["be.Hi."], &[]);
+    let answered = generated(dir, "llama_tiny", &["Hi"], &["--chat", "--system", "be"]);
+    assert_eq!((&answered[0]["tokens"], &answered[0]["prompt"]), (&plain[0]["tokens"], &json!("Hi")));
+    let chat = |options: &[&str], input: &str| {
+        let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_zero"))
+            .args([&["chat", "llama_tiny", "--max-new-tokens", "4"][..], options].concat())
+            .current_dir(dir)
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        std::io::Write::write_all(&mut child.stdin.take().unwrap(), input.as_bytes()).unwrap();
+        let ran = child.wait_with_output().unwrap();
+        assert!(ran.status.success());
+        String::from_utf8(ran.stdout).unwrap()
+    };
+    let lines = chat(&["--json"], "Hi\n\nto be\n");
+    let turns: Vec<Value> = lines.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let first = turns[0]["text"].as_str().unwrap();
+    // The second answer knows of the first.
+    let args = ["generate", "llama_tiny", "--json", "--max-new-tokens", "4", "--prompt"];
+    let second = ok(&[&args[..], &[&format!("Hi.{first}.to be.")]].concat(), dir);
+    assert_eq!(turns[1]["text"], serde_json::from_str::<Value>(&second).unwrap()["text"]);
+    assert_eq!(
+        chat(&[], "Hi\nto be\n"),
+        turns.iter().map(|turn| format!("{}\n", turn["text"].as_str().unwrap())).collect::<String>()
+    );
+    // Programs that do not end, take all memory, or are none.
+    for (template, expected) in [
+        ("{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}", "fuel"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 'x' * 9999999999 }}", "cannot be used"),
+        ("{% for %}", "syntax error"),
+        ("{{ raise_exception('no, thanks') }}", "no, thanks"),
+    ] {
+        write(template);
+        let told = refused(&["generate", "llama_tiny", "--chat", "--prompt", "Hi"], dir);
+        assert!(told.contains(expected) && told.contains("the chat template"), "{template}: {told}");
+    }
+}
+
+#[test]
+fn settings_of_a_folder_are_those_of_transformers() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let mut ended = 0;
+    for name in MODELS.into_iter().chain(["bart_tiny"]) {
+        folder(dir, name);
+        let config = json_of(&dir.join(name).join("config.json"));
+        let prompts = json_of(&dir.join(name).join("made.json"));
+        let prompts: Vec<&str> =
+            prompts.as_array().unwrap().iter().map(|row| row["prompt"].as_str().unwrap()).collect();
+        for settings in json_of(&dir.join(name).join("settings.json")).as_array().unwrap() {
+            let (file, keys) = (settings["file"].as_str().unwrap(), settings["keys"].as_object().unwrap());
+            let mut of_model = config.clone();
+            let _ = std::fs::remove_file(dir.join(name).join("generation_config.json"));
+            if file == "config.json" {
+                of_model.as_object_mut().unwrap().extend(keys.clone());
+            } else {
+                std::fs::write(dir.join(name).join(file), Value::from(keys.clone()).to_string()).unwrap();
+            }
+            std::fs::write(dir.join(name).join("config.json"), of_model.to_string()).unwrap();
+            let ends = &keys["eos_token_id"];
+            let ends = if ends.is_array() { numbers(ends) } else { vec![ends.as_u64().unwrap() as u32] };
+            let args = prompts.iter().flat_map(|prompt| ["--prompt", prompt]).collect::<Vec<_>>();
+            let got = ok(&[&["generate", name, "--json"][..], &args].concat(), dir);
+            for ((got, made), prompt) in got.lines().zip(settings["made"].as_array().unwrap()).zip(&prompts) {
+                let got: Value = serde_json::from_str(got).unwrap();
+                let mut expected = numbers(made);
+                ended += usize::from(expected.pop_if(|last| ends.contains(last)).is_some());
+                assert_eq!(numbers(&got["tokens"]), expected, "{name}, {prompt:?}: {settings}");
+            }
+        }
+    }
+    assert!(ended > 20, "{ended} texts ended before they were as long as they may be");
+}
+
+#[test]
+fn settings_that_cannot_be_used_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    folder(dir, "llama_tiny");
+    let file = dir.join("llama_tiny/generation_config.json");
+    for (text, expected) in [
+        (r#"{"bad_words_ids": [[3]]}"#, "has bad_words_ids = [[3]], which is not implemented"),
+        (r#"{"num_beams": -1}"#, "has num_beams = -1, expected a whole number from 0 up"),
+        (r#"{"num_beams": 0}"#, "beams = 0; change it to at least 1"),
+        (r#"{"early_stopping": "maybe"}"#, "has early_stopping = \"maybe\", expected true, false or \"never\""),
+        (r#"{"do_sample": true, "num_beams": 2}"#, "beam search draws nothing"),
+        (r#"{"forced_bos_token_id": 61}"#, "forced_first = 61; change it to below 61"),
+        (r#"{"eos_token_id": [2, "x"]}"#, "has eos_token_id = [2,\"x\"], expected numbers of tokens"),
+        (r#"{"max_length": 4}"#, "and a text may have 4 by max_length: set max_new_tokens"),
+        ("[1]", "holds [1]: expected a JSON object"),
+        ("{", "is not a whole JSON file"),
+    ] {
+        std::fs::write(&file, text).unwrap();
+        let told = refused(&["generate", "llama_tiny", "--prompt", "a rose is"], dir);
+        assert!(told.contains(expected), "{text}: {told}");
+    }
+    // Options win over the folder.
+    std::fs::write(&file, r#"{"do_sample": true, "top_k": 1, "max_length": 4, "eos_token_id": 60}"#).unwrap();
+    let drawn = generated(dir, "llama_tiny", &["a rose is"], &[]);
+    assert_eq!(drawn, generated(dir, "llama_tiny", &["a rose is"], &["--temperature", "0"]));
+    assert_eq!(numbers(&drawn[0]["tokens"]).len(), 14);
+    generated(dir, "llama_tiny", &["a rose is"], &["--beams", "2"]);
 }
 
 #[test]

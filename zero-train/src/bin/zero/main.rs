@@ -52,6 +52,8 @@ enum Command {
     Train(Box<zero_train::language::Options>),
     /// Go on with texts by a trained GPT-2 or Llama, or make others of them by a BART
     Generate(Box<zero_train::generate::Options>),
+    /// Talk with a model by its chat template: messages from standard input, answers on standard output
+    Chat(Box<zero_train::generate::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),
     /// Find out from flight records, the ranks' last operations, which rank is late, and where
@@ -81,6 +83,7 @@ fn main() -> ExitCode {
         Command::Tokenizer(args) => commands::tokenizer(&args).map(done),
         Command::Train(options) => Ok(commands::train(&options)),
         Command::Generate(options) => zero_train::generate::run(&options).map(done).map_err(Into::into),
+        Command::Chat(options) => zero_train::generate::chat(*options).map(done).map_err(Into::into),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Diff(args) => inspect::diff(&args),
         Command::Launch(args) => launch::launch(&args),

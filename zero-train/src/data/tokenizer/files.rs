@@ -1,12 +1,12 @@
 //! A tokenizer's files, read as transformers reads them.
 //!
-//! * The tokens: `tokenizer.json`; or `vocab.json` with `merges.txt`, of GPT-2, BART, RoBERTa and Qwen2; or BERT's `vocab.txt`.
+//! * The tokens: `tokenizer.json`; or `vocab.json` with `merges.txt`, of GPT-2, BART, RoBERTa and Qwen2; or BERT's `vocab.txt`; or a
+//!   model of SentencePiece.
 //! * The names of special tokens, and tokens that were added: `tokenizer_config.json`, with `special_tokens_map.json` and
 //!   `added_tokens.json` where that has no `added_tokens_decoder`. They are added to the tokenizer where it does not know them.
 //! * What is put around a text: the tokenizer's own template, unless `add_bos_token` or `add_eos_token` says it.
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,10 +19,12 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::roberta::RobertaProcessing;
 use tokenizers::processors::template::TemplateProcessing;
-use tokenizers::{AddedToken, SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{AddedToken, ModelWrapper, SplitDelimiterBehavior, Tokenizer};
 use zero_core::checkpoint::SideFile;
 
 use super::super::wordpiece;
+use super::sentence_piece;
+use crate::caught::caught;
 use crate::error::{Result, io, wrong_data};
 
 /// The files beside the tokens that a tokenizer may have.
@@ -116,21 +118,22 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
     let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
     let [vocab, merges, vocab_txt] = ["vocab.json", "merges.txt", "vocab.txt"].map(in_folder);
-    let main = match (json, vocab, merges, vocab_txt) {
+    let pieces = sentence_piece::FILES.iter().find_map(|file| in_folder(file));
+    let main = match (json, vocab, merges, vocab_txt.or(pieces)) {
         (Some(json), ..) => vec![json],
         (None, Some(vocab), Some(merges), _) => vec![vocab, merges],
-        (None, .., Some(vocab)) => vec![vocab],
+        (None, .., Some(one)) => vec![one],
         _ => return Ok(None),
     };
     let folder = main[0].parent().unwrap_or(Path::new("")).to_path_buf();
     let mut settings = object(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
     let added = added_tokens(&folder, &mut settings)?;
     // What the library panics at is a damaged file.
-    let read = catch_unwind(AssertUnwindSafe(|| tokenizer(&main, &settings, added)));
+    let read = caught(|| tokenizer(&main, &settings, added));
     let problem = |told: String| wrong_data(&main[0], format!("is no tokenizer that can be used ({told})"));
     let (tokenizer, named) = match read {
         Ok(read) => read.map_err(|error| problem(error.to_string()))?,
-        Err(_) => return Err(problem("the tokenizers library panics at it".into())),
+        Err(panic) => return Err(problem(format!("the tokenizers library fails at it: {panic}"))),
     };
     let beside = BESIDE.iter().map(|file| folder.join(file)).filter(|path| path.is_file() && !main.contains(path));
     let mut files = Vec::new();
@@ -249,8 +252,24 @@ fn tokenizer(
             tokenizer.with_normalizer(Some(BertNormalizer::new(true, chinese, flag("strip_accents"), lowercase)));
             tokenizer
         }
+        _ if path.extension().is_some_and(|ending| ending == "model") => {
+            let kind = match class(settings) {
+                // The class of any tokenizer.
+                name if name.is_empty() || name.starts_with("pretrained") => {
+                    let config = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
+                    config.get("model_type").and_then(Value::as_str).unwrap_or_default().to_lowercase()
+                }
+                name => name,
+            };
+            let (tokenizer, defaults) = sentence_piece::read(path, &kind, settings)?;
+            named.extend(defaults.iter().map(|&(name, token)| (name, AddedToken::from(token, true))));
+            tokenizer
+        }
         _ => {
-            let tokenizer = Tokenizer::from_file(path)?;
+            let mut tokenizer = Tokenizer::from_file(path)?;
+            if class(settings).starts_with("llama") && matches!(tokenizer.get_model(), ModelWrapper::BPE(_)) {
+                sentence_piece::with_blanks(&mut tokenizer, settings)?;
+            }
             let defaults = named_by_class(settings).iter().filter(|(_, token)| tokenizer.token_to_id(token).is_some());
             named.extend(defaults.map(|&(name, token)| (name, AddedToken::from(token, true))));
             tokenizer

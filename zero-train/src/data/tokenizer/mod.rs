@@ -1,8 +1,11 @@
 //! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
 
+mod chat;
 mod files;
 mod gpt2;
+mod sentence_piece;
 
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::Path;
 
@@ -11,22 +14,27 @@ use tokenizers::NormalizerWrapper;
 use unicode_segmentation::UnicodeSegmentation;
 use zero_core::checkpoint::SideFile;
 
+pub use self::chat::Message;
 use self::files::Read;
 use super::Cutting;
 use super::wordpiece::{GOES_ON, SPECIAL};
+use crate::caught::caught;
 use crate::error::{Result, io, wrong, wrong_data};
 
 /// The most tokens of a GPT-2 whose vocabulary was padded for speed.
 const PADDED: usize = 50432;
 
 /// Files of tokenizers that are not read.
-const OTHERS: [&str; 5] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json", "vocab.json"];
+const OTHERS: [&str; 2] = ["tekken.json", "vocab.json"];
 
 /// Tokens that end a document, in tokenizers that do not say which of theirs does.
 const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
 
 /// Tokens that begin a text, in tokenizers that have one.
 const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
+
+/// Texts, of which one has a token in most tokenizers.
+const LETTERS: [&str; 4] = ["a", "A", "0", "."];
 
 /// Cuts text into ids.
 pub struct Tokenizer {
@@ -40,6 +48,8 @@ pub struct Tokenizer {
     end: Option<u32>,
     /// Whether [`encode`](Self::encode) tells sentences and documents apart.
     pub(super) sentences: bool,
+    /// The texts of special tokens by their names, such as `eos_token`.
+    named: BTreeMap<&'static str, String>,
     /// The files it was read from.
     files: Vec<SideFile>,
 }
@@ -66,7 +76,8 @@ impl Tokenizer {
             Some(given) => match Self::read(given)? {
                 Some(found) => (Some(found), given),
                 None => {
-                    let expected = "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt, or vocab.txt)";
+                    let expected = "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt, vocab.txt, or \
+                                    tokenizer.model)";
                     return Err(wrong("tokenizer", given.display(), expected));
                 }
             },
@@ -112,7 +123,8 @@ impl Tokenizer {
             }
             let end = Some(tokens as u32 - 1);
             let (kind, begin, files) = (Kind::Gpt2, Vec::new(), Vec::new());
-            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, files });
+            let named = BTreeMap::new();
+            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files });
         };
         let tokens = found.tokens();
         // Some models have no row for a token that was added, such as BART's <mask>: it must not occur.
@@ -129,7 +141,8 @@ impl Tokenizer {
     pub(super) fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
         let begin = put_before(&tokenizer);
         let kind = Kind::File(Box::new(tokenizer));
-        Self { kind, checksum, begin, bos: None, end, sentences: false, files: Vec::new() }
+        let (named, files) = (BTreeMap::new(), Vec::new());
+        Self { kind, checksum, begin, bos: None, end, sentences: false, named, files }
     }
 
     /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
@@ -188,7 +201,7 @@ impl Tokenizer {
         };
         let bos = named.get("bos_token").and_then(|token| tokenizer.token_to_id(token));
         let checksum = files.iter().fold(0, |sum, file| crc32c::crc32c_append(sum, &file.bytes));
-        Ok(Some(Self { files, bos, ..Self::new(tokenizer, checksum, end) }))
+        Ok(Some(Self { files, bos, named, ..Self::new(tokenizer, checksum, end) }))
     }
 
     /// The files that transformers and this program read it from: those it was read from; GPT-2's; or, of one that was learned,
@@ -236,6 +249,41 @@ impl Tokenizer {
         if self.sentences { &[] } else { &self.begin }
     }
 
+    /// The token that fills up rows, if it has one.
+    pub fn pad(&self) -> Option<u32> {
+        self.id(self.named.get("pad_token").map_or(SPECIAL[0], String::as_str))
+    }
+
+    /// What stands before a text or a pair of texts, between these, and behind them: as its template has it, or as BERT's.
+    pub(super) fn around(&self, pair: bool) -> Option<[Vec<u32>; 3]> {
+        let by_template = |text: &&str| {
+            let Kind::File(tokenizer) = &self.kind else { return None };
+            let put = if pair { tokenizer.encode((*text, *text), true) } else { tokenizer.encode(*text, true) }.ok()?;
+            let (mut found, mut texts, mut in_text) = ([Vec::new(), Vec::new(), Vec::new()], 0, false);
+            for (&id, &special) in put.get_ids().iter().zip(put.get_special_tokens_mask()) {
+                match special {
+                    1 => found[texts].push(id),
+                    _ if !in_text => texts += 1,
+                    _ => {}
+                }
+                in_text = special == 0;
+                if texts > 2 {
+                    return None;
+                }
+            }
+            if !pair {
+                found.swap(1, 2);
+            }
+            Some(found).filter(|found| texts == 1 + usize::from(pair) && !found.concat().is_empty())
+        };
+        let as_bert = || {
+            let id = |name: &str, default: &str| self.id(self.named.get(name).map_or(default, String::as_str));
+            let (cls, sep) = (id("cls_token", "[CLS]")?, id("sep_token", "[SEP]")?);
+            Some([vec![cls], if pair { vec![sep] } else { Vec::new() }, vec![sep]])
+        };
+        LETTERS.iter().find_map(by_template).or_else(as_bert)
+    }
+
     /// The token that ends a document, if it has one.
     pub fn end(&self) -> Option<u32> {
         self.end
@@ -269,6 +317,32 @@ impl Tokenizer {
         Ok(all)
     }
 
+    /// The tokens of a conversation, behind which the model answers, by the folder's chat template.
+    ///
+    /// # Errors
+    ///
+    /// When there is no template, it cannot be rendered, or refuses the conversation.
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, String> {
+        self.encode(&self.chat(messages)?)
+    }
+
+    /// The text of a conversation by the folder's chat template, as transformers' `apply_chat_template` with `add_generation_prompt`.
+    ///
+    /// # Errors
+    ///
+    /// As [`encode_chat`](Self::encode_chat).
+    pub fn chat(&self, messages: &[Message]) -> Result<String, String> {
+        let Some(template) = chat::template(&self.files) else {
+            return Err(
+                "the model's folder has no chat template: expected a chat_template in tokenizer_config.json, or \
+                        chat_template.jinja, of a model that was trained to chat"
+                    .into(),
+            );
+        };
+        let rendered = chat::render(&template, messages, &self.named);
+        rendered.map_err(|problem| format!("the chat template of the model's folder cannot be used: {problem}"))
+    }
+
     /// The text of tokens, without special ones. What is no text is shown as U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.kind {
@@ -277,7 +351,7 @@ impl Tokenizer {
                 let bytes = gpt2::table().decode_bytes(&known).unwrap_or_default();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Kind::File(tokenizer) => tokenizer.decode(ids, true).unwrap_or_default(),
+            Kind::File(tokenizer) => caught(|| tokenizer.decode(ids, true).unwrap_or_default()).unwrap_or_default(),
         }
     }
 
@@ -286,8 +360,9 @@ impl Tokenizer {
             // "<|endoftext|>" is one token, as in transformers.
             Kind::Gpt2 => Ok(gpt2::table().encode_with_special_tokens(text)),
             Kind::File(tokenizer) => {
-                let cut = tokenizer.encode_fast(text, false);
-                cut.map(|cut| cut.get_ids().to_vec()).map_err(|error| format!("cannot be cut into tokens: {error}"))
+                let cut = caught(|| tokenizer.encode_fast(text, false).map_err(|error| error.to_string()));
+                let cut = cut.and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"));
+                cut.map(|cut| cut.get_ids().to_vec())
             }
         }
     }
@@ -313,8 +388,7 @@ fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
 
 /// The special tokens that a tokenizer's template has before the text.
 fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
-    // A text of which something is left: some tokenizers know few letters.
-    for text in ["a", "A", "0", "."] {
+    for text in LETTERS {
         let Ok(around) = tokenizer.encode(text, true) else { continue };
         let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
         if special < around.len() {

@@ -1,0 +1,160 @@
+//! How a folder says that text is generated, as transformers' `generate` takes it: in go `generation_config.json`, or without it the
+//! same keys of `config.json`, out comes [`Sampling`].
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::{EarlyStopping, Sampling};
+use crate::error::io_at;
+use crate::{ModelError, Result};
+
+/// Keys that would change the text and are not implemented, with the values that change nothing beside null.
+const REFUSED: [(&str, &[f64]); 19] = [
+    ("bad_words_ids", &[]),
+    ("begin_suppress_tokens", &[]),
+    ("constraints", &[]),
+    ("diversity_penalty", &[0.0]),
+    ("encoder_no_repeat_ngram_size", &[0.0]),
+    ("encoder_repetition_penalty", &[1.0]),
+    ("epsilon_cutoff", &[0.0]),
+    ("eta_cutoff", &[0.0]),
+    ("exponential_decay_length_penalty", &[]),
+    ("force_words_ids", &[]),
+    ("guidance_scale", &[1.0]),
+    ("min_p", &[0.0]),
+    ("num_beam_groups", &[1.0]),
+    ("penalty_alpha", &[0.0]),
+    ("sequence_bias", &[]),
+    ("stop_strings", &[]),
+    ("suppress_tokens", &[]),
+    ("top_h", &[]),
+    ("typical_p", &[1.0]),
+];
+
+/// What is drawn from without a `top_k`, as in transformers.
+const TOP_K: usize = 50;
+
+/// The keys of one file.
+struct Keys<'a> {
+    path: &'a Path,
+    keys: Map<String, Value>,
+}
+
+impl Sampling {
+    /// What the folder of a model says: the keys of `generation_config.json`, or else of `config.json`, and where those are absent
+    /// what `self` has. `eos_token_id` is taken from the first of both files that has one.
+    ///
+    /// # Errors
+    /// [`ModelError::Generation`] for a file that is no JSON, a value of another kind, or a key that is not implemented and would change
+    /// the text.
+    pub fn with_settings_of(mut self, dir: &Path) -> Result<Self> {
+        let mut is_first = true;
+        let mut ends = None;
+        for file in ["generation_config.json", "config.json"] {
+            let path = dir.join(file);
+            if !path.is_file() {
+                continue;
+            }
+            let bytes = std::fs::read(&path).map_err(io_at("read", &path))?;
+            let problem = |problem| ModelError::Generation { path: path.clone(), problem };
+            let keys = match serde_json::from_slice(&bytes) {
+                Ok(Value::Object(keys)) => keys,
+                Ok(other) => return Err(problem(format!("holds {other}: expected a JSON object"))),
+                Err(error) => return Err(problem(format!("is not a whole JSON file ({error}): write it again"))),
+            };
+            let keys = Keys { path: &path, keys };
+            if std::mem::take(&mut is_first) {
+                self.set(&keys)?;
+            }
+            ends = if ends.is_none() { keys.tokens("eos_token_id")? } else { ends };
+        }
+        self.stop = ends.unwrap_or(self.stop);
+        Ok(self)
+    }
+
+    fn set(&mut self, keys: &Keys<'_>) -> Result<()> {
+        for (key, harmless) in REFUSED {
+            let value = &keys.keys.get(key).unwrap_or(&Value::Null);
+            let is_empty = value.as_array().is_some_and(Vec::is_empty);
+            let is_harmless = value.as_f64().is_some_and(|number| harmless.contains(&number));
+            if !(value.is_null() || is_empty || is_harmless) {
+                return Err(keys.wrong(key, "which is not implemented: remove the key, or set it to null"));
+            }
+        }
+        let draws = keys.flag("do_sample")?.unwrap_or(false);
+        if draws {
+            self.temperature = keys.number("temperature")?.unwrap_or(1.0);
+            self.top_k = Some(keys.count("top_k")?.unwrap_or(TOP_K)).filter(|&k| k > 0);
+            self.top_p = keys.number("top_p")?;
+        }
+        self.max_new_tokens = keys.count("max_new_tokens")?.unwrap_or(self.max_new_tokens);
+        if !keys.has("max_new_tokens") {
+            self.max_length = keys.count("max_length")?.or(self.max_length);
+        }
+        self.min_length = keys.count("min_length")?.unwrap_or(self.min_length);
+        self.min_new_tokens = keys.count("min_new_tokens")?.unwrap_or(self.min_new_tokens);
+        self.no_repeat_ngram_size = keys.count("no_repeat_ngram_size")?.unwrap_or(self.no_repeat_ngram_size);
+        self.repetition_penalty = keys.number("repetition_penalty")?.unwrap_or(self.repetition_penalty);
+        self.length_penalty = keys.number("length_penalty")?.unwrap_or(self.length_penalty);
+        self.beams = keys.count("num_beams")?.unwrap_or(self.beams);
+        self.early_stopping = match keys.keys.get("early_stopping") {
+            None | Some(Value::Null) => self.early_stopping,
+            Some(Value::Bool(true)) => EarlyStopping::Yes,
+            Some(Value::Bool(false)) => EarlyStopping::No,
+            Some(Value::String(text)) if text == "never" => EarlyStopping::Never,
+            Some(_) => return Err(keys.wrong("early_stopping", "expected true, false or \"never\"")),
+        };
+        self.forced_first = keys.token("forced_bos_token_id")?.or(self.forced_first);
+        self.forced_last = keys.token("forced_eos_token_id")?.or(self.forced_last);
+        Ok(())
+    }
+}
+
+impl Keys<'_> {
+    fn has(&self, key: &str) -> bool {
+        self.keys.get(key).is_some_and(|value| !value.is_null())
+    }
+
+    fn wrong(&self, key: &str, expected: &str) -> ModelError {
+        let problem = format!("has {key} = {}, {expected}", self.keys[key]);
+        ModelError::Generation { path: self.path.to_path_buf(), problem }
+    }
+
+    /// What `read` makes of a key's value, if there is one.
+    fn get<T>(&self, key: &str, expected: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
+        match self.keys.get(key).filter(|value| !value.is_null()) {
+            Some(value) => read(value).map(Some).ok_or_else(|| self.wrong(key, expected)),
+            None => Ok(None),
+        }
+    }
+
+    fn flag(&self, key: &str) -> Result<Option<bool>> {
+        self.get(key, "expected true or false", Value::as_bool)
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        self.get(key, "expected a number", Value::as_f64)
+    }
+
+    fn count(&self, key: &str) -> Result<Option<usize>> {
+        self.get(key, "expected a whole number from 0 up", |value| value.as_u64().map(|count| count as usize))
+    }
+
+    /// A number of a token, or a list of them.
+    fn tokens(&self, key: &str) -> Result<Option<Vec<u32>>> {
+        let token = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
+        self.get(key, "expected numbers of tokens", |value| match value {
+            Value::Array(list) => list.iter().map(token).collect(),
+            one => token(one).map(|token| vec![token]),
+        })
+    }
+
+    fn token(&self, key: &str) -> Result<Option<u32>> {
+        match self.tokens(key)?.as_deref() {
+            None | Some([]) => Ok(None),
+            Some([token]) => Ok(Some(*token)),
+            Some(_) => Err(self.wrong(key, "expected one token")),
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Panics of libraries as errors: what reads files of strangers must not end the program, nor print more than one message.
+
+use std::cell::Cell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::sync::Once;
+
+thread_local! {
+    /// Whether a panic of this thread is caught and told.
+    static CAUGHT: Cell<bool> = const { Cell::new(false) };
+}
+
+/// What `run` returns, or the message of its panic, which nothing prints.
+pub(crate) fn caught<R>(run: impl FnOnce() -> R) -> Result<R, String> {
+    static HOOK: Once = Once::new();
+    HOOK.call_once(|| {
+        let before = take_hook();
+        set_hook(Box::new(move |panic| {
+            if !CAUGHT.get() {
+                before(panic);
+            }
+        }));
+    });
+    let before = CAUGHT.replace(true);
+    let result = catch_unwind(AssertUnwindSafe(run));
+    CAUGHT.set(before);
+    result.map_err(|payload| {
+        let text = payload.downcast_ref::<String>().map(String::as_str).or_else(|| payload.downcast_ref().copied());
+        let text = text.unwrap_or("a panic");
+        text.lines().next().unwrap_or_default().chars().take(200).collect()
+    })
+}

@@ -1,0 +1,160 @@
+//! A conversation as the text that a model was trained on: in go messages and a folder's `chat_template` (Jinja), out comes what
+//! transformers' `apply_chat_template` renders.
+//!
+//! A template is a program by strangers: it has no files, few steps ([`STEPS`]) and little depth.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde_json::ser::{Formatter, PrettyFormatter};
+use serde_json::{Map, Serializer};
+use zero_core::checkpoint::SideFile;
+
+use crate::caught::caught;
+
+/// Steps of the interpreter that a template may take: a conversation of a thousand messages takes fewer.
+const STEPS: u64 = 5_000_000;
+
+/// The largest template that is read.
+const LARGEST: usize = 1 << 20;
+
+/// A message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Message {
+    /// Whose it is: `system`, `user` or `assistant`.
+    pub role: String,
+    /// What it says.
+    pub content: String,
+}
+
+impl Message {
+    /// A message of `role`.
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// The template in a tokenizer's files, if there is one: that of `chat_template.jinja`, or of `tokenizer_config.json`, or of
+/// `chat_template.json`; of several with names, the one that is named `default`.
+pub(super) fn template(files: &[SideFile]) -> Option<String> {
+    let bytes = |name: &str| files.iter().find(|file| file.name == name).map(|file| &file.bytes);
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).ok();
+    if let Some(template) = bytes("chat_template.jinja").and_then(|bytes| text(bytes)) {
+        return Some(template);
+    }
+    ["tokenizer_config.json", "chat_template.json"].iter().find_map(|name| {
+        let keys: Map<String, serde_json::Value> = serde_json::from_slice(bytes(name)?).ok()?;
+        match keys.get("chat_template")? {
+            serde_json::Value::String(template) => Some(template.clone()),
+            serde_json::Value::Array(named) => {
+                let default = named.iter().find(|template| template["name"] == "default")?;
+                default["template"].as_str().map(str::to_string)
+            }
+            _ => None,
+        }
+    })
+}
+
+/// The text of a conversation, behind which the model answers. `special` are the texts of special tokens by their names.
+pub(super) fn render(
+    template: &str,
+    messages: &[Message],
+    special: &BTreeMap<&'static str, String>,
+) -> Result<String, String> {
+    if template.len() > LARGEST {
+        return Err(format!("has {} bytes: expected at most {LARGEST}", template.len()));
+    }
+    let text = without_generation(template);
+    let rendered = caught(|| {
+        let mut jinja = Environment::new();
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        jinja.set_syntax(syntax.expect("the delimiters are the default ones"));
+        jinja.set_fuel(Some(STEPS));
+        jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        // As Python writes them.
+        jinja.set_formatter(|out, state, value| match value.kind() {
+            ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
+            ValueKind::None => out.write_str("None").map_err(Error::from),
+            _ => minijinja::escape_formatter(out, state, value),
+        });
+        jinja.add_filter("tojson", to_json);
+        let refuse =
+            |message: String| -> Result<Value, Error> { Err(Error::new(ErrorKind::InvalidOperation, message)) };
+        jinja.add_function("raise_exception", refuse);
+        jinja.add_function("strftime_now", |format: String| {
+            let now = chrono::DateTime::<chrono::Utc>::from(std::time::SystemTime::now());
+            // Of a format that is none nothing is written.
+            let mut text = String::new();
+            let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{}", now.format(&format)));
+            text
+        });
+        let messages: Vec<Value> =
+            messages.iter().map(|Message { role, content }| context! { role => role, content => content }).collect();
+        let special = Value::from_pairs(special.iter().map(|(name, token)| (*name, token.as_str())));
+        let known = context! { messages, tools => (), documents => (), add_generation_prompt => true, ..special };
+        jinja.template_from_str(&text).and_then(|template| template.render(known))
+    });
+    rendered?.map_err(|error| match error.detail() {
+        Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_string(),
+        _ => error.to_string(),
+    })
+}
+
+/// A template without the tags that mark what an assistant says, which change nothing of the text.
+fn without_generation(template: &str) -> String {
+    let mut out = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(begin) = rest.find("{%") {
+        let Some(length) = rest[begin..].find("%}") else { break };
+        let tag = &rest[begin..begin + length + 2];
+        let (before, after) = (&tag[..2 + usize::from(tag.as_bytes()[2] == b'-')], tag.ends_with("-%}"));
+        let word = tag[2..tag.len() - 2].trim_matches('-').trim();
+        out.push_str(&rest[..begin]);
+        let after = if after { "-%}" } else { "%}" };
+        match word {
+            "generation" => out.extend([before, " if true ", after]),
+            "endgeneration" => out.extend([before, " endif ", after]),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[begin + length + 2..];
+    }
+    out + rest
+}
+
+/// As Python's `json.dumps`, without escapes of what is no ASCII.
+fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let mut out = Vec::new();
+    let written = match indent {
+        Some(width) if width <= 64 => {
+            let blanks = " ".repeat(width);
+            serde::Serialize::serialize(
+                &value,
+                &mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(blanks.as_bytes())),
+            )
+        }
+        _ => serde::Serialize::serialize(&value, &mut Serializer::with_formatter(&mut out, OneLine)),
+    };
+    written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
+}
+
+/// One line, with a blank behind commas and colons.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}
