@@ -14,30 +14,30 @@ use zero_ops::{AttentionDropout, AttentionOptions, FusedBackend};
 /// that a row with nothing but masked positions gives no NaN.
 pub(crate) const MASKED: f64 = -3.0e4;
 
-/// The masks that all layers of one forward pass share. They are added to the scores: unlike filling, an addition costs
+/// The masks that all layers of one forward pass share, of which those with a window have the same. They are added to the scores: unlike filling, an addition costs
 /// nothing in the backward pass.
 pub(crate) struct Masks<B: FusedBackend> {
     /// Of each key, `[b, u]`; `None` if there is no padding.
     keys_bu: Option<Tensor<B, 2>>,
-    /// Of each pair, `[r, s]`: what the elementary operations add, once they are there.
-    pairs_rs: OnceCell<Option<Tensor<B, 2>>>,
+    /// Of each pair, `[r, s]`, without a window and with one: what the elementary operations add, once they are there.
+    pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
 }
 
 impl<B: FusedBackend> Masks<B> {
     /// Hides nothing but what the options of attention hide.
     pub(crate) fn none() -> Self {
-        Self { keys_bu: None, pairs_rs: OnceCell::new() }
+        Self { keys_bu: None, pairs_rs: Default::default() }
     }
 
     /// Hides the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the activations.
     pub(crate) fn padding(attention_mask_bu: Option<Tensor<B, 2, Int>>, like_nd: &Tensor<B, 2>) -> Self {
         let keys_bu = attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd));
-        Self { keys_bu, pairs_rs: OnceCell::new() }
+        Self { keys_bu, pairs_rs: Default::default() }
     }
 
     /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
     fn pairs_rs(&self, options: AttentionOptions, [t, u]: [usize; 2], like_nd: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
-        let made = self.pairs_rs.get_or_init(|| {
+        let made = self.pairs_rs[usize::from(options.window.is_some())].get_or_init(|| {
             let device = like_nd.device();
             if options.causal {
                 let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);

@@ -170,8 +170,8 @@ pub enum ModelError {
         got_bytes: u64,
     },
 
-    /// A file that stands for another, which git-lfs was to fetch.
-    #[error("{path} is a pointer of git-lfs and not the file itself: fetch it with git lfs pull")]
+    /// A Git LFS pointer in place of a file.
+    #[error("{path} is a Git LFS pointer, not the file itself; run `git lfs pull`")]
     Pointer {
         /// The file.
         path: PathBuf,

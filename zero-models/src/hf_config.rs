@@ -208,12 +208,13 @@ pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static
         rows.saturating_mul(columns).saturating_mul(blocks(layer.path()) as u128)
     });
     let numel = numel.fold(0, u128::saturating_add);
-    let (layers_most, most) = (format!("at most {MOST_LAYERS}"), format!("at most {MOST_PARAMETERS}: lower its sizes"));
+    let (layers_most, most) =
+        (format!("at most {MOST_LAYERS}"), format!("at most {MOST_PARAMETERS}, by smaller sizes"));
     check_each(
         model,
         [
             (layers <= MOST_LAYERS, layers_field, layers.to_string(), &*layers_most),
-            (numel <= MOST_PARAMETERS, "number of parameters", numel.to_string(), &*most),
+            (numel <= MOST_PARAMETERS, "a number of parameters", numel.to_string(), &*most),
         ],
     )
 }

@@ -274,9 +274,14 @@ fn match_names<'a>(
     let mut sources = Sources::new();
     let mut missing = Vec::new();
     for (name, _) in params {
-        // A name that repeats another parameter in one model is a parameter of its own in another (an untied head).
-        let repeats =
-            rules.repeats.iter().filter(|(repeat, of)| of == name && !params.iter().any(|(other, _)| other == repeat));
+        // A name that repeats another parameter in one model is a parameter of its own in another (an untied head), and a head's in one
+        // with another head.
+        let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();
+        let is_other_head =
+            |repeat: &str| (rules.is_of_head)(repeat) && !params.iter().any(|(other, _)| first(other) == first(repeat));
+        let repeats = rules.repeats.iter().filter(|(repeat, of)| {
+            of == name && !params.iter().any(|(other, _)| other == repeat) && !is_other_head(repeat)
+        });
         let names = std::iter::once(name.as_str()).chain(repeats.map(|(repeat, _)| *repeat));
         let found: Vec<_> = names.filter_map(|name| in_file.remove(name)).collect();
         if found.is_empty() && !(rules.fresh_head && (rules.is_of_head)(name)) {

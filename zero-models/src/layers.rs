@@ -65,9 +65,15 @@ pub(crate) fn dense_activated<B: FusedBackend>(
     activation.forward_with_bias(product_nf, bias(layer))
 }
 
-/// Rows divided by their root mean square, times `gamma_d`.
-pub(crate) fn scaled<B: FusedBackend>(gamma_d: &Param<Tensor<B, 1>>, epsilon: f64, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-    zero_ops::rms_norm(x_nd, gamma_d.val(), epsilon)
+/// Rows divided by their root mean square, times `gamma_d` and `offset` together.
+pub(crate) fn scaled<B: FusedBackend>(
+    gamma_d: &Param<Tensor<B, 1>>,
+    offset: f64,
+    epsilon: f64,
+    x_nd: Tensor<B, 2>,
+) -> Tensor<B, 2> {
+    let gamma_d = gamma_d.val();
+    zero_ops::rms_norm(x_nd, if offset == 0.0 { gamma_d } else { gamma_d + offset }, epsilon)
 }
 
 /// `norm` of rows. Its epsilon is private to Burn's module.

@@ -65,7 +65,7 @@ impl ModelConfig {
         if let Some(quantized) = keys.get("quantization_config").filter(|keys| keys.is_object()) {
             let method = quantized["quant_method"].as_str().unwrap_or("an unknown method");
             let (key, got) = ("quantization_config", format!("\"{method}\""));
-            let supported = "none: give the folder of the weights that were quantized, and --quantize".to_string();
+            let supported = "original checkpoints that are not quantized, with --quantize for fewer bits".to_string();
             return Err(ModelError::Unsupported { model: "a model", key, got, supported });
         }
         let text = match keys.as_object_mut() {
@@ -80,7 +80,9 @@ impl ModelConfig {
             "bert" | "roberta" | "xlm-roberta" | "camembert" | "distilbert" => {
                 BertConfig::from_json(text).map(Self::Bert)
             }
-            "llama" | "mistral" | "qwen2" | "qwen3" => LlamaConfig::from_json(text).map(Self::Llama),
+            "llama" | "mistral" | "qwen2" | "qwen3" | "gemma" | "gemma3_text" => {
+                LlamaConfig::from_json(text).map(Self::Llama)
+            }
             _ => Gpt2Config::from_json(text).map(Self::Gpt2),
         }
     }
@@ -178,7 +180,10 @@ impl ModelConfig {
         match self {
             Self::Gpt2(config) => Some(("wte", config.tie_word_embeddings)),
             Self::Llama(config) => Some(("embed_tokens", config.tie_word_embeddings)),
-            Self::Bert(config) => Some(("embeddings.word_embeddings", config.tie_word_embeddings)),
+            Self::Bert(config) => {
+                let has_head = !matches!(config.head, BertHead::Classes(_));
+                Some(("embeddings.word_embeddings", config.tie_word_embeddings && has_head))
+            }
             Self::Bart(_) | Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.adaptable_table(),
         }
@@ -250,6 +255,7 @@ impl ModelConfig {
             Self::Module(module) => return module.config.clone(),
             Self::Adapted(adapted) => return adapted.to_peft(),
             Self::Bert(config) => return config.to_keys(),
+            Self::Llama(config) => return config.to_keys(),
             _ => {}
         }
         let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
@@ -271,7 +277,7 @@ impl ModelConfig {
 }
 
 /// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
-const FAMILIES: [(&str, &str, &[&str]); 11] = [
+const FAMILIES: [(&str, &str, &[&str]); 13] = [
     ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
     ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
     ("bert", "Bert", &["type_vocab_size"]),
@@ -281,6 +287,8 @@ const FAMILIES: [(&str, &str, &[&str]); 11] = [
     ("distilbert", "DistilBert", &["sinusoidal_pos_embds"]),
     ("qwen2", "Qwen2", &[]),
     ("qwen3", "Qwen3", &[]),
+    ("gemma", "Gemma", &[]),
+    ("gemma3_text", "Gemma3", &[]),
     ("mistral", "Mistral", &[]),
     ("llama", "Llama", &["rms_norm_eps"]),
 ];

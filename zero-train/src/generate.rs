@@ -23,10 +23,10 @@ use zero_models::hf_export::ExportOptions;
 use zero_models::lora;
 use zero_models::quantize::{self, Format};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{ModelConfig, TextFamily};
+use zero_models::{ModelConfig, ModelError, TextFamily};
 use zero_ops::FusedBackend;
 
-use crate::data::{Cutting, Message, Tokenizer};
+use crate::data::{Cutting, Message, NO_TEMPLATE, Tokenizer};
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::export::{Weights, export_checkpoint};
 use crate::trainer::{BackendChoice, Dtype, OffloadTo};
@@ -44,8 +44,12 @@ pub fn chat(options: Options) -> Result<()> {
     if *ranks != 1 {
         return Err(wrong("ranks", ranks, "expected 1: a conversation has one rank"));
     }
-    if !prompt.is_empty() || prompts.is_some() {
-        return Err(wrong("prompt", prompt.join(", "), "expected none: messages are read from standard input"));
+    let expected = "expected none: zero chat reads messages from standard input";
+    if let Some(file) = prompts {
+        return Err(wrong("prompts", file.display(), expected));
+    }
+    if !prompt.is_empty() {
+        return Err(wrong("prompt", prompt.join(", "), expected));
     }
     run(&Options { chat: true, dialogue: true, ..options })
 }
@@ -68,8 +72,8 @@ pub struct Options {
     /// Answer each prompt as a message of a user, by the chat template of the model's folder
     #[arg(long)]
     pub chat: bool,
-    /// With --chat, a message of the system before each prompt
-    #[arg(long, value_name = "TEXT", requires = "chat")]
+    /// Put a system message before the conversation, with --chat or in zero chat
+    #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own for a GPT-2]
     #[arg(long, value_name = "FILE|DIR")]
@@ -83,7 +87,7 @@ pub struct Options {
     /// Draw tokens, with logits divided by T; 0 takes the most likely token [default: the folder's, or 0]
     #[arg(long, value_name = "T")]
     pub temperature: Option<f64>,
-    /// Draw from the K most likely tokens [default: the folder's]
+    /// Draw from the K most likely tokens; 0 draws from all [default: the folder's]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
     /// Draw from the most likely tokens whose probabilities add up to P [default: the folder's]
@@ -92,7 +96,7 @@ pub struct Options {
     /// Make tokens that occurred before less likely, with a factor above 1 [default: the folder's, or 1]
     #[arg(long, value_name = "FACTOR")]
     pub repetition_penalty: Option<f64>,
-    /// Repeat no N tokens in a row; 0 allows all [default: the folder's, or 0]
+    /// Never repeat a sequence of N tokens; 0 allows it [default: the folder's, or 0]
     #[arg(long, value_name = "N")]
     pub no_repeat_ngram_size: Option<usize>,
     /// Seed of the draws
@@ -105,7 +109,7 @@ pub struct Options {
     #[arg(long, value_name = "POWER")]
     pub length_penalty: Option<f64>,
     /// End beam search when as many texts have ended as there are beams: true or false [default: the folder's, or false]
-    #[arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true")]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub early_stopping: Option<bool>,
     /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
     /// generation_config.json or config.json, and the tokenizer's end of text; a BART's own]
@@ -158,6 +162,9 @@ pub fn run(options: &Options) -> Result<()> {
             "",
             "expected a text to continue: --prompt TEXT, or --prompts FILE with one a line",
         ));
+    }
+    if let Some(text) = options.system.as_ref().filter(|_| !options.chat) {
+        return Err(wrong("system", text, "expected --chat beside it"));
     }
     options.backend.check()?;
     if options.ranks == 0 {
@@ -249,12 +256,17 @@ fn run_on_model<F: TextFamily>(
             _ => begun(&tokenizer, ids),
         })
     };
+    if options.dialogue && !tokenizer.has_chat_template() {
+        return Err(wrong_data(options.tokenizer.as_deref().unwrap_or(dir), NO_TEMPLATE));
+    }
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
+    if let Some(file) = options.prompts.as_ref().filter(|_| prompts.is_empty()) {
+        return Err(wrong_data(file, "is empty: expected a prompt in each line"));
+    }
     if options.chat && matches!(config, ModelConfig::Bart(_)) {
         return Err(wrong("chat", options.model.display(), "expected a model that continues a text; this is a BART"));
     }
-    let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    let how = within(&sampling(options, dir, &config, &tokenizer)?, options, &config, longest);
+    let how = sampling(options, dir, &config, &tokenizer)?;
     let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts, how };
     let run_on = match options.backend {
         #[cfg(feature = "cuda")]
@@ -270,10 +282,14 @@ fn run_on_model<F: TextFamily>(
         let prompt = if job.goes_on() { &prompt[..] } else { &[][..] };
         let (begins, all) = (tokenizer.decode(prompt), tokenizer.decode(&[prompt, tokens].concat()));
         let follows = all.strip_prefix(&begins).unwrap_or(&all);
-        if options.json {
-            println!("{}", json!({ "prompt": text, "text": follows, "tokens": tokens }));
-        } else if !streamed {
-            println!("{all}\n");
+        let printed = match streamed {
+            _ if options.json => say(&json!({ "prompt": text, "text": follows, "tokens": tokens }).to_string()),
+            true => Ok(()),
+            false => say(&format!("{all}\n")),
+        };
+        // That nobody reads it any more (`| head`) is no error.
+        if printed.is_err() {
+            break;
         }
     }
     Ok(())
@@ -291,21 +307,6 @@ fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
         true if ids.is_empty() => tokenizer.bos().into_iter().collect(),
         true => ids,
         false => [begin, &ids].concat(),
-    }
-}
-
-/// How a prompt of so many tokens is continued: unless the options say it, no further than the model's positions.
-fn within(how: &Sampling, options: &Options, config: &ModelConfig, prompt: usize) -> Sampling {
-    let positions = match config {
-        ModelConfig::Gpt2(config) => config.n_positions,
-        ModelConfig::Llama(config) => config.positions(),
-        _ => return how.clone(),
-    };
-    let most = how.max_new_tokens.min(positions.saturating_sub(prompt).max(1));
-    Sampling {
-        max_new_tokens: options.max_new_tokens.unwrap_or(most),
-        max_length: how.max_length.map(|length| length.min(positions)),
-        ..how.clone()
     }
 }
 
@@ -331,6 +332,15 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
     if !options.stop.is_empty() {
         how.stop = options.stop.iter().map(named).collect::<Result<_, _>>()?;
     }
+    // What nobody asked for goes no further than the model's positions.
+    let positions = match config {
+        ModelConfig::Gpt2(config) => Some(config.n_positions),
+        ModelConfig::Llama(config) => Some(config.positions()),
+        _ => None,
+    };
+    if let Some(positions) = positions {
+        how.max_length = Some(how.max_length.unwrap_or(positions).min(positions));
+    }
     if let Some(most) = options.max_new_tokens {
         (how.max_new_tokens, how.max_length) = (most, None);
     }
@@ -345,7 +355,7 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
     }
     Ok(Sampling {
         temperature: options.temperature.unwrap_or(how.temperature),
-        top_k: options.top_k.or(how.top_k),
+        top_k: options.top_k.or(how.top_k).filter(|&k| k > 0),
         top_p: options.top_p.or(how.top_p),
         repetition_penalty: options.repetition_penalty.unwrap_or(how.repetition_penalty),
         no_repeat_ngram_size: options.no_repeat_ngram_size.unwrap_or(how.no_repeat_ngram_size),
@@ -448,7 +458,7 @@ impl<F: TextFamily> Job<'_, F> {
             *made[row].lock().expect("no other rank has this row") = text;
         }
         if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
-            shown.end();
+            let _ = shown.end();
         }
         Ok(())
     }
@@ -468,9 +478,15 @@ impl<F: TextFamily> Job<'_, F> {
                 continue;
             }
             messages.push(Message::new("user", line.as_str()));
-            let prompt = self.tokenizer.encode_chat(&messages).map_err(|problem| wrong("chat", &line, problem))?;
-            let how = within(&self.how, options, self.config, prompt.len());
-            let mut shown = (how.beams == 1 && !options.json).then(|| Shown::new(self.tokenizer, &[]));
+            let prompt = match self.tokenizer.encode_chat(&messages) {
+                Ok(prompt) => prompt,
+                Err(problem) => {
+                    messages.pop();
+                    go_on(wrong("message", &line, problem))?;
+                    continue;
+                }
+            };
+            let mut shown = (self.how.beams == 1 && !options.json).then(|| Shown::new(self.tokenizer, &[]));
             let mut token = |_: usize, token: u32| {
                 if let Some(shown) = shown.as_mut() {
                     shown.add(token);
@@ -481,16 +497,44 @@ impl<F: TextFamily> Job<'_, F> {
                 needs
             };
             let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| row };
-            let tokens = F::generate(model, &[prompt], &how, device, hooks)?.pop().unwrap_or_default();
+            let tokens = F::generate(model, &[prompt], &self.how, device, hooks);
+            let tokens = match tokens {
+                Ok(mut tokens) => tokens.pop().unwrap_or_default(),
+                // The conversation has become too long.
+                Err(error @ ModelError::Prompt { .. }) => {
+                    messages.pop();
+                    go_on(error.into())?;
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
             let text = self.tokenizer.decode(&tokens);
-            match shown.as_mut() {
+            let printed = match shown.as_mut() {
                 Some(shown) => shown.end(),
-                None if options.json => println!("{}", json!({ "prompt": line, "text": text, "tokens": tokens })),
-                None => println!("{text}"),
+                None if options.json => say(&json!({ "prompt": line, "text": text, "tokens": tokens }).to_string()),
+                None => say(&text),
+            };
+            // Nobody reads the answers any more.
+            if printed.is_err() {
+                return Ok(());
             }
             messages.push(Message::new("assistant", text));
         }
     }
+}
+
+/// Prints a line, unless nobody reads it.
+fn say(line: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout(), "{line}")
+}
+
+/// Shows what is wrong with a message to who typed it; a program gets the error.
+fn go_on(error: TrainError) -> Result<()> {
+    if !std::io::stdin().is_terminal() {
+        return Err(error);
+    }
+    eprintln!("error: {error}");
+    Ok(())
 }
 
 /// A text on standard output, as it is made.
@@ -527,7 +571,7 @@ impl<'a> Shown<'a> {
         }
     }
 
-    fn end(&mut self) {
-        println!();
+    fn end(&mut self) -> std::io::Result<()> {
+        say("")
     }
 }

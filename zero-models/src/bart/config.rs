@@ -135,7 +135,8 @@ impl BartConfig {
             let expected = format!("a token of the {} there are", self.vocab_size);
             return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: token.to_string(), expected });
         }
-        check_count(Self::FAMILY, "encoder_layers", self)
+        let deeper = if self.decoder_layers > self.encoder_layers { "decoder_layers" } else { "encoder_layers" };
+        check_count(Self::FAMILY, deeper, self)
     }
 
     /// How text is made greedily: where it ends, and what it must begin and end with.

@@ -15,7 +15,7 @@ use crate::{Activation, ModelError, ModelParam, Result};
 pub enum BertKind {
     /// BERT.
     Bert,
-    /// RoBERTa: positions are counted from the padding token's number, there is one kind of segments and no pooler.
+    /// RoBERTa: positions are counted from the padding token's id, and there is no pooler.
     Roberta,
     /// XLM-RoBERTa, which is RoBERTa.
     #[serde(rename = "xlm-roberta")]
@@ -57,10 +57,10 @@ hf_config! {
         tie_word_embeddings: bool = true,
         /// Dropout probability before a classifier; that after the layers if it is absent.
         classifier_dropout: Option<f64> = None,
-        /// What a classifier tells, if a file says it: one class of a text is all that is implemented.
+        /// Only `single_label_classification` is implemented.
         #[serde(skip_serializing_if = "Option::is_none")]
         problem_type: Option<String> = None,
-        /// The number of the token that fills up, from which a RoBERTa counts positions.
+        /// Id of the padding token; the first position of a RoBERTa is row `pad_token_id + 1` of its table.
         pad_token_id: usize = 0,
         /// What reads the last layer.
         #[serde(flatten)]
@@ -202,19 +202,21 @@ fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: BertConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
     let kind = keys.get("model_type").cloned().unwrap_or("bert".into());
-    let defaults: &[(&str, Value)] = &match kind.as_str() {
-        Some("bert") => return Ok(text.to_string()),
+    let defaults: Vec<(&str, Value)> = match kind.as_str() {
+        Some("bert") => Vec::new(),
         Some("distilbert") => {
+            // Its norms have the default.
+            keys.remove("layer_norm_eps");
             for (theirs, ours) in DISTILLED {
                 if let Some(value) = keys.remove(theirs) {
                     keys.insert(ours.into(), value);
                 }
             }
-            [("num_hidden_layers", 6.into()), ("classifier_dropout", 0.2.into()), ("type_vocab_size", 1.into())]
+            vec![("num_hidden_layers", 6.into()), ("classifier_dropout", 0.2.into()), ("type_vocab_size", 1.into())]
         }
         Some("roberta" | "xlm-roberta" | "camembert") => {
-            let words = if kind == "xlm-roberta" { 30522 } else { 50265 };
-            [("vocab_size", words.into()), ("pad_token_id", 1.into()), ("type_vocab_size", 2.into())]
+            let words = if kind == "roberta" { 50265 } else { 30522 };
+            vec![("vocab_size", words.into()), ("pad_token_id", 1.into()), ("type_vocab_size", 2.into())]
         }
         other => {
             let got = other.map_or_else(|| kind.to_string(), str::to_string);
@@ -222,9 +224,17 @@ fn complete(text: &str) -> Result<String> {
         }
     };
     for (key, default) in defaults {
-        if keys.get(*key).is_none_or(Value::is_null) {
-            keys.insert((*key).into(), default.clone());
+        if keys.get(key).is_none_or(Value::is_null) {
+            keys.insert(key.into(), default);
         }
+    }
+    // Of no use to these kinds, and not a number in some files.
+    let is_roberta = !matches!(kind.as_str(), Some("bert" | "distilbert"));
+    if !is_roberta && keys.get("pad_token_id").is_some_and(|pad| pad.as_u64().is_none()) {
+        keys.remove("pad_token_id");
+    }
+    if kind == "bert" {
+        return Ok(Value::from(keys).to_string());
     }
     // Only BERT has a class for both of its heads.
     let classes = keys.get("architectures").and_then(Value::as_array);
@@ -250,7 +260,7 @@ impl BertConfig {
         if self.model_type == BertKind::DistilBert {
             let keys = keys.as_object_mut().expect("it is an object");
             for (theirs, ours) in DISTILLED {
-                if let Some(value) = keys.remove(ours) {
+                if let Some(value) = keys.remove(ours).filter(|value| !value.is_null()) {
                     keys.insert(theirs.into(), value);
                 }
             }
@@ -268,7 +278,7 @@ impl BertConfig {
 
     /// The row of the first position in the table of positions.
     pub(super) fn position_offset(&self) -> usize {
-        if self.model_type.is_roberta() { self.pad_token_id + 1 } else { 0 }
+        if self.model_type.is_roberta() { self.pad_token_id.saturating_add(1) } else { 0 }
     }
 
     /// The names that [`preset`](Self::preset) knows, small to large.

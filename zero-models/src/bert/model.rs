@@ -87,6 +87,8 @@ pub struct BertLayer<B: Backend> {
     pub output_norm: LayerNorm<B>,
     num_attention_heads: usize,
     activation: Activation,
+    /// After the layer that follows attention.
+    output_dropout: Dropout,
     hidden_dropout: Dropout,
     attention_dropout: Dropout,
     layer_norm_eps: f64,
@@ -144,6 +146,11 @@ impl BertConfig {
             output_norm: init::norm(d, self.layer_norm_eps, device),
             num_attention_heads: self.num_attention_heads,
             activation: self.hidden_act,
+            output_dropout: DropoutConfig::new(match self.model_type {
+                BertKind::DistilBert => 0.0,
+                _ => self.hidden_dropout_prob,
+            })
+            .init(),
             hidden_dropout: DropoutConfig::new(self.hidden_dropout_prob).init(),
             attention_dropout: DropoutConfig::new(self.attention_probs_dropout_prob).init(),
             layer_norm_eps: self.layer_norm_eps,
@@ -163,11 +170,11 @@ impl<B: FusedBackend> Bert<B> {
     /// # Shapes
     /// - `ids_bt`: `[b, t]`, each id in `0..vocab_size`
     /// - `types_bt`, of segments: `[b, t]`, each id in `0..type_vocab_size`
-    /// - `mask_bt`: `[b, t]`, 1 at tokens and 0 at padding; `None` if there is no padding
+    /// - `mask_bt`: `[b, t]`, 1 at tokens and 0 at padding, which is at the end; `None` if there is no padding
     /// - returns `[b, t, v]` and `[b, 2]`
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`, or the model has not the heads of pre-training.
+    /// If `t` is more than the model's positions, or the model has not the heads of pre-training.
     pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> (Tensor<B, 3>, Tensor<B, 2>) {
         let [b, t] = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
@@ -178,7 +185,7 @@ impl<B: FusedBackend> Bert<B> {
     /// The last layer's output; shapes as for [`forward`](Self::forward), returns `[b, t, d]`.
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`.
+    /// If `t` is more than the model's positions.
     pub fn forward_hidden(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
         let sizes = ids_bt.dims();
         by_sequence(self.hidden_rows(ids_bt, types_bt, mask_bt), sizes)
@@ -187,7 +194,7 @@ impl<B: FusedBackend> Bert<B> {
     /// Logits of the token at every position; shapes as for [`forward`](Self::forward), returns `[b, t, v]`.
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`, or the model has no head for masked tokens.
+    /// If `t` is more than the model's positions, or the model has no head for masked tokens.
     pub fn predict_tokens(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
         let sizes = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
@@ -197,7 +204,7 @@ impl<B: FusedBackend> Bert<B> {
     /// Logits of the classes of each text; shapes as for [`forward`](Self::forward), returns `[b, classes]`.
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`, or the model has no classifier.
+    /// If `t` is more than the model's positions, or the model has no classifier.
     pub fn classify(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 2> {
         let [b, _] = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
@@ -216,7 +223,7 @@ impl<B: FusedBackend> Bert<B> {
     /// What the model predicts where the batch asks for it.
     ///
     /// # Panics
-    /// If the batch's rows are longer than `max_position_embeddings`, or the model has not the heads of pre-training.
+    /// If the batch's rows are longer than the model's positions, or the model has not the heads of pre-training.
     pub fn predict(&self, batch: BertBatch<B>) -> BertPredictions<B> {
         let [b, t] = batch.input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(batch.input_ids_bt, batch.token_type_ids_bt, batch.attention_mask_bt);
@@ -265,7 +272,9 @@ impl<B: FusedBackend> Bert<B> {
     /// `[m, d]` to `[m, v]`.
     fn prediction_logits(&self, hidden_md: Tensor<B, 2>) -> Tensor<B, 2> {
         let what = "a head for masked tokens";
-        let x_md = dense_activated(of_head(&self.transform, what), self.activation, hidden_md);
+        // RoBERTa's head has its own.
+        let activation = if self.kind.is_roberta() { Activation::GeluErf } else { self.activation };
+        let x_md = dense_activated(of_head(&self.transform, what), activation, hidden_md);
         let x_md = normed(of_head(&self.transform_norm, what), self.layer_norm_eps, x_md);
         linear(x_md, self.head_weight().transpose(), Some(of_head(&self.prediction_bias, what).val()), None)
     }
@@ -303,7 +312,7 @@ impl<B: FusedBackend> BertEmbeddings<B> {
     /// - returns `[n, d]`
     ///
     /// # Panics
-    /// If `t` is more than `max_position_embeddings`.
+    /// If `t` is more than the model's positions.
     pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
         let position_table = self.position_embeddings.val();
@@ -332,7 +341,7 @@ impl<B: FusedBackend> BertLayer<B> {
         let options = AttentionOptions { batch: b, heads, causal: false, window: None, scale, dropout: None };
         let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone()));
         let mixed_nd = attend(parts, masks, options, &self.attention_dropout);
-        let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.hidden_dropout, x_nd);
+        let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.output_dropout, x_nd);
         let x_nd = normed(&self.attention_norm, epsilon, sum_nd);
 
         let wide_nf = dense_activated(&self.intermediate, self.activation, x_nd.clone());

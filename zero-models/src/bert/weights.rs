@@ -3,6 +3,9 @@
 //! Names are those of `BertForPreTraining`, `BertForMaskedLM` and `BertForSequenceClassification`; the prefix `bert.` may be absent, and layer norms may have `gamma` and
 //! `beta`, as the first published checkpoints do. Linear weights are `[out, in]` there and transposed on loading.
 //!
+//! RoBERTa's names begin with `roberta.`, `lm_head.` and `classifier.`, DistilBERT's with `distilbert.`, `vocab_` and `pre_classifier.`. The pooler
+//! of a RoBERTa without a head is not read.
+//!
 //! Not loaded are the buffers `embeddings.position_ids` and `embeddings.token_type_ids`, which count up and are zero;
 //! the second name `cls.predictions.decoder.bias` of `cls.predictions.bias`; heads that the model has not; and, for a model with a tied head,
 //! `cls.predictions.decoder.weight`: it is the word embedding a second time, which Hugging Face also overwrites with

@@ -34,7 +34,8 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
         // Rows of `logits`: one for each running text, for each prompt as many as for the others.
         let mut rows = 1;
-        for _ in 0..self.most {
+        // Other ranks may have more to search.
+        for _ in 0..self.model.positions() {
             let mut from = Vec::with_capacity(prompts.len() * beams);
             let mut next = Vec::with_capacity(prompts.len() * beams);
             for (i, (search, prompt)) in searches.iter_mut().zip(prompts).enumerate() {

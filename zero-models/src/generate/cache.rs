@@ -20,7 +20,7 @@ pub struct KvCache<B: Backend> {
     /// What hides the padding of these texts, `[b, u]`, if there is any.
     hidden_across: Option<Tensor<B, 2>>,
     length: usize,
-    /// Positions that will be read in all.
+    /// Positions that are expected in all.
     room: usize,
     /// What keys and values are kept as, if not as they come.
     dtype: Option<FloatDType>,
@@ -29,6 +29,9 @@ pub struct KvCache<B: Backend> {
     /// Positions that the model has.
     positions: usize,
 }
+
+/// Positions that there is room for at first, if so many are expected.
+const AT_FIRST: usize = 2048;
 
 /// Of one layer the keys and the values of some positions, `[b, k, places, e]`.
 #[derive(Debug, Clone)]
@@ -56,6 +59,15 @@ impl<B: Backend> Kept<B> {
         self.from += moved;
     }
 
+    /// Makes room for so many positions.
+    fn grow(&mut self, places: usize) {
+        for part in &mut self.parts {
+            let [b, k, old, e] = part.dims();
+            let all = Tensor::zeros([b, k, places, e], (&part.device(), part.dtype()));
+            *part = all.slice_assign(s![.., .., 0..old, ..], part.clone());
+        }
+    }
+
     /// The keys and the values from position `start` to `end`, as `dtype`.
     fn of(&self, start: usize, end: usize, dtype: FloatDType) -> [Tensor<B, 4>; 2] {
         self.parts.clone().map(|part| as_dtype(part.slice(s![.., .., start - self.from..end - self.from, ..]), dtype))
@@ -67,8 +79,8 @@ fn as_dtype<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: FloatDType) -> T
 }
 
 impl<B: FusedBackend> KvCache<B> {
-    /// For rows that begin with so many tokens of padding, with room for so many positions in all. Keys and values are kept as
-    /// `dtype` if there is one: in 16 bit they take half of the memory.
+    /// For rows that begin with so many tokens of padding, and will have about so many positions in all: more make the cache grow. Keys and
+    /// values are kept as `dtype` if there is one: in 16 bit they take half of the memory.
     pub fn new(padding: Vec<usize>, room: usize, dtype: Option<FloatDType>) -> Self {
         Self {
             layers: Vec::new(),
@@ -141,7 +153,7 @@ impl<B: FusedBackend> KvCache<B> {
             let new = new.map(|x_bkte| x_bkte.slice(s![.., .., keys.clone(), ..]));
             let ([b, k, t, e], device) = (new[0].dims(), q_nd.device());
             // A window is moved to the front when it has come to the end.
-            let places = window.map_or(self.room, |window| self.room.min(2 * window)).max(t);
+            let places = self.room.min(window.map_or(AT_FIRST, |window| 2 * window)).max(t);
             let empty = || Tensor::zeros([b, k, places, e], (&device, DType::from(dtype)));
             let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
             kept.put(new, keys.start, 0);
@@ -149,8 +161,12 @@ impl<B: FusedBackend> KvCache<B> {
             return zero_ops::attention(q_nd, k_nd, v_nd, hidden_bt, options);
         }
         assert_eq!(n, b, "after the first, positions are read one by one");
-        assert!(end <= self.room, "a cache with room for {} positions was to take {end}", self.room);
         let kept = &mut self.layers[layer];
+        let [.., places, _] = kept.parts[0].dims();
+        // Where a window lets nothing go.
+        if end - kept.from > places && keys.len() >= places {
+            kept.grow(2 * places);
+        }
         kept.put(new, end - 1, keys.len() - 1);
         let kept = kept.of(keys.start, end, q_nd.dtype().into());
         look(q_nd, kept, hidden_bt, options)

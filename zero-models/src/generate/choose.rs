@@ -19,7 +19,7 @@ pub(super) fn process(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sa
             logits[token as usize] = f32::NEG_INFINITY;
         }
     }
-    force(logits, [made, how.most(prompt)], how);
+    force(logits, [made, how.most(prompt), seen.len()], how);
 }
 
 /// Hides tokens that would repeat `n` tokens in a row, <https://arxiv.org/abs/1705.04304>, section 2.5.
@@ -48,9 +48,9 @@ fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
 }
 
 /// Leaves only the token that the `made`th new one of `most` must be, if it must be one.
-fn force(logits: &mut [f32], [made, most]: [usize; 2], how: &Sampling) {
+fn force(logits: &mut [f32], [made, most, seen]: [usize; 3], how: &Sampling) {
     let last = how.forced_last.filter(|_| made == most);
-    if let Some(token) = last.or(how.forced_first.filter(|_| made == 1)) {
+    if let Some(token) = last.or(how.forced_first.filter(|_| seen == 1)) {
         logits.fill(f32::NEG_INFINITY);
         logits[token as usize] = 0.0;
     }

@@ -40,7 +40,7 @@ pub trait CausalLm<B: FusedBackend> {
 pub struct Sampling {
     /// Most tokens that follow a prompt.
     pub max_new_tokens: usize,
-    /// Most tokens of a prompt and what follows it together, in place of `max_new_tokens`.
+    /// Most tokens of a prompt and what follows it together, beside `max_new_tokens`.
     pub max_length: Option<usize>,
     /// Tokens that end a text; they are not part of it.
     pub stop: Vec<u32>,
@@ -56,7 +56,7 @@ pub struct Sampling {
     pub top_p: Option<f64>,
     /// Above 1, tokens that were there already are less likely.
     pub repetition_penalty: f64,
-    /// No so many tokens in a row come twice in a prompt and what follows it; 0 allows all.
+    /// No sequence of this many tokens occurs twice in a prompt and what follows it; 0 allows all.
     pub no_repeat_ngram_size: usize,
     /// Seed of the draws. Each prompt has its own, by its number.
     pub seed: u64,
@@ -66,7 +66,7 @@ pub struct Sampling {
     pub length_penalty: f64,
     /// When beam search ends.
     pub early_stopping: EarlyStopping,
-    /// The first token, whatever the model says.
+    /// The token that follows a prompt of one token, whatever the model says: the first that a BART makes.
     pub forced_first: Option<u32>,
     /// The last token where a text is as long as it may be, whatever the model says.
     pub forced_last: Option<u32>,
@@ -77,7 +77,7 @@ pub struct Sampling {
 /// When beam search ends, as `early_stopping` of transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EarlyStopping {
-    /// Once the best text that goes on scores below all that have ended, by its length so far.
+    /// Once as many texts have ended as there are beams, and the best that goes on scores below all of these, by its length so far.
     #[default]
     No,
     /// Once as many texts have ended as there are beams.
@@ -114,7 +114,7 @@ impl Default for Sampling {
 pub struct Hooks<'a> {
     /// A token was chosen for a prompt. Beam search tells in the end.
     pub token: &'a mut dyn FnMut(usize, u32),
-    /// Whether there is another pass, by whether these prompts need one.
+    /// Whether there is another pass, by whether these prompts need one. There are at most as many as the model has positions.
     pub goes_on: &'a mut dyn FnMut(bool) -> bool,
     /// The number of a prompt among those of all ranks, which its draws follow from.
     pub number: &'a dyn Fn(usize) -> usize,
@@ -159,8 +159,8 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
         forced.map(|(field, token)| (token < model.vocabulary(), field, token.to_string(), known.as_str())),
     )?;
     if let (Some(most), Some(row)) = (how.max_length, prompts.iter().position(|prompt| how.most(prompt) == 0)) {
-        let problem =
-            format!("has {} tokens, and a text may have {most} by max_length: set max_new_tokens", prompts[row].len());
+        let length = prompts[row].len();
+        let problem = format!("has {length} tokens, and prompt and text together may have {most}: shorten it");
         return Err(ModelError::Prompt { row, problem });
     }
     check(prompts, |prompt| how.most(prompt), model.positions(), model.vocabulary())?;
@@ -173,9 +173,9 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
             std::iter::repeat_n(prompt[0], padding).chain(prompt.iter().copied()).map(|id| id as i32)
         })
         .collect();
-    let most = prompts.iter().map(|prompt| how.most(prompt)).max().unwrap_or(0);
-    let cache = KvCache::new(padding, longest + most, how.cache_dtype).within(model.positions());
-    let mut pass = Pass { model, prompts, how, most, device, cache };
+    let room = prompts.iter().map(|prompt| how.most(prompt).saturating_add(longest)).max().unwrap_or(0);
+    let cache = KvCache::new(padding, room, how.cache_dtype).within(model.positions());
+    let mut pass = Pass { model, prompts, how, device, cache };
     let logits = pass.read(filled, prompts.len());
     Ok(if how.beams == 1 { pass.one_by_one(logits, hooks) } else { pass.search(logits, hooks) })
 }
@@ -185,8 +185,6 @@ struct Pass<'a, B: FusedBackend, M> {
     model: &'a M,
     prompts: &'a [Vec<u32>],
     how: &'a Sampling,
-    /// The most new tokens of a prompt.
-    most: usize,
     device: &'a B::Device,
     cache: KvCache<B>,
 }
@@ -207,7 +205,8 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let mut draws: Vec<Draws> =
             (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
         let mut open = vec![true; rows];
-        for made in 1..=self.most {
+        // Other ranks may have more to make, but no longer texts than the model has positions.
+        for made in 1..=self.model.positions() {
             let width = logits.len() / rows;
             let mut next = vec![0; rows];
             for (row, logits) in logits.chunks_exact_mut(width).enumerate() {
@@ -237,7 +236,8 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
 impl Sampling {
     /// The most tokens that follow a prompt.
     fn most(&self, prompt: &[u32]) -> usize {
-        self.max_length.map_or(self.max_new_tokens, |most| most.saturating_sub(prompt.len()))
+        let most = self.max_length.map_or(usize::MAX, |most| most.saturating_sub(prompt.len()));
+        most.min(self.max_new_tokens)
     }
 
     fn check(&self) -> Result<()> {
@@ -275,7 +275,7 @@ pub(crate) fn check(
             ));
         }
         let (length, new) = (prompt.len(), new(prompt));
-        if length + new > positions {
+        if length.saturating_add(new) > positions {
             return problem(format!(
                 "has {length} tokens, with {new} new ones more than the model's {positions} positions: shorten it or lower \
                  max_new_tokens"

@@ -9,28 +9,30 @@ use super::{EarlyStopping, Sampling};
 use crate::error::io_at;
 use crate::{ModelError, Result};
 
-/// Keys that would change the text and are not implemented, with the values that change nothing beside null.
-const REFUSED: [(&str, &[f64]); 19] = [
+/// Keys that would change the text and are not implemented, with the values that change nothing beside null and false.
+const REFUSED: [(&str, &[f64]); 17] = [
     ("bad_words_ids", &[]),
     ("begin_suppress_tokens", &[]),
     ("constraints", &[]),
     ("diversity_penalty", &[0.0]),
     ("encoder_no_repeat_ngram_size", &[0.0]),
     ("encoder_repetition_penalty", &[1.0]),
-    ("epsilon_cutoff", &[0.0]),
-    ("eta_cutoff", &[0.0]),
     ("exponential_decay_length_penalty", &[]),
     ("force_words_ids", &[]),
     ("guidance_scale", &[1.0]),
-    ("min_p", &[0.0]),
     ("num_beam_groups", &[1.0]),
     ("penalty_alpha", &[0.0]),
+    ("renormalize_logits", &[]),
     ("sequence_bias", &[]),
     ("stop_strings", &[]),
     ("suppress_tokens", &[]),
-    ("top_h", &[]),
-    ("typical_p", &[1.0]),
+    ("token_healing", &[]),
+    ("watermarking_config", &[]),
 ];
+
+/// Those that are looked at only where tokens are drawn.
+const REFUSED_DRAWING: [(&str, &[f64]); 5] =
+    [("epsilon_cutoff", &[0.0]), ("eta_cutoff", &[0.0]), ("min_p", &[0.0]), ("top_h", &[]), ("typical_p", &[1.0])];
 
 /// What is drawn from without a `top_k`, as in transformers.
 const TOP_K: usize = 50;
@@ -74,23 +76,26 @@ impl Sampling {
     }
 
     fn set(&mut self, keys: &Keys<'_>) -> Result<()> {
-        for (key, harmless) in REFUSED {
+        let draws = keys.flag("do_sample")?.unwrap_or(false);
+        let drawing = if draws { &REFUSED_DRAWING[..] } else { &[] };
+        for &(key, harmless) in REFUSED.iter().chain(drawing) {
             let value = &keys.keys.get(key).unwrap_or(&Value::Null);
             let is_empty = value.as_array().is_some_and(Vec::is_empty);
             let is_harmless = value.as_f64().is_some_and(|number| harmless.contains(&number));
-            if !(value.is_null() || is_empty || is_harmless) {
+            if !(value.is_null() || value.as_bool() == Some(false) || is_empty || is_harmless) {
                 return Err(keys.wrong(key, "which is not implemented: remove the key, or set it to null"));
             }
         }
-        let draws = keys.flag("do_sample")?.unwrap_or(false);
         if draws {
             self.temperature = keys.number("temperature")?.unwrap_or(1.0);
-            self.top_k = Some(keys.count("top_k")?.unwrap_or(TOP_K)).filter(|&k| k > 0);
-            self.top_p = keys.number("top_p")?;
         }
-        self.max_new_tokens = keys.count("max_new_tokens")?.unwrap_or(self.max_new_tokens);
-        if !keys.has("max_new_tokens") {
-            self.max_length = keys.count("max_length")?.or(self.max_length);
+        // Nothing is drawn at a temperature of 0.
+        self.top_k = keys.count("top_k")?.or(draws.then_some(TOP_K)).filter(|&k| k > 0).or(self.top_k);
+        self.top_p = keys.number("top_p")?.or(self.top_p);
+        match (keys.count("max_new_tokens")?, keys.count("max_length")?) {
+            (Some(most), _) => self.max_new_tokens = most,
+            (None, Some(length)) => (self.max_new_tokens, self.max_length) = (usize::MAX, Some(length)),
+            (None, None) => {}
         }
         self.min_length = keys.count("min_length")?.unwrap_or(self.min_length);
         self.min_new_tokens = keys.count("min_new_tokens")?.unwrap_or(self.min_new_tokens);
@@ -112,10 +117,6 @@ impl Sampling {
 }
 
 impl Keys<'_> {
-    fn has(&self, key: &str) -> bool {
-        self.keys.get(key).is_some_and(|value| !value.is_null())
-    }
-
     fn wrong(&self, key: &str, expected: &str) -> ModelError {
         let problem = format!("has {key} = {}, {expected}", self.keys[key]);
         ModelError::Generation { path: self.path.to_path_buf(), problem }

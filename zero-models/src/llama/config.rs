@@ -20,6 +20,12 @@ pub enum LlamaKind {
     Qwen2,
     /// Qwen3, dense: heads of queries and of keys are normed before they are turned.
     Qwen3,
+    /// Gemma, the first: norms multiply by what is above 1, embeddings are scaled, and the gate is a GELU.
+    Gemma,
+    /// The text model of Gemma 3: as Gemma, with norms of heads and behind each half of a layer, and angles of their own for layers with a
+    /// window.
+    #[serde(rename = "gemma3_text")]
+    Gemma3,
 }
 
 /// What a position of a layer sees.
@@ -33,7 +39,7 @@ pub enum LayerType {
 }
 
 hf_config! {
-    /// The configuration of a Llama, a Mistral, a Qwen2 or a Qwen3.
+    /// The configuration of a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma or the text model of a Gemma 3.
     pub struct LlamaConfig of "Llama" {
         /// Which of them it is.
         model_type: LlamaKind = LlamaKind::Llama,
@@ -49,7 +55,7 @@ hf_config! {
         num_attention_heads: usize = 32,
         /// Number of heads of keys and values, which divides that of the queries; as many if a file does not say.
         num_key_value_heads: usize = 32,
-        /// Width of a head; if not given, 128 for a Qwen3, and `hidden_size / num_attention_heads` otherwise.
+        /// Width of a head; if not given, 128 for a Qwen3, 256 for a Gemma, and `hidden_size / num_attention_heads` otherwise.
         // Transformers' Qwen2 takes a null for a width.
         #[serde(skip_serializing_if = "Option::is_none")]
         head_dim: Option<usize> = None,
@@ -59,19 +65,23 @@ hf_config! {
         rms_norm_eps: f64 = 1e-6,
         /// The base of the angles that say where a token is.
         rope_theta: f64 = 10000.0,
-        /// How these angles are made smaller.
+        /// The same for layers of a Gemma 3 that have a window.
+        rope_local_base_freq: f64 = 10000.0,
+        /// Queries of a Gemma 3 are divided by the square root of this, and not of the width of a head.
+        query_pre_attn_scalar: usize = 256,
+        /// How these angles are made smaller; of a Gemma 3, in layers without a window.
         rope_scaling: Option<RopeScaling> = None,
-        /// Whether the attention of a Llama or a Qwen3 has biases.
+        /// Whether the attention of a Llama, a Qwen3 or a Gemma has biases.
         attention_bias: bool = false,
         /// Dropout probability of attention probabilities.
         attention_dropout: f64 = 0.0,
-        /// How many tokens a position sees at most, itself among them: of a Mistral, and of a Qwen that uses it.
+        /// How many tokens a position sees at most, itself among them: of a Mistral or a Gemma 3, and of a Qwen that uses it.
         sliding_window: Option<usize> = None,
         /// Whether a Qwen has the window.
         use_sliding_window: bool = false,
         /// The first layer of a Qwen that has the window, if `layer_types` does not say.
         max_window_layers: usize = 0,
-        /// Which layers of a Qwen have the window.
+        /// Which layers of a Qwen or a Gemma 3 have the window.
         #[serde(skip_serializing_if = "Option::is_none")]
         layer_types: Option<Vec<LayerType>> = None,
         /// Standard deviation of fresh weights.
@@ -90,13 +100,15 @@ hf_config! {
 type Sizes = [usize; 7];
 
 /// Names, kinds, sizes, base of angles.
-const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 20] = [
+const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 23] = [
     ("llama-tiny", (LlamaKind::Llama, [50257, 64, 176, 2, 4, 2, 128], 1e4)),
     ("qwen2.5-0.5b", (LlamaKind::Qwen2, [151_936, 896, 4864, 24, 14, 2, 32768], 1e6)),
     ("qwen3-0.6b", (LlamaKind::Qwen3, [151_936, 1024, 3072, 28, 16, 8, 40960], 1e6)),
+    ("gemma3-1b", (LlamaKind::Gemma3, [262_144, 1152, 6912, 26, 4, 1, 32768], 1e6)),
     ("llama-3.2-1b", (LlamaKind::Llama, [128_256, 2048, 8192, 16, 32, 8, 131_072], 5e5)),
     ("qwen2.5-1.5b", (LlamaKind::Qwen2, [151_936, 1536, 8960, 28, 12, 2, 131_072], 1e6)),
     ("qwen3-1.7b", (LlamaKind::Qwen3, [151_936, 2048, 6144, 28, 16, 8, 40960], 1e6)),
+    ("gemma-2b", (LlamaKind::Gemma, [256_000, 2048, 16384, 18, 8, 1, 8192], 1e4)),
     ("llama-3.2-3b", (LlamaKind::Llama, [128_256, 3072, 8192, 28, 24, 8, 131_072], 5e5)),
     ("qwen3-4b", (LlamaKind::Qwen3, [151_936, 2560, 9728, 36, 32, 8, 40960], 1e6)),
     ("llama-2-7b", (LlamaKind::Llama, [32000, 4096, 11008, 32, 32, 32, 4096], 1e4)),
@@ -104,6 +116,7 @@ const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 20] = [
     ("qwen2.5-7b", (LlamaKind::Qwen2, [152_064, 3584, 18944, 28, 28, 4, 131_072], 1e6)),
     ("llama-3-8b", (LlamaKind::Llama, [128_256, 4096, 14336, 32, 32, 8, 8192], 5e5)),
     ("qwen3-8b", (LlamaKind::Qwen3, [151_936, 4096, 12288, 36, 32, 8, 40960], 1e6)),
+    ("gemma-7b", (LlamaKind::Gemma, [256_000, 3072, 24576, 28, 16, 16, 8192], 1e4)),
     ("llama-2-13b", (LlamaKind::Llama, [32000, 5120, 13824, 40, 40, 40, 4096], 1e4)),
     ("qwen3-14b", (LlamaKind::Qwen3, [151_936, 5120, 17408, 40, 40, 8, 40960], 1e6)),
     ("qwen2.5-14b", (LlamaKind::Qwen2, [152_064, 5120, 13824, 48, 40, 8, 131_072], 1e6)),
@@ -145,8 +158,9 @@ impl LlamaConfig {
             max_position_embeddings: positions,
             // As published, also where the larger ones of a family differ.
             rms_norm_eps: match model_type {
-                LlamaKind::Qwen2 | LlamaKind::Qwen3 if !matches!(name, "qwen2.5-14b" | "qwen2.5-32b") => 1e-6,
-                _ => 1e-5,
+                LlamaKind::Llama | LlamaKind::Mistral => 1e-5,
+                _ if matches!(name, "qwen2.5-14b" | "qwen2.5-32b") => 1e-5,
+                _ => 1e-6,
             },
             rope_theta,
             rope_scaling: long.then_some(RopeScaling::Llama3 {
@@ -155,9 +169,14 @@ impl LlamaConfig {
                 high_freq_factor: 4.0,
                 original_max_position_embeddings: 8192,
             }),
-            sliding_window: (model_type == LlamaKind::Mistral).then_some(4096),
+            sliding_window: match model_type {
+                LlamaKind::Mistral => Some(4096),
+                LlamaKind::Gemma3 => Some(512),
+                _ => None,
+            },
             // As published: the smaller ones of the newer families.
             tie_word_embeddings: long
+                || matches!(model_type, LlamaKind::Gemma | LlamaKind::Gemma3)
                 || matches!(
                     name,
                     "llama-tiny" | "qwen2.5-0.5b" | "qwen2.5-1.5b" | "qwen3-0.6b" | "qwen3-1.7b" | "qwen3-4b"
@@ -174,14 +193,17 @@ impl LlamaConfig {
         let [vocabulary, width, inner, layers, heads, kv_heads, positions] = named!(self:
             vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads,
             num_key_value_heads, max_position_embeddings);
-        let above_0: Vec<_> = named!(self: rms_norm_eps, initializer_range, rope_theta)
+        let above_0: Vec<_> = named!(self: rms_norm_eps, initializer_range, rope_theta, rope_local_base_freq)
             .into_iter()
             .chain(self.rope_scaling.iter().flat_map(RopeScaling::numbers))
             .collect();
         let window = ("sliding_window", self.sliding_window.unwrap_or(1));
-        let sizes = [vocabulary, width, inner, layers, heads, positions, kv_heads, window];
+        let scalar = ("query_pre_attn_scalar", self.query_pre_attn_scalar);
+        let sizes = [vocabulary, width, inner, layers, heads, positions, kv_heads, window, scalar];
         check_values(Self::FAMILY, &sizes, [kv_heads, heads], &named!(self: attention_dropout), &above_0)?;
-        if self.head_dim.is_none() && self.model_type != LlamaKind::Qwen3 {
+        if self.head_dim.is_none()
+            && !matches!(self.model_type, LlamaKind::Qwen3 | LlamaKind::Gemma | LlamaKind::Gemma3)
+        {
             check_values(Self::FAMILY, &[], [heads, width], &[], &[])?;
         }
         let wrong = |field, got: usize, expected: String| {
@@ -202,6 +224,7 @@ impl LlamaConfig {
     pub fn head_width(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
             LlamaKind::Qwen3 => 128,
+            LlamaKind::Gemma | LlamaKind::Gemma3 => 256,
             _ => self.hidden_size / self.num_attention_heads,
         })
     }
@@ -220,8 +243,12 @@ impl LlamaConfig {
     /// How many tokens a position of a layer sees at most, itself among them.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let has_window = match self.model_type {
-            LlamaKind::Llama => false,
+            LlamaKind::Llama | LlamaKind::Gemma => false,
             LlamaKind::Mistral => true,
+            LlamaKind::Gemma3 => match &self.layer_types {
+                Some(layers) => layers.get(layer) == Some(&LayerType::SlidingAttention),
+                None => (layer + 1) % PATTERN != 0,
+            },
             LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
                 self.use_sliding_window
                     && match &self.layer_types {
@@ -235,7 +262,10 @@ impl LlamaConfig {
 
     /// The longest sequence: `max_position_embeddings`, or what [`rope_scaling`](Self::rope_scaling) makes of it.
     pub fn positions(&self) -> usize {
-        let scaled = self.rope_scaling.and_then(|scaling| scaling.positions(self.max_position_embeddings));
+        let scaled = self
+            .rope_scaling
+            .filter(|_| self.model_type != LlamaKind::Gemma3)
+            .and_then(|scaling| scaling.positions(self.max_position_embeddings));
         scaled.unwrap_or(0).max(self.max_position_embeddings)
     }
 
@@ -246,12 +276,22 @@ impl LlamaConfig {
 
     /// Whether the layer that follows attention has a bias.
     pub fn has_output_bias(&self) -> bool {
-        matches!(self.model_type, LlamaKind::Llama | LlamaKind::Qwen3) && self.attention_bias
+        !matches!(self.model_type, LlamaKind::Mistral | LlamaKind::Qwen2) && self.attention_bias
     }
 
     /// Whether heads of queries and of keys are normed.
     pub fn has_head_norms(&self) -> bool {
-        self.model_type == LlamaKind::Qwen3
+        matches!(self.model_type, LlamaKind::Qwen3 | LlamaKind::Gemma3)
+    }
+
+    /// Whether there are norms behind attention and around the feed-forward layer.
+    pub fn has_four_norms(&self) -> bool {
+        self.model_type == LlamaKind::Gemma3
+    }
+
+    /// Whether norms multiply by one more than their factors, embeddings are scaled, and the gate is a GELU.
+    pub(super) fn is_gemma(&self) -> bool {
+        matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma3)
     }
 
     /// The class of Hugging Face's transformers.
@@ -261,6 +301,8 @@ impl LlamaConfig {
             LlamaKind::Mistral => "MistralForCausalLM",
             LlamaKind::Qwen2 => "Qwen2ForCausalLM",
             LlamaKind::Qwen3 => "Qwen3ForCausalLM",
+            LlamaKind::Gemma => "GemmaForCausalLM",
+            LlamaKind::Gemma3 => "Gemma3ForCausalLM",
         }
     }
 
@@ -276,34 +318,65 @@ impl LlamaConfig {
     }
 }
 
+/// Of so many layers of a Gemma 3 the last has no window.
+const PATTERN: usize = 6;
+
 /// A `config.json` of any of the models and of any year, with the keys of [`LlamaConfig`]: what is absent where the models'
 /// defaults differ, and what newer files put elsewhere.
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: LlamaConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
-    let defaults: &[(&str, Value)] = &match keys.get("model_type").and_then(Value::as_str) {
-        Some("mistral") => [
+    let kind = keys.get("model_type").and_then(Value::as_str).unwrap_or_default().to_string();
+    let defaults: Vec<(&str, Value)> = match &*kind {
+        "mistral" => vec![
             ("intermediate_size", 14336.into()),
             ("num_key_value_heads", 8.into()),
             ("max_position_embeddings", 131_072.into()),
             ("sliding_window", 4096.into()),
         ],
-        Some("qwen2") => [
+        "qwen2" => vec![
             ("intermediate_size", 22016.into()),
             ("vocab_size", 151_936.into()),
             ("max_position_embeddings", 32768.into()),
             ("max_window_layers", 28.into()),
+            ("sliding_window", 4096.into()),
         ],
-        Some("qwen3") => [
+        "gemma" => vec![
+            ("vocab_size", 256_000.into()),
+            ("hidden_size", 3072.into()),
+            ("intermediate_size", 24576.into()),
+            ("num_hidden_layers", 28.into()),
+            ("num_attention_heads", 16.into()),
+            ("num_key_value_heads", 16.into()),
+            ("max_position_embeddings", 8192.into()),
+            ("tie_word_embeddings", true.into()),
+        ],
+        "gemma3_text" => vec![
+            ("vocab_size", 262_208.into()),
+            ("hidden_size", 2304.into()),
+            ("intermediate_size", 9216.into()),
+            ("num_hidden_layers", 26.into()),
+            ("num_attention_heads", 8.into()),
+            ("num_key_value_heads", 4.into()),
+            ("max_position_embeddings", 131_072.into()),
+            ("tie_word_embeddings", true.into()),
+            ("sliding_window", 4096.into()),
+            ("rope_theta", 1e6.into()),
+        ],
+        "qwen3" => vec![
             ("intermediate_size", 22016.into()),
             ("vocab_size", 151_936.into()),
             ("max_position_embeddings", 32768.into()),
             ("max_window_layers", 28.into()),
+            ("sliding_window", 4096.into()),
         ],
-        _ => Default::default(),
+        _ => Vec::new(),
     };
-    for (key, default) in defaults.iter().filter(|(key, _)| !key.is_empty()) {
-        keys.entry(*key).or_insert_with(|| default.clone());
+    for (key, default) in defaults {
+        keys.entry(key).or_insert(default);
+    }
+    if kind.starts_with("gemma") {
+        gemma(&mut keys)?;
     }
     if keys.get("num_key_value_heads").is_none_or(Value::is_null)
         && let Some(heads) = keys.get("num_attention_heads").cloned()
@@ -342,35 +415,110 @@ fn complete(text: &str) -> Result<String> {
         }
     }
     // Which layers have a window, one by one: of all the same, as if they were not named.
-    let of_qwen = matches!(keys.get("model_type").and_then(Value::as_str), Some("qwen2" | "qwen3"));
+    let mixes = matches!(&*kind, "qwen2" | "qwen3" | "gemma3_text");
     if let Some(Value::Array(layers)) = keys.remove("layer_types") {
         let windows = layers.iter().filter(|layer| *layer == "sliding_attention").count();
         let is_mixed = windows > 0 && windows < layers.len();
-        if layers.iter().any(|layer| layer != "sliding_attention" && layer != "full_attention") || is_mixed && !of_qwen
-        {
+        if layers.iter().any(|layer| layer != "sliding_attention" && layer != "full_attention") || is_mixed && !mixes {
             let (got, supported) = (Value::from(layers).to_string(), "the same for all layers".to_string());
             return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "layer_types", got, supported });
         }
         keys.insert("use_sliding_window".into(), (windows > 0).into());
         keys.insert("max_window_layers".into(), 0.into());
-        if is_mixed {
+        if is_mixed || kind == "gemma3_text" {
             keys.insert("layer_types".into(), layers.into());
         }
     }
     Ok(Value::from(keys).to_string())
 }
 
+/// The keys of a Gemma as those of the others: its activation, and the angles of the two kinds of layers.
+fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
+    let activation =
+        keys.remove("hidden_activation").filter(|value| !value.is_null()).or_else(|| keys.remove("hidden_act"));
+    match activation.as_ref().and_then(Value::as_str) {
+        // The older name means the same in these files.
+        None | Some("gelu_pytorch_tanh" | "gelu") => drop(keys.insert("hidden_act".into(), "silu".into())),
+        Some(other) => {
+            let (got, supported) = (format!("\"{other}\""), "\"gelu_pytorch_tanh\"".to_string());
+            return Err(ModelError::Unsupported { model: "Gemma", key: "hidden_activation", got, supported });
+        }
+    }
+    for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
+        if let Some(cap) = keys.remove(key).filter(|cap| !cap.is_null()) {
+            return Err(ModelError::Unsupported {
+                model: "Gemma",
+                key,
+                got: cap.to_string(),
+                supported: "null".into(),
+            });
+        }
+    }
+    if keys.get("use_bidirectional_attention").and_then(Value::as_bool) == Some(true) {
+        let (got, supported) = ("true".to_string(), "false".to_string());
+        return Err(ModelError::Unsupported { model: "Gemma", key: "use_bidirectional_attention", got, supported });
+    }
+    if let Some(pattern) = keys.remove("sliding_window_pattern").as_ref().and_then(Value::as_u64)
+        && !keys.contains_key("layer_types")
+    {
+        let layers = keys.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(1 << 16);
+        let of = |layer: u64| if (layer + 1) % pattern.max(1) == 0 { "full_attention" } else { "sliding_attention" };
+        keys.insert("layer_types".into(), (0..layers).map(of).collect::<Vec<_>>().into());
+    }
+    // Since version 5, of each kind of layers.
+    if let Some(Value::Object(mut both)) = keys.remove("rope_parameters") {
+        if let Some(local) = both.get("sliding_attention").and_then(|angles| angles.get("rope_theta")) {
+            keys.insert("rope_local_base_freq".into(), local.clone());
+        }
+        let of_all = both.remove("full_attention").unwrap_or_else(|| both.into());
+        keys.insert("rope_parameters".into(), of_all);
+    }
+    Ok(())
+}
+
+impl LlamaConfig {
+    /// The keys of `config.json`, as the model has them.
+    pub(crate) fn to_keys(&self) -> Value {
+        let mut all = serde_json::to_value(self).expect("a configuration is numbers and texts");
+        let keys = all.as_object_mut().expect("it is an object");
+        if self.model_type != LlamaKind::Gemma3 {
+            drop([keys.remove("rope_local_base_freq"), keys.remove("query_pre_attn_scalar")]);
+        }
+        if self.is_gemma() {
+            for key in ["hidden_act", "hidden_activation"] {
+                keys.insert(key.into(), "gelu_pytorch_tanh".into());
+            }
+        }
+        all
+    }
+}
+
 #[cfg(feature = "burn")]
 impl LlamaConfig {
     /// By how much the angle of each pair of a head's elements grows from a position to the next.
     pub(super) fn speeds(&self) -> Vec<f32> {
-        let (width, base) = (self.head_width(), self.rope_theta);
+        self.speeds_by(self.rope_theta, self.rope_scaling)
+    }
+
+    /// The same in layers of a Gemma 3 that have a window.
+    pub(super) fn local_speeds(&self) -> Option<Vec<f32>> {
+        (self.model_type == LlamaKind::Gemma3).then(|| self.speeds_by(self.rope_local_base_freq, None))
+    }
+
+    fn speeds_by(&self, base: f64, scaling: Option<RopeScaling>) -> Vec<f32> {
+        let width = self.head_width();
         let speed = |pair: usize| base.powf(-((2 * pair) as f64) / width as f64);
-        let scaled = |pair| match &self.rope_scaling {
+        let scaled = |pair| match &scaling {
             Some(scaling) => scaling.scaled(speed(pair), pair, width, base),
             None => speed(pair),
         };
         (0..width / 2).map(|pair| scaled(pair) as f32).collect()
+    }
+
+    /// What scores of attention are multiplied by.
+    pub(super) fn attention_scale(&self) -> f64 {
+        let width = if self.model_type == LlamaKind::Gemma3 { self.query_pre_attn_scalar } else { self.head_width() };
+        (width as f64).sqrt().recip()
     }
 
     /// What cosines and sines are multiplied by.
@@ -388,13 +536,16 @@ mod tests {
         for (name, params) in [
             ("qwen2.5-0.5b", 494_032_768),
             ("qwen3-0.6b", 596_049_920),
+            ("gemma3-1b", 999_885_952),
             ("llama-3.2-1b", 1_235_814_400),
             ("qwen2.5-1.5b", 1_543_714_304),
+            ("gemma-2b", 2_506_172_416),
             ("llama-3.2-3b", 3_212_749_824),
             ("llama-2-7b", 6_738_415_616),
             ("mistral-7b", 7_241_732_096),
             ("qwen2.5-7b", 7_615_616_512),
             ("llama-3-8b", 8_030_261_248),
+            ("gemma-7b", 8_537_680_896),
             ("llama-2-13b", 13_015_864_320),
             ("llama-2-70b", 68_976_648_192),
             ("llama-3-70b", 70_553_706_496),
@@ -411,9 +562,10 @@ mod tests {
         for name in LlamaConfig::PRESETS {
             let config = LlamaConfig::preset(name).unwrap();
             config.validate().unwrap();
-            let text = serde_json::to_string(&config).unwrap();
+            let text = config.to_keys().to_string();
             assert!(!text.contains("head_dim") && !text.contains("layer_types"), "{text}");
             assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
+            let text = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<LlamaConfig>(&text).unwrap(), config);
         }
     }
@@ -481,7 +633,7 @@ mod tests {
                 "num_hidden_layers = 9223372036854775808; change it to 1 to",
             ),
             (r#"{"num_hidden_layers": 70000, "hidden_size": 2, "num_attention_heads": 1}"#, "at most 65536"),
-            (r#"{"head_dim": 2147483648}"#, "number of parameters = "),
+            (r#"{"head_dim": 2147483648}"#, "a number of parameters = "),
         ] {
             let error = LlamaConfig::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -16,7 +16,7 @@ use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
 use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::loss::next_token_model;
-use crate::{LlamaConfig, init};
+use crate::{Activation, LlamaConfig, init};
 
 /// A Llama, a Mistral, a Qwen2 or a Qwen3 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
 #[derive(Module, Debug)]
@@ -33,7 +33,14 @@ pub struct Llama<B: Backend> {
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     speeds: Vec<f32>,
+    /// Of layers with a window, if theirs are others.
+    #[module(skip)]
+    local_speeds: Option<Vec<f32>>,
     turn_factor: f64,
+    /// What is added to the factors of norms.
+    norm_offset: f64,
+    /// What embeddings are multiplied by.
+    embedding_scale: f64,
     positions: usize,
     rms_norm_eps: f64,
 }
@@ -45,10 +52,17 @@ pub struct LlamaLayer<B: Backend> {
     pub input_layernorm: Param<Tensor<B, 1>>,
     /// Attention.
     pub self_attn: LlamaAttention<B>,
-    /// The factors of the norm before the feed-forward layer `[hidden_size]`.
+    /// The factors of the norm before the feed-forward layer `[hidden_size]`; of a Gemma 3, of the norm behind attention.
     pub post_attention_layernorm: Param<Tensor<B, 1>>,
+    /// The factors of the norm before the feed-forward layer of a Gemma 3 `[hidden_size]`.
+    pub pre_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
+    /// The factors of the norm behind the feed-forward layer of a Gemma 3 `[hidden_size]`.
+    pub post_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
     /// The feed-forward layer.
     pub mlp: LlamaMlp<B>,
+    /// Whether its angles are those of layers with a window.
+    is_local: bool,
+    norm_offset: f64,
     rms_norm_eps: f64,
 }
 
@@ -70,10 +84,11 @@ pub struct LlamaAttention<B: Backend> {
     heads: usize,
     head_width: usize,
     window: Option<usize>,
+    scale: f64,
     dropout: Dropout,
 }
 
-/// The feed-forward layer, `down(silu(gate(x)) * up(x))`.
+/// The feed-forward layer, `down(silu(gate(x)) * up(x))`, or with a GELU.
 #[derive(Module, Debug)]
 pub struct LlamaMlp<B: Backend> {
     /// The gate, `[hidden_size, intermediate_size]`.
@@ -82,6 +97,7 @@ pub struct LlamaMlp<B: Backend> {
     pub up_proj: Linear<B>,
     /// Down, `[intermediate_size, hidden_size]`.
     pub down_proj: Linear<B>,
+    is_gelu: bool,
 }
 
 impl LlamaConfig {
@@ -97,13 +113,21 @@ impl LlamaConfig {
             embed_tokens: init::normal([v, d], std, device),
             embed_tokens_adapter: None,
             layers: (0..self.num_hidden_layers).map(|layer| self.init_layer(layer, device)).collect(),
-            norm: init::ones(d, device),
+            norm: self.fresh_norm(d, device),
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             speeds: self.speeds(),
+            local_speeds: self.local_speeds(),
             turn_factor: self.turn_factor(),
+            norm_offset: if self.is_gemma() { 1.0 } else { 0.0 },
+            embedding_scale: if self.is_gemma() { f64::from((d as f32).sqrt()) } else { 1.0 },
             positions: self.positions(),
             rms_norm_eps: self.rms_norm_eps,
         }
+    }
+
+    /// The factors of a norm, which multiply by one.
+    fn fresh_norm<B: Backend>(&self, width: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
+        if self.is_gemma() { init::zeros([width], device) } else { init::ones(width, device) }
     }
 
     fn init_layer<B: Backend>(&self, number: usize, device: &B::Device) -> LlamaLayer<B> {
@@ -114,21 +138,31 @@ impl LlamaConfig {
             init(d_in, d_out, std, device)
         };
         LlamaLayer {
-            input_layernorm: init::ones(d, device),
+            input_layernorm: self.fresh_norm(d, device),
             self_attn: LlamaAttention {
                 q_proj: layer(self.has_qkv_biases(), d, q),
                 k_proj: layer(self.has_qkv_biases(), d, k),
                 v_proj: layer(self.has_qkv_biases(), d, k),
                 o_proj: layer(self.has_output_bias(), q, d),
-                q_norm: self.has_head_norms().then(|| init::ones(self.head_width(), device)),
-                k_norm: self.has_head_norms().then(|| init::ones(self.head_width(), device)),
+                q_norm: self.has_head_norms().then(|| self.fresh_norm(self.head_width(), device)),
+                k_norm: self.has_head_norms().then(|| self.fresh_norm(self.head_width(), device)),
                 heads: self.num_attention_heads,
                 head_width: self.head_width(),
                 window: self.window(number),
+                scale: self.attention_scale(),
                 dropout: DropoutConfig::new(self.attention_dropout).init(),
             },
-            post_attention_layernorm: init::ones(d, device),
-            mlp: LlamaMlp { gate_proj: layer(false, d, f), up_proj: layer(false, d, f), down_proj: layer(false, f, d) },
+            post_attention_layernorm: self.fresh_norm(d, device),
+            pre_feedforward_layernorm: self.has_four_norms().then(|| self.fresh_norm(d, device)),
+            post_feedforward_layernorm: self.has_four_norms().then(|| self.fresh_norm(d, device)),
+            mlp: LlamaMlp {
+                gate_proj: layer(false, d, f),
+                up_proj: layer(false, d, f),
+                down_proj: layer(false, f, d),
+                is_gelu: self.is_gemma(),
+            },
+            is_local: self.local_speeds().is_some() && self.window(number).is_some(),
+            norm_offset: if self.is_gemma() { 1.0 } else { 0.0 },
             rms_norm_eps: self.rms_norm_eps,
         }
     }
@@ -140,52 +174,86 @@ impl<B: FusedBackend> Llama<B> {
     fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         check_positions(t, self.positions, "max_position_embeddings");
-        let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
-        let (angles, masks) = (Angles::new(&self.speeds, self.turn_factor, 0..t as i32, &x_nd), Masks::none());
+        let mut x_nd = self.embedded(input_ids_bt);
+        let (angles, masks) = (self.angles(|| 0..t as i32, &x_nd), Masks::none());
         for layer in &self.layers {
             let forward = |x_nd| {
                 layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))
             };
             x_nd = checkpoint_block(forward, x_nd);
         }
-        scaled(&self.norm, self.rms_norm_eps, x_nd)
+        self.normed(x_nd)
+    }
+
+    /// Rows `[n, d]` of token ids.
+    fn embedded(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
+        let [b, t] = input_ids_bt.dims();
+        let x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
+        if self.embedding_scale == 1.0 { x_nd } else { x_nd * self.embedding_scale }
+    }
+
+    /// The angles of rows at these positions: of all layers, and of those with a window if theirs are others.
+    fn angles<I: Iterator<Item = i32>>(&self, positions: impl Fn() -> I, like_nd: &Tensor<B, 2>) -> [Angles<B>; 2] {
+        let of = |speeds: &[f32], factor: f64| Angles::new(speeds, factor, positions(), like_nd);
+        let all = of(&self.speeds, self.turn_factor);
+        let local = self.local_speeds.as_ref().map_or_else(|| all.clone(), |speeds| of(speeds, 1.0));
+        [all, local]
+    }
+
+    fn normed(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+        scaled(&self.norm, self.norm_offset, self.rms_norm_eps, x_nd)
     }
 }
 
 impl<B: FusedBackend> LlamaLayer<B> {
-    /// Adds attention, which `mix` computes of queries, keys and values, and feed-forward layer to rows `[n, d]`.
+    /// Adds attention, which `mix` computes of queries, keys and values, and feed-forward layer to rows `[n, d]`. Its angles are the first,
+    /// or the second if they are those of layers with a window.
     fn forward(
         &self,
         x_nd: Tensor<B, 2>,
-        angles: &Angles<B>,
+        angles: &[Angles<B>; 2],
         mix: impl FnOnce(&LlamaAttention<B>, [Tensor<B, 2>; 3]) -> Tensor<B, 2>,
     ) -> Tensor<B, 2> {
-        let (attn, mlp, epsilon) = (&self.self_attn, &self.mlp, self.rms_norm_eps);
+        let (attn, mlp, angles) = (&self.self_attn, &self.mlp, &angles[usize::from(self.is_local)]);
         let none = Dropout { prob: 0.0 };
-        let normed_nd = scaled(&self.input_layernorm, epsilon, x_nd.clone());
+        let norm = |gamma: &Param<Tensor<B, 1>>, x_nd| scaled(gamma, self.norm_offset, self.rms_norm_eps, x_nd);
+        // What a layer gives, added to what it read: normed before, if there is a norm.
+        let add =
+            |layer: &Linear<B>, gamma: Option<&Param<Tensor<B, 1>>>, x: Tensor<B, 2>, x_nd: Tensor<B, 2>| match gamma {
+                Some(gamma) => x_nd + norm(gamma, dense(layer, x)),
+                None => dense_onto(layer, x, &none, x_nd),
+            };
+        let normed_nd = norm(&self.input_layernorm, x_nd.clone());
         let [q, k, v] = [&attn.q_proj, &attn.k_proj, &attn.v_proj].map(|layer| dense(layer, normed_nd.clone()));
-        let by_head = |norm: &Option<Param<Tensor<B, 1>>>, x_nq: Tensor<B, 2>| match norm {
+        let by_head = |gamma: &Option<Param<Tensor<B, 1>>>, x_nq: Tensor<B, 2>| match gamma {
             Some(gamma_e) => {
                 let shape = x_nq.dims();
-                scaled(gamma_e, epsilon, x_nq.reshape([-1, attn.head_width as i32])).reshape(shape)
+                norm(gamma_e, x_nq.reshape([-1, attn.head_width as i32])).reshape(shape)
             }
             None => x_nq,
         };
         let (q, k) = (by_head(&attn.q_norm, q), by_head(&attn.k_norm, k));
         let mixed = mix(attn, [angles.turn(q), angles.turn(k), v]);
-        let x_nd = dense_onto(&attn.o_proj, mixed, &none, x_nd);
+        let (behind, before) = match &self.pre_feedforward_layernorm {
+            Some(before) => (Some(&self.post_attention_layernorm), before),
+            None => (None, &self.post_attention_layernorm),
+        };
+        let x_nd = add(&attn.o_proj, behind, mixed, x_nd);
 
-        let normed_nd = scaled(&self.post_attention_layernorm, epsilon, x_nd.clone());
-        let gate_nf = dense(&mlp.gate_proj, normed_nd.clone());
-        let wide_nf = zero_ops::swiglu(gate_nf, dense(&mlp.up_proj, normed_nd));
-        dense_onto(&mlp.down_proj, wide_nf, &none, x_nd)
+        let normed_nd = norm(before, x_nd.clone());
+        let (gate_nf, up_nf) = (dense(&mlp.gate_proj, normed_nd.clone()), dense(&mlp.up_proj, normed_nd));
+        let wide_nf = match mlp.is_gelu {
+            true => Activation::GeluTanh.forward(gate_nf) * up_nf,
+            false => zero_ops::swiglu(gate_nf, up_nf),
+        };
+        add(&mlp.down_proj, self.post_feedforward_layernorm.as_ref(), wide_nf, x_nd)
     }
 }
 
 impl<B: FusedBackend> LlamaAttention<B> {
     fn options(&self, b: usize) -> AttentionOptions {
-        let scale = (self.head_width as f64).sqrt().recip();
-        AttentionOptions { batch: b, heads: self.heads, causal: true, window: self.window, scale, dropout: None }
+        let Self { heads, window, scale, .. } = *self;
+        AttentionOptions { batch: b, heads, causal: true, window, scale, dropout: None }
     }
 }
 
@@ -213,11 +281,11 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
 
     fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
-        let mut x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
-        let angles = Angles::new(&self.speeds, self.turn_factor, cache.numbers(t), &x_nd);
+        let mut x_nd = self.embedded(input_ids_bt);
+        let angles = self.angles(|| cache.numbers(t), &x_nd);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
         }
-        self.head(scaled(&self.norm, self.rms_norm_eps, cache.end(x_nd, b)))
+        self.head(self.normed(cache.end(x_nd, b)))
     }
 }

@@ -4,6 +4,7 @@ use burn::tensor::{Tensor, TensorData};
 use zero_ops::FusedBackend;
 
 /// Cosines and sines of the angles of some rows, `[t, e / 2]` each, for all layers of a pass.
+#[derive(Clone)]
 pub(super) struct Angles<B: FusedBackend> {
     cos: Tensor<B, 2>,
     sin: Tensor<B, 2>,

@@ -1,6 +1,6 @@
 //! Checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
 //!
-//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM` and `Qwen3ForCausalLM`, which agree; a checkpoint
+//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `GemmaForCausalLM` and `Gemma3ForCausalLM`, which agree; a checkpoint
 //! of the model without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
 //! transposed on loading.
 //!
@@ -53,6 +53,8 @@ impl Family for LlamaConfig {
         layer("layers.*.self_attn.q_norm", "model.layers.*.self_attn.q_norm", Scale, HEAD_WIDTH),
         layer("layers.*.self_attn.k_norm", "model.layers.*.self_attn.k_norm", Scale, HEAD_WIDTH),
         layer("layers.*.post_attention_layernorm", "model.layers.*.post_attention_layernorm", Scale, WIDTH),
+        layer("layers.*.pre_feedforward_layernorm", "model.layers.*.pre_feedforward_layernorm", Scale, WIDTH),
+        layer("layers.*.post_feedforward_layernorm", "model.layers.*.post_feedforward_layernorm", Scale, WIDTH),
         layer("layers.*.mlp.gate_proj", "model.layers.*.mlp.gate_proj", Weight, WIDER),
         layer("layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj", Weight, WIDER),
         layer("layers.*.mlp.down_proj", "model.layers.*.mlp.down_proj", Weight, NARROWER),
@@ -73,7 +75,9 @@ impl Family for LlamaConfig {
         match layer.strip_suffix(".bias") {
             Some(of) if of.ends_with("o_proj") => self.has_output_bias(),
             Some(_) => self.has_qkv_biases(),
-            None => !layer.starts_with("layers.*.self_attn") || !layer.ends_with("_norm") || self.has_head_norms(),
+            None if layer.ends_with("feedforward_layernorm") => self.has_four_norms(),
+            None if layer.ends_with("q_norm") || layer.ends_with("k_norm") => self.has_head_norms(),
+            None => true,
         }
     }
 

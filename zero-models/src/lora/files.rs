@@ -35,11 +35,25 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     load_some(module, whole.stored(&checkpoint)?, &checkpoint, device)
 }
 
+/// Names of tables that the file of an adapter holds whole, and that no key of its configuration names: they are loaded, and not
+/// trained.
+///
+/// # Errors
+/// When there is no adapter in the folder, or it is one for another model.
+pub fn whole_tables(model: &ModelConfig, dir: &Path) -> Result<Vec<String>> {
+    let (adapted, whole, _) = open(dir, model.clone(), None)?;
+    let known = adapted.lora.modules_to_save.len();
+    let ModelConfig::Adapted(whole) = whole else { unreachable!("an adapter was opened") };
+    Ok(whole.lora.modules_to_save[known..].to_vec())
+}
+
 /// The adapter in a folder, of such a model with its weights in another folder; and all that its file has.
 fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(AdaptedModel, ModelConfig, Checkpoint)> {
     let for_another = |error| {
         let dir = dir.display();
-        let problem = format!("the adapter in {dir} is for another model: {error}; give the base that it was made for");
+        let problem = format!(
+            "the adapter in {dir} is for another model: {error}; give the base that it was made for, with its vocabulary resized as it was then"
+        );
         ModelError::Adapter { problem }
     };
     let adapted = AdaptedModel::new(model, LoraConfig::from_dir(dir)?, weights).map_err(for_another)?;

@@ -41,7 +41,7 @@ pub(crate) use self::config::CONFIG;
 pub use self::config::LoraConfig;
 #[cfg(feature = "burn")]
 pub use self::files::load;
-pub use self::files::{merge, merge_with};
+pub use self::files::{merge, merge_with, whole_tables};
 #[cfg(feature = "burn")]
 pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
 pub use crate::model_config::AdaptedModel;

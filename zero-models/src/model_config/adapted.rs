@@ -63,11 +63,25 @@ impl AdaptedModel {
             [] => self.base.lora_targets()?.iter().map(ToString::to_string).collect(),
             targets => targets.to_vec(),
         };
-        let linear = linears(&self.base);
-        let all: Vec<Layer> = linear.iter().cloned().chain(table(&self.base)).collect();
+        // What is saved whole has no adapter besides.
+        let is_saved = |layer: &Layer| {
+            let modules = &self.lora.modules_to_save;
+            modules.iter().any(|module| {
+                layer
+                    .name
+                    .split('.')
+                    .scan(0, |end, part| {
+                        *end += part.len() + 1;
+                        Some(&layer.name[..*end - 1])
+                    })
+                    .any(|within| ends_with(within, module))
+            })
+        };
+        let linear: Vec<Layer> = linears(&self.base).into_iter().filter(|layer| !is_saved(layer)).collect();
+        let all: Vec<Layer> =
+            linear.iter().cloned().chain(table(&self.base).filter(|layer| !is_saved(layer))).collect();
         let is_pattern = |text: &str| text.contains(REGEX);
         let found: Vec<Layer> = match &*targets {
-            // What is saved whole has no adapter besides.
             [one] if one == ALL => {
                 let saved: Vec<String> = self.saved()?.into_iter().map(|param| param.path).collect();
                 let is_adapted = |layer: &Layer| !saved.contains(&format!("{}.weight", layer.path));
@@ -90,7 +104,7 @@ impl AdaptedModel {
                 all.iter().filter(wanted).cloned().collect()
             }
         };
-        if let Some(other) = self.other_target(&targets, &all)? {
+        if let Some(other) = self.other_target(&targets) {
             let problem = format!(
                 "target_modules has {other}, which is a table and no layer that can be adapted: leave it out, or train it whole \
                  (modules_to_save)"
@@ -104,15 +118,22 @@ impl AdaptedModel {
     }
 
     /// A target that PEFT adapts and this program does not: a head that is a table, or a table of positions.
-    fn other_target(&self, targets: &[String], all: &[Layer]) -> Result<Option<String>> {
+    fn other_target(&self, targets: &[String]) -> Option<String> {
+        let [one] = targets else { return self.other_named(targets) };
+        if one == ALL || one.contains(REGEX) { None } else { self.other_named(targets) }
+    }
+
+    fn other_named(&self, targets: &[String]) -> Option<String> {
+        let adaptable: Vec<Layer> = linears(&self.base).into_iter().chain(table(&self.base)).collect();
         let tables = self.base.parameters().into_iter().filter(|param| param.shape.len() == 2).map(|param| param.name);
-        let repeats = self.base.rules().repeats.iter().map(|(name, _)| name.to_string());
+        // A classifier has no head for tokens.
+        let is_head = |name: &str| {
+            matches!(&*self.base, ModelConfig::Gpt2(_) | ModelConfig::Llama(_)) && name.contains("lm_head")
+        };
+        let repeats = self.base.rules().repeats.iter().map(|(name, _)| name.to_string()).filter(|name| is_head(name));
         let names = tables.chain(repeats).filter_map(|name| name.strip_suffix(".weight").map(str::to_string));
-        let mut others = names.filter(|name| !all.iter().any(|layer| layer.name == *name));
-        Ok(match targets {
-            [one] if one == ALL || one.contains(REGEX) => None,
-            targets => others.find(|name| targets.iter().any(|target| ends_with(name, target))),
-        })
+        let mut others = names.filter(|name| !adaptable.iter().any(|layer| layer.name == *name));
+        others.find(|name| targets.iter().any(|target| ends_with(name, target)))
     }
 
     /// Whether the parameter at this path of the base is the weight of a linear layer of the module: no head that is a table.
@@ -189,7 +210,7 @@ impl AdaptedModel {
         Some(format!("{PREFIX}{whole}"))
     }
 
-    /// The same with tables that a file holds whole though no key says so: PEFT saves those whose rows have become more.
+    /// The same with tables that a file holds whole though no key says so, as PEFT saves them with `save_embedding_layers`.
     pub(crate) fn with_saved_tables(&self, checkpoint: &Checkpoint) -> Self {
         let mut all = self.clone();
         let known = self.parameters();

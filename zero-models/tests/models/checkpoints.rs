@@ -153,7 +153,7 @@ fn a_family_is_found_without_a_model_type() {
     for (config, got) in [
         (r#"{"model_type": "qwen3_moe"}"#, "model_type \"qwen3_moe\""),
         (r#"{"architectures": ["Qwen2MoeForCausalLM"]}"#, "the architecture \"Qwen2MoeForCausalLM\""),
-        (r#"{"architectures": ["GemmaForCausalLM"]}"#, "the architecture \"GemmaForCausalLM\""),
+        (r#"{"architectures": ["Gemma2ForCausalLM"]}"#, "the architecture \"Gemma2ForCausalLM\""),
         (r#"{"hidden_size": 8}"#, "no model_type"),
     ] {
         let told = of(config).unwrap_err().to_string();
@@ -165,12 +165,12 @@ fn a_family_is_found_without_a_model_type() {
 fn quantized_folders_and_pointers_are_named() {
     let config = r#"{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}"#;
     let told = ModelConfig::from_json(config).unwrap_err().to_string();
-    assert_contains(&told, &["quantization_config = \"gptq\"", "the weights that were quantized"]);
+    assert_contains(&told, &["quantization_config = \"gptq\"", "original checkpoints that are not quantized"]);
     let dir = folder();
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n";
     std::fs::write(dir.path().join("model.safetensors"), pointer).unwrap();
     let told = Checkpoint::open(dir.path()).err().unwrap().to_string();
-    assert_contains(&told, &["model.safetensors is a pointer of git-lfs", "git lfs pull"]);
+    assert_contains(&told, &["model.safetensors is a Git LFS pointer", "git lfs pull"]);
 }
 
 #[test]

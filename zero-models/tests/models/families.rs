@@ -11,7 +11,7 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_models::generate::{CausalLm, Sampling, generate};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bart, BartConfig, Bert, BertConfig, Llama, ModelConfig, bart, bert, llama, lora};
+use zero_models::{Bart, BartConfig, Bert, BertConfig, Llama, LlamaConfig, ModelConfig, bart, bert, llama, lora};
 
 use crate::common::{Entry, write_single};
 
@@ -84,12 +84,30 @@ pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<
 
 #[test]
 fn llama_mistral_and_qwens_are_hugging_faces() {
-    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny"] {
+    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma3_tiny"] {
         let model: Llama<B> = llama::weights::from_pretrained(&fixture(folder), &Default::default()).unwrap();
         same_logits(folder, model.forward(rows(folder, "input_ids", 2)), &json(folder, "generated.json"));
         same_loss(folder, model.loss(rows(folder, "input_ids", 4)), &json(folder, "reference.json"));
         same_text(folder, |prompts, how| generate(&model, prompts, how, &Default::default()).unwrap());
         assert_eq!((model.positions(), model.vocabulary()), (40, 61));
+    }
+}
+
+/// Where probabilities are dropped out the masks are made of elementary operations: each kind of layer has its own.
+#[test]
+fn windows_of_some_layers_are_theirs_alone() {
+    type A = burn::backend::Autodiff<Flex>;
+    for folder in ["qwen3_tiny", "gemma3_tiny"] {
+        let config = LlamaConfig::from_file(&fixture(folder).join("config.json")).unwrap();
+        let config = LlamaConfig { attention_dropout: 1e-12, ..config };
+        let device = Default::default();
+        let model = llama::weights::load(config.init::<A>(&device), &fixture(folder), &device).unwrap();
+        let ids = Tensor::<A, 2, Int>::from_data(rows(folder, "input_ids", 2).into_data(), &device);
+        same_logits(
+            folder,
+            Tensor::from_data(model.forward(ids).into_data(), &device),
+            &json(folder, "generated.json"),
+        );
     }
 }
 

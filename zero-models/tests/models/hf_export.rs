@@ -72,6 +72,8 @@ fn configs() -> Vec<ModelConfig> {
         (LlamaKind::Qwen2, false, None),
         (LlamaKind::Qwen3, false, Some(6)),
         (LlamaKind::Qwen3, true, Some(2)),
+        (LlamaKind::Gemma, false, Some(6)),
+        (LlamaKind::Gemma3, true, Some(4)),
     ]
     .map(|(model_type, attention_bias, head_dim)| {
         let tie_word_embeddings = model_type == LlamaKind::Qwen2;
@@ -256,6 +258,8 @@ fn the_config_is_hugging_faces() {
         (llama(LlamaKind::Mistral), "MistralForCausalLM"),
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),
         (llama(LlamaKind::Qwen3), "Qwen3ForCausalLM"),
+        (llama(LlamaKind::Gemma), "GemmaForCausalLM"),
+        (llama(LlamaKind::Gemma3), "Gemma3ForCausalLM"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         for (dtype, name) in

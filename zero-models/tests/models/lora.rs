@@ -234,6 +234,23 @@ fn layers_are_named_as_peft_names_them() {
     assert_eq!(paths(&gpt2, &["all-linear"]), 8);
     assert_eq!(paths(&gpt2, &[".*\\.h\\.1\\.(attn|mlp)\\.c_proj"]), 2);
     assert_eq!(paths(&config("bert_tiny_classes"), &[]), 4);
+    // Nor has it by name, where it is a layer of its own.
+    let roberta = config("roberta_tiny_classes");
+    let targets = |saved: &[&str]| -> Vec<String> {
+        let lora = LoraConfig {
+            target_modules: ["query", "dense"].map(String::from).into(),
+            modules_to_save: saved.iter().map(ToString::to_string).collect(),
+            ..LoraConfig::default()
+        };
+        AdaptedModel::new(roberta.clone(), lora, None)
+            .unwrap()
+            .parameters()
+            .into_iter()
+            .map(|param| param.name)
+            .collect()
+    };
+    assert!(targets(&[]).iter().any(|name| name.contains("classifier.dense.lora_A")));
+    assert!(targets(&["classifier", "score"]).iter().all(|name| !name.contains("classifier.dense.lora_A")));
     // What PEFT would adapt beside them and this program does not.
     for (case, target) in [("llama_tiny", "lm_head"), ("qwen2_tiny", "lm_head"), ("bert_tiny", "position_embeddings")] {
         let lora = LoraConfig {

@@ -1,7 +1,7 @@
 //! Documents in files, and their tokens, in the order of the files.
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
@@ -50,8 +50,28 @@ impl DataFile {
             Packing::Gzip => Box::new(BufReader::new(flate2::bufread::MultiGzDecoder::new(file))),
             Packing::Zstd => {
                 let unpacked = zstd::Decoder::with_buffer(file).map_err(io("read", &self.path))?;
-                Box::new(BufReader::new(unpacked))
+                Box::new(BufReader::new(Damaged(unpacked)))
             }
+        })
+    }
+
+    /// Bytes, at most, of a file whose tokens are kept in memory: what is packed may be many times as large.
+    pub(super) fn is_small(&self, most: u64) -> bool {
+        self.bytes <= if self.packing == Packing::None { most } else { most / PACKED }
+    }
+}
+
+/// How much smaller a packed file is taken to be than what is in it.
+const PACKED: u64 = 16;
+
+/// Errors of zstd are those of a damaged file.
+struct Damaged<R>(R);
+
+impl<R: Read> Read for Damaged<R> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.0.read(bytes).map_err(|error| match error.kind() {
+            ErrorKind::Other => std::io::Error::new(ErrorKind::InvalidData, error),
+            _ => error,
         })
     }
 }
@@ -80,34 +100,59 @@ impl Split {
 /// Folders within a dataset's folder that are looked into.
 const DEPTH: usize = 3;
 
-/// The files of a folder, and of folders in it down to a depth, that are not hidden.
+/// What the names of files about a dataset begin with, in lower case.
+const ABOUT: [&str; 7] = ["readme", "license", "licence", "citation", "changelog", "dataset_info", "dataset_dict"];
+
+/// The files of a folder, and of folders in it down to a depth, that are not hidden and not about the dataset.
 fn walk(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
     let entries = std::fs::read_dir(folder).map_err(io("read", folder))?;
     for entry in entries {
         let path = entry.map_err(io("read", folder))?.path();
-        let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
-        match () {
-            () if is_hidden => {}
-            () if path.is_file() => found.push(path),
-            () if path.is_dir() && depth > 0 => walk(&path, depth - 1, found)?,
-            () => {}
+        let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
+        if name.starts_with('.') || ABOUT.iter().any(|about| name.starts_with(about)) {
+            continue;
+        }
+        if path.is_file() {
+            found.push(path);
+        } else if path.is_dir() && depth > 0 {
+            walk(&path, depth - 1, found)?;
         }
     }
     Ok(())
 }
 
-/// The files of a dataset's folder to train on, and those whose rows are held out. Where names tell splits, `train` is trained on,
-/// `validation` is held out, and all others are left; else all files in the folder itself are trained on.
+/// The files of a dataset's folder to train on, and those whose rows are held out. Where the names of all files of a kind tell splits,
+/// `train` is trained on, `validation` is held out, and all others are left. Else all files in the folder itself are trained on, or
+/// those of folders in it if it has none.
 fn of_splits(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let mut found = Vec::new();
     walk(folder, DEPTH, &mut found)?;
     found.sort();
-    let split = |path: &PathBuf| Split::of(path.strip_prefix(folder).unwrap_or(path));
-    if !found.iter().any(|path| split(path) == Some(Split::Train)) {
-        found.retain(|path| path.parent() == Some(folder));
-        return Ok(found.into_iter().map(|path| (path, false)).collect());
-    }
+    let within = |path: &PathBuf| path.strip_prefix(folder).unwrap_or(path).to_path_buf();
+    let split = |path: &PathBuf| Split::of(&within(path));
     let of = |wanted| found.iter().filter(move |path| split(path) == Some(wanted)).cloned();
+    let kind = |path: &PathBuf| DataKind::of(path).ok();
+    let Some(train) = of(Split::Train).next().filter(|train| {
+        // Files beside them that tell no split are as good as these.
+        !found.iter().any(|path| split(path).is_none() && kind(path) == kind(train))
+    }) else {
+        if found.iter().any(|path| path.parent() == Some(folder)) {
+            found.retain(|path| path.parent() == Some(folder));
+        }
+        return Ok(found.into_iter().map(|path| (path, false)).collect());
+    };
+    // Without the numbers of parts: two names are two datasets.
+    let named = |path: &PathBuf| {
+        let name = within(path).to_string_lossy().to_lowercase();
+        let words =
+            name.split(|letter: char| !letter.is_alphabetic()).filter(|word| !matches!(*word, "" | "of" | "part"));
+        words.collect::<Vec<_>>().join(" ")
+    };
+    if let Some(other) = of(Split::Train).find(|path| named(path) != named(&train)) {
+        let [train, other] = [&train, &other].map(|path| within(path).display().to_string());
+        let problem = format!("has several sets to train on, {train} and {other}: give the folder or file of one");
+        return Err(wrong_data(folder, problem));
+    }
     let held_out = of(Split::Validation).map(|path| (path, true));
     Ok(of(Split::Train).map(|path| (path, false)).chain(held_out).collect())
 }
@@ -166,10 +211,7 @@ pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
         let file = File::open(path).map_err(io("read", path))?;
         file.take(LFS_POINTER.len() as u64).read_to_end(&mut begin).map_err(io("read", path))?;
         if begin == LFS_POINTER {
-            return Err(wrong_data(
-                path,
-                "is a pointer of git-lfs and not the file itself: fetch it with git lfs pull",
-            ));
+            return Err(wrong_data(path, "is a Git LFS pointer, not the file itself; run `git lfs pull`"));
         }
     }
     let mut files = Vec::with_capacity(paths.len());
@@ -300,7 +342,9 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
 /// most as many as `held_out` says.
 pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<usize>) -> Result<(Vec<RowOf>, usize)> {
     let mut read = [Vec::new(), Vec::new()];
-    for file in files(path)? {
+    let files = files(path)?;
+    let has_split = files.iter().any(|file| file.is_held_out);
+    for file in files {
         let of_split = &mut read[usize::from(file.is_held_out)];
         rows(&file, fields, &mut |row| {
             of_split.push(row);
@@ -311,10 +355,16 @@ pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<us
     if trained.is_empty() {
         return Err(wrong_data(path, "has no rows: expected a text and a label in each"));
     }
-    let held_out = if validation.is_empty() { 0 } else { self::held_out(held_out, validation.len())? };
-    validation.truncate(held_out);
+    let mut rows = 0;
+    if has_split {
+        // Those without a label stay at the end.
+        let is_labelled = |row: &RowOf| row.iter().all(Option::is_some);
+        let labelled = validation.iter().take_while(|row| is_labelled(row)).count();
+        rows = self::held_out(held_out, labelled)?;
+        validation.drain(rows..labelled);
+    }
     trained.append(&mut validation);
-    Ok((trained, held_out))
+    Ok((trained, rows))
 }
 
 /// How many rows of a validation split of so many are held out, where `--eval` asks for some.
@@ -341,8 +391,8 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
     }
 }
 
-/// What JSON says. Python writes and reads numbers that are none, and escapes of half a character, which JSON has not: such a number is
-/// taken for null, and half a character for U+FFFD.
+/// Parses JSON, and what Python writes beside it: `NaN` and `Infinity` are read as null, and the escape of an unpaired surrogate as
+/// U+FFFD.
 fn parse_json(text: &[u8]) -> serde_json::Result<Value> {
     serde_json::from_slice(text).or_else(|error| serde_json::from_slice(&mended(text)).map_err(|_| error))
 }
@@ -519,7 +569,12 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
                 value
                     if *holds != Holds::Text && !matches!(value, Field::Null | Field::Float(_) | Field::Double(_)) =>
                 {
-                    Some(Cell { text: value.to_string(), is_number: !matches!(value, Field::Bool(_)) })
+                    use Field::{Byte, Int, Long, Short, UByte, UInt, ULong, UShort};
+                    let is_number = matches!(
+                        value,
+                        Byte(_) | Short(_) | Int(_) | Long(_) | UByte(_) | UShort(_) | UInt(_) | ULong(_)
+                    );
+                    Some(Cell { text: value.to_string(), is_number })
                 }
                 other => {
                     let got = match other {
@@ -683,10 +738,20 @@ mod tests {
                 .to_string()
                 .contains("expected at most 2, the rows of the data's validation split")
         );
+        // Several sets to train on are told.
+        write("train_gen-00000-of-2.jsonl", "g");
+        let told = files(&folder).unwrap_err().to_string();
+        assert!(told.contains("has several sets to train on") && told.contains("train_gen-00000-of-2.jsonl"), "{told}");
+        std::fs::remove_file(folder.join("train_gen-00000-of-2.jsonl")).unwrap();
+        // A file beside them that tells no split is as good as these.
+        write("more.jsonl", "m");
+        assert!(names(&folder).iter().all(|(_, held_out)| !held_out) && names(&folder).len() == 6);
+        std::fs::remove_file(folder.join("more.jsonl")).unwrap();
         // Words within words are no splits, and a folder without a split for training is trained on.
         for name in ["train-00000-of-2", "train-00001-of-2"] {
             std::fs::rename(folder.join(format!("{name}.jsonl")), folder.join(format!("con{name}.jsonl"))).unwrap();
         }
+        assert_eq!(names(dir.path()), names(&folder), "what lies about it is no data");
         assert!(names(&folder).iter().all(|(_, held_out)| !held_out) && names(&folder).len() == 5);
     }
 

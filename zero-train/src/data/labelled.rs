@@ -76,8 +76,11 @@ impl LabelledTexts {
         (known, fresh): (&[String], bool),
     ) -> Result<Self> {
         let around = tokenizer.around(fields.second.is_some());
-        let (Some(around), Some(pad)) = (around, tokenizer.pad()) else {
-            let problem = format!("is for a tokenizer as BERT's, with {}, or with a template", SPECIAL.join(", "));
+        let (Some(around), pad) = (around, tokenizer.pad()) else {
+            let problem = format!(
+                "needs a tokenizer that puts tokens around a text: with {}, or with a post_processor in its tokenizer.json",
+                SPECIAL.join(", ")
+            );
             return Err(wrong_data(path, problem));
         };
         let marks = around.iter().map(Vec::len).sum::<usize>();
@@ -172,7 +175,9 @@ fn classes<'a>(
     if let Some((text, _)) = labels.iter().find(|(_, is_number)| are_numbers && !is_number) {
         return Err(format!("has labels that are numbers, and the label {text:?}, which is a text: expected one kind"));
     }
-    if let Some(label) = texts().find(|label| are_numbers && label.starts_with('-')) {
+    // A table has no numbers, only texts.
+    let are_whole = are_numbers || texts().all(|label| label.parse::<i64>().is_ok());
+    if let Some(label) = texts().find(|label| are_whole && label.starts_with('-')) {
         return Err(format!(
             "has the label {label}: expected numbers of classes from 0; leave out rows without a label"
         ));
@@ -230,7 +235,7 @@ mod tests {
         same(of(&["yes", "no"], false, three, false), three, &[2, 0]);
         same(of(&["0", "2"], false, three, false), three, &[0, 2]);
         same(of(&["0", "2"], true, three, false), three, &[0, 2]);
-        same(of(&["10", "9", "-1"], false, &["a", "b"], true), &["-1", "9", "10"], &[2, 1, 0]);
+        same(of(&["10", "9", "no"], false, &["a", "b"], true), &["9", "10", "no"], &[1, 0, 2]);
         same(of(&["7", "3"], true, &["a", "b"], true), &["3", "7"], &[1, 0]);
         same(of(&["b", "a"], false, &[], true), &["a", "b"], &[1, 0]);
         assert!(of(&["b", "b"], false, &[], true).unwrap_err().contains("expected at least 2 classes"));
@@ -252,6 +257,7 @@ mod tests {
     #[test]
     fn rows_without_a_label_and_labels_of_two_kinds_are_refused() {
         assert!(of(&["-1", "0"], true, &["a", "b"], true).unwrap_err().contains("has the label -1"));
+        assert!(of(&["-1", "0"], false, &["a", "b"], true).unwrap_err().contains("has the label -1"));
         let two = [("0", true), ("no", false)].into();
         assert!(classes(&two, &[], true).unwrap_err().contains("the label \"no\", which is a text"));
     }

@@ -23,6 +23,7 @@ pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::text_pairs::{TextPairBatch, TextPairs};
+pub(crate) use self::tokenizer::NO_TEMPLATE;
 pub use self::tokenizer::{Message, Tokenizer};
 use crate::error::{Result, wrong};
 

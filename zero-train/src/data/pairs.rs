@@ -160,7 +160,7 @@ impl SentencePairs {
     ) -> Result<()> {
         let room = self.seq - MARKS;
         let room = if draws.unit() < SHORT { 2 + draws.below(room - 1) } else { room };
-        let sentences = self.sentences(row, room, draws)?;
+        let sentences = self.sentences(row, &others, room, draws)?;
         let cut = if sentences.len() > 1 { 1 + draws.below(sentences.len() - 1) } else { 1 };
         let (first, second) = sentences.split_at(cut);
         let (first, mut second) = (first.concat(), second.concat());
@@ -169,7 +169,7 @@ impl SentencePairs {
             // Another row than this one, where there is one.
             let step = if others.len() > 1 { 1 + draws.below(others.len() - 1) } else { 0 };
             let other = others.start + (row - others.start + step) % others.len();
-            second = self.sentences(other, room.saturating_sub(first.len()).max(1), draws)?.concat();
+            second = self.sentences(other, &others, room.saturating_sub(first.len()).max(1), draws)?.concat();
         }
         let (mut first, mut second) = (&first[..], &second[..]);
         while first.len() + second.len() > room {
@@ -197,15 +197,16 @@ impl SentencePairs {
     }
 
     /// Sentences of one document that come one after the other, of at least `room` tokens if it has as many, from a random one
-    /// on that begins in the part of the stream that is this row's.
-    fn sentences(&self, row: usize, room: usize, draws: &mut Draws) -> Result<Vec<Vec<i32>>> {
+    /// on that begins in the part of the stream that is this row's; nothing outside of the rows `of` is read.
+    fn sentences(&self, row: usize, of: &Range<usize>, room: usize, draws: &mut Draws) -> Result<Vec<Vec<i32>>> {
         let (width, sep) = (self.seq - MARKS, self.special.sep);
+        let end = if of.end == self.rows { self.tokens.len() } else { of.end * width };
         // Of many blanks, a row may have no sentence.
-        for row in (row..self.rows).chain(0..row) {
+        for row in (row..of.end).chain(of.start..row) {
             let begin = row * width;
             // The token before tells whether a sentence begins.
-            let from = begin.saturating_sub(1);
-            let mut ids = vec![0; (begin + 2 * width).min(self.tokens.len()) - from];
+            let from = begin.saturating_sub(1).max(of.start * width);
+            let mut ids = vec![0; (begin + 2 * width).min(end) - from];
             self.tokens.read(from, &mut ids)?;
             let own = begin - from..begin - from + width;
             let begins = |at: &usize| ids[*at] != sep && at.checked_sub(1).is_none_or(|before| ids[before] == sep);

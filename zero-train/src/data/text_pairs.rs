@@ -110,7 +110,6 @@ impl TextPairs {
         }
         let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
         let unlabelled = rows.len() - labelled;
-        let held_out = held_out.saturating_sub(unlabelled);
         Ok(Self { rows, held_out, tokenizer, seq, pad: pad as i32, longest_target, unlabelled })
     }
 

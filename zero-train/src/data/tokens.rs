@@ -39,7 +39,8 @@ impl Tokens {
             Source::File(path) => {
                 let files = documents::files(path)?;
                 let of = |files: &[documents::DataFile]| -> Result<Self> {
-                    if files.iter().map(|file| file.bytes).sum::<u64>() > SMALL {
+                    let most = SMALL / files.len().max(1) as u64;
+                    if !files.iter().all(|file| file.is_small(most)) {
                         return Ok(Self::File(cache::open(path, files, cutting, tokenizer)?));
                     }
                     let mut all = Vec::new();

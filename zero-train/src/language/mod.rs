@@ -97,7 +97,8 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row; a folder of such files; or
+    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row, also
+    /// compressed (.gz, .zst, but for .parquet); a folder of such files, whose splits are told by their names; or
     /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
@@ -259,7 +260,7 @@ pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
         folder if folder.is_dir() => ModelConfig::from_file(&folder.join("config.json"))?,
         _ if begins(&["bert"]) => BertConfig::preset(name)?.into(),
         _ if begins(&["bart"]) => BartConfig::preset(name)?.into(),
-        _ if begins(&["llama", "mistral", "qwen"]) => LlamaConfig::preset(name)?.into(),
+        _ if begins(&["llama", "mistral", "qwen", "gemma"]) => LlamaConfig::preset(name)?.into(),
         _ => Gpt2Config::preset(name)?.into(),
     })
 }

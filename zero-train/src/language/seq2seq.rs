@@ -62,7 +62,12 @@ impl Seq2SeqTask {
         let texts: Vec<Vec<u32>> = rows.iter().map(|&row| self.texts.source(row)).collect();
         let room = self.config.max_position_embeddings - 1;
         let how = Sampling { max_new_tokens: self.texts.longest_target().min(room), ..self.config.sampling() };
-        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut |_| true, number: &|row| row };
+        let mut passes = 0;
+        let mut goes_on = |_| {
+            passes += 1;
+            passes < how.max_new_tokens
+        };
+        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row };
         let made = generate_with(model, &texts, &how, device, hooks)?;
         Ok(made.iter().map(|ids| self.texts.tokenizer().decode(ids).trim().to_string()).collect())
     }

@@ -22,7 +22,7 @@ use zero_ops::FusedBackend;
 
 use super::Options;
 use crate::data::Tokenizer;
-use crate::error::{Result, wrong};
+use crate::error::{Result, wrong, wrong_data};
 use crate::trainer::Profile;
 
 /// Options of LoRA: an adapter is trained, and the model stays as it is.
@@ -115,6 +115,15 @@ impl Start {
             let expected = "expected --weights DIR beside it: an adapter adds to weights that were trained";
             return Err(wrong(option, got, expected));
         };
+        if let Some(dir) = &given.adapter
+            && let Some(table) = zero_models::lora::whole_tables(&model, dir)?.first()
+        {
+            let problem = format!(
+                "holds {table} whole, and training would lose it: name it in modules_to_save of adapter_config.json to train it too, or \
+                 merge the adapter with its base and train a new one"
+            );
+            return Err(wrong_data(dir, problem));
+        }
         let adapted = AdaptedModel::new(model, lora, Some(base))?;
         Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize, files })
     }

@@ -92,8 +92,8 @@ pub struct Options {
     /// Hyperparameters.
     #[command(flatten)]
     pub hyper: Hyperparameters,
-    /// Hold out the last ROWS rows of the data, and evaluate on them at the end of every epoch and of training [default: 0, or
-    /// what the program says]
+    /// Hold out the last ROWS rows of the data, or the first of its validation split, and evaluate on them at the end of every
+    /// epoch and of training [default: the validation split, or none]
     #[arg(long, value_name = "ROWS")]
     pub eval: Option<usize>,
     /// Write what the trained model says of each row that is held out into this file, a JSON object a line, at the end

@@ -48,11 +48,11 @@ enum Command {
     Estimate(commands::EstimateArgs),
     /// Learn a WordPiece vocabulary from texts, for BERT
     Tokenizer(commands::TokenizerArgs),
-    /// Train a GPT-2 or a BERT on text or token files
+    /// Train a language model on text, labeled rows or token files
     Train(Box<zero_train::language::Options>),
-    /// Go on with texts by a trained GPT-2 or Llama, or make others of them by a BART
+    /// Generate text with a trained model
     Generate(Box<zero_train::generate::Options>),
-    /// Talk with a model by its chat template: messages from standard input, answers on standard output
+    /// Chat with a model: messages from standard input, answers on standard output
     Chat(Box<zero_train::generate::Options>),
     /// Start ranks as processes, on one machine or many, and again after one has died
     Launch(launch::LaunchArgs),

@@ -1,7 +1,7 @@
 //! A conversation as the text that a model was trained on: in go messages and a folder's `chat_template` (Jinja), out comes what
 //! transformers' `apply_chat_template` renders.
 //!
-//! A template is a program by strangers: it has no files, few steps ([`STEPS`]) and little depth.
+//! A template is untrusted code: it reads no files, and its steps ([`STEPS`]) and depth are limited.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -46,7 +46,9 @@ pub(super) fn template(files: &[SideFile]) -> Option<String> {
         return Some(template);
     }
     ["tokenizer_config.json", "chat_template.json"].iter().find_map(|name| {
-        let keys: Map<String, serde_json::Value> = serde_json::from_slice(bytes(name)?).ok()?;
+        let bytes = bytes(name)?;
+        let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+        let keys: Map<String, serde_json::Value> = serde_json::from_slice(bytes).ok()?;
         match keys.get("chat_template")? {
             serde_json::Value::String(template) => Some(template.clone()),
             serde_json::Value::Array(named) => {
@@ -67,8 +69,8 @@ pub(super) fn render(
     if template.len() > LARGEST {
         return Err(format!("has {} bytes: expected at most {LARGEST}", template.len()));
     }
-    let text = without_generation(template);
     let rendered = caught(|| {
+        let text = without_generation(template);
         let mut jinja = Environment::new();
         let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
         jinja.set_syntax(syntax.expect("the delimiters are the default ones"));
@@ -86,7 +88,7 @@ pub(super) fn render(
         jinja.add_function("raise_exception", refuse);
         jinja.add_function("strftime_now", |format: String| {
             let now = chrono::DateTime::<chrono::Utc>::from(std::time::SystemTime::now());
-            // Of a format that is none nothing is written.
+            // An invalid format gives an empty text.
             let mut text = String::new();
             let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{}", now.format(&format)));
             text
@@ -98,6 +100,7 @@ pub(super) fn render(
         jinja.template_from_str(&text).and_then(|template| template.render(known))
     });
     rendered?.map_err(|error| match error.detail() {
+        _ if error.kind() == ErrorKind::OutOfFuel => format!("it takes more than {STEPS} steps"),
         Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_string(),
         _ => error.to_string(),
     })
@@ -108,9 +111,9 @@ fn without_generation(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
     while let Some(begin) = rest.find("{%") {
-        let Some(length) = rest[begin..].find("%}") else { break };
+        let Some(length) = rest[begin + 2..].find("%}").map(|at| at + 2) else { break };
         let tag = &rest[begin..begin + length + 2];
-        let (before, after) = (&tag[..2 + usize::from(tag.as_bytes()[2] == b'-')], tag.ends_with("-%}"));
+        let (before, after) = (if tag.starts_with("{%-") { "{%-" } else { "{%" }, tag.ends_with("-%}"));
         let word = tag[2..tag.len() - 2].trim_matches('-').trim();
         out.push_str(&rest[..begin]);
         let after = if after { "-%}" } else { "%}" };

@@ -19,7 +19,7 @@ use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
 use tokenizers::processors::roberta::RobertaProcessing;
 use tokenizers::processors::template::TemplateProcessing;
-use tokenizers::{AddedToken, ModelWrapper, SplitDelimiterBehavior, Tokenizer};
+use tokenizers::{AddedToken, DecoderWrapper, ModelWrapper, SplitDelimiterBehavior, Tokenizer};
 use zero_core::checkpoint::SideFile;
 
 use super::super::wordpiece;
@@ -62,6 +62,17 @@ enum ByteLevelKind {
     Qwen2,
 }
 
+/// The special tokens of RoBERTa, and of XLM-RoBERTa.
+pub(super) const ROBERTA: &[(&str, &str)] = &[
+    ("bos_token", "<s>"),
+    ("eos_token", "</s>"),
+    ("sep_token", "</s>"),
+    ("cls_token", "<s>"),
+    ("unk_token", "<unk>"),
+    ("pad_token", "<pad>"),
+    ("mask_token", "<mask>"),
+];
+
 impl ByteLevelKind {
     /// By the class that `tokenizer_config.json` names, the model type in `config.json`, or the special tokens that there are.
     fn of(settings: &Map<String, Value>, config: &Value, has: impl Fn(&str) -> bool) -> Self {
@@ -81,15 +92,7 @@ impl ByteLevelKind {
             Self::Gpt2 => {
                 &[("unk_token", "<|endoftext|>"), ("bos_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>")]
             }
-            Self::Roberta => &[
-                ("bos_token", "<s>"),
-                ("eos_token", "</s>"),
-                ("sep_token", "</s>"),
-                ("cls_token", "<s>"),
-                ("unk_token", "<unk>"),
-                ("pad_token", "<pad>"),
-                ("mask_token", "<mask>"),
-            ],
+            Self::Roberta => ROBERTA,
             Self::Qwen2 => {
                 &[("unk_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")]
             }
@@ -267,7 +270,12 @@ fn tokenizer(
         }
         _ => {
             let mut tokenizer = Tokenizer::from_file(path)?;
-            if class(settings).starts_with("llama") && matches!(tokenizer.get_model(), ModelWrapper::BPE(_)) {
+            // transformers makes a LlamaTokenizer of these alone, and reads others as they are.
+            let model = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
+            let of_llama = model.get("model_type").and_then(Value::as_str).is_none_or(|name| name == "llama");
+            let is_bytes = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));
+            let is_bpe = matches!(tokenizer.get_model(), ModelWrapper::BPE(_));
+            if class(settings).starts_with("llama") && of_llama && is_bpe && !is_bytes {
                 sentence_piece::with_blanks(&mut tokenizer, settings)?;
             }
             let defaults = named_by_class(settings).iter().filter(|(_, token)| tokenizer.token_to_id(token).is_some());

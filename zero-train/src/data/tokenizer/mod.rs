@@ -36,6 +36,10 @@ const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
 /// Texts, of which one has a token in most tokenizers.
 const LETTERS: [&str; 4] = ["a", "A", "0", "."];
 
+/// What is wrong with a folder of a model that was not trained to chat.
+pub(crate) const NO_TEMPLATE: &str = "has no chat template: expected a chat_template in tokenizer_config.json, or \
+                                      chat_template.jinja, of a model that was trained to chat";
+
 /// Cuts text into ids.
 pub struct Tokenizer {
     kind: Kind,
@@ -116,8 +120,8 @@ impl Tokenizer {
                 && !(cutting.is_gpt2 && vocab_size <= PADDED)
             {
                 let problem = format!(
-                    "has no tokenizer, and its model is no GPT-2, whose tokens are known: add its tokenizer.json (transformers' \
-                     save_pretrained writes one), give one with --tokenizer FILE, {ids}"
+                    "has no tokenizer: add the model's tokenizer.json (transformers' save_pretrained writes one), give one with \
+                     --tokenizer FILE, {ids}"
                 );
                 return Err(wrong_data(folder, problem));
             }
@@ -249,16 +253,18 @@ impl Tokenizer {
         if self.sentences { &[] } else { &self.begin }
     }
 
-    /// The token that fills up rows, if it has one.
-    pub fn pad(&self) -> Option<u32> {
-        self.id(self.named.get("pad_token").map_or(SPECIAL[0], String::as_str))
+    /// The token that fills up rows. Nothing looks at it: any does where none is named.
+    pub fn pad(&self) -> u32 {
+        let named = self.named.get("pad_token").map(String::as_str).into_iter().chain([SPECIAL[0], "<pad>"]);
+        named.filter_map(|token| self.id(token)).next().unwrap_or(0)
     }
 
     /// What stands before a text or a pair of texts, between these, and behind them: as its template has it, or as BERT's.
     pub(super) fn around(&self, pair: bool) -> Option<[Vec<u32>; 3]> {
         let by_template = |text: &&str| {
             let Kind::File(tokenizer) = &self.kind else { return None };
-            let put = if pair { tokenizer.encode((*text, *text), true) } else { tokenizer.encode(*text, true) }.ok()?;
+            let put = || if pair { tokenizer.encode((*text, *text), true) } else { tokenizer.encode(*text, true) };
+            let put = caught(put).ok()?.ok()?;
             let (mut found, mut texts, mut in_text) = ([Vec::new(), Vec::new(), Vec::new()], 0, false);
             for (&id, &special) in put.get_ids().iter().zip(put.get_special_tokens_mask()) {
                 match special {
@@ -333,14 +339,15 @@ impl Tokenizer {
     /// As [`encode_chat`](Self::encode_chat).
     pub fn chat(&self, messages: &[Message]) -> Result<String, String> {
         let Some(template) = chat::template(&self.files) else {
-            return Err(
-                "the model's folder has no chat template: expected a chat_template in tokenizer_config.json, or \
-                        chat_template.jinja, of a model that was trained to chat"
-                    .into(),
-            );
+            return Err(format!("the tokenizer's folder {NO_TEMPLATE}"));
         };
         let rendered = chat::render(&template, messages, &self.named);
-        rendered.map_err(|problem| format!("the chat template of the model's folder cannot be used: {problem}"))
+        rendered.map_err(|problem| format!("the chat template of the tokenizer's folder cannot be used: {problem}"))
+    }
+
+    /// Returns true if there is a chat template.
+    pub(crate) fn has_chat_template(&self) -> bool {
+        chat::template(&self.files).is_some()
     }
 
     /// The text of tokens, without special ones. What is no text is shown as U+FFFD.
@@ -389,7 +396,7 @@ fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
 /// The special tokens that a tokenizer's template has before the text.
 fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
     for text in LETTERS {
-        let Ok(around) = tokenizer.encode(text, true) else { continue };
+        let Ok(Ok(around)) = caught(|| tokenizer.encode(text, true)) else { continue };
         let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
         if special < around.len() {
             return around.get_ids()[..special].to_vec();

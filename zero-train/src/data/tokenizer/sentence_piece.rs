@@ -20,6 +20,8 @@ use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, Tokenizer};
 
+use super::files::ROBERTA;
+
 /// The names of such files.
 pub(super) const FILES: [&str; 3] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"];
 
@@ -79,16 +81,6 @@ type Named = [(&'static str, &'static str)];
 
 const LLAMA: &Named = &[("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")];
 const T5: &Named = &[("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")];
-const XLM_ROBERTA: &Named = &[
-    ("bos_token", "<s>"),
-    ("eos_token", "</s>"),
-    ("sep_token", "</s>"),
-    ("cls_token", "<s>"),
-    ("unk_token", "<unk>"),
-    ("pad_token", "<pad>"),
-    ("mask_token", "<mask>"),
-];
-
 /// The tokenizer in a file, and its special tokens. `class` is what transformers call it, or the type of the model.
 pub(super) fn read(
     path: &Path,
@@ -107,7 +99,7 @@ pub(super) fn read(
     let (mut tokenizer, named) = match (is_unigram, class) {
         (true, class) if class.starts_with("t5") || class.starts_with("mt5") => (t5(&model)?, T5),
         (true, class) if class.starts_with("xlm-roberta") || class.starts_with("xlmroberta") => {
-            (xlm_roberta(&model)?, XLM_ROBERTA)
+            (xlm_roberta(&model)?, ROBERTA)
         }
         (false, class) if !class.starts_with("gemma") => (llama(&model, settings)?, LLAMA),
         _ => {
