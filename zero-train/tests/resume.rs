@@ -484,8 +484,8 @@ fn text_is_refused_for_a_model_with_a_tokenizer_that_cannot_be_read() {
     std::fs::create_dir(&other).unwrap();
     let config = std::fs::read_to_string(inputs.path("model/config.json")).unwrap();
     std::fs::write(other.join("config.json"), config.replace("\"vocab_size\":61", "\"vocab_size\":50257")).unwrap();
-    std::fs::write(other.join("tokenizer.model"), "").unwrap();
+    std::fs::write(other.join("tekken.json"), "").unwrap();
     let said = refused(&other);
-    assert!(said.contains("tokenizer.model: is the model's tokenizer, and of a kind that is not read"), "{said}");
+    assert!(said.contains("tekken.json: is the model's tokenizer, and of a kind that is not read"), "{said}");
     assert!(said.contains("--data FILE.safetensors with an int tensor input_ids"), "{said}");
 }

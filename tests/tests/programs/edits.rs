@@ -258,12 +258,9 @@ fn a_temperature_is_lowered_each_step() {
             model.temperature = model.temperature.map(|temperature| temperature.mul_scalar(0.999));
             took.push(begin.elapsed().as_micros());
         }
-        let median = |part: &[u128]| {
-            let mut part = part.to_vec();
-            part.sort_unstable();
-            part[part.len() / 2]
-        };
-        (median(&took[20..60]), median(&took[360..]))
+        // Of each part the shortest: other programs make some steps longer.
+        let shortest = |part: &[u128]| part.iter().copied().min().unwrap_or(0);
+        (shortest(&took[20..60]), shortest(&took[360..]))
     });
     for (early, late) in took.unwrap() {
         assert!(late < 3 * early, "a step took {early} us and then {late} us");

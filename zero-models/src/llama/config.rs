@@ -247,7 +247,7 @@ impl LlamaConfig {
             LlamaKind::Mistral => true,
             LlamaKind::Gemma3 => match &self.layer_types {
                 Some(layers) => layers.get(layer) == Some(&LayerType::SlidingAttention),
-                None => (layer + 1) % PATTERN != 0,
+                None => !(layer + 1).is_multiple_of(PATTERN),
             },
             LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
                 self.use_sliding_window
@@ -462,7 +462,9 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
         && !keys.contains_key("layer_types")
     {
         let layers = keys.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0).min(1 << 16);
-        let of = |layer: u64| if (layer + 1) % pattern.max(1) == 0 { "full_attention" } else { "sliding_attention" };
+        let of = |layer: u64| {
+            if (layer + 1).is_multiple_of(pattern.max(1)) { "full_attention" } else { "sliding_attention" }
+        };
         keys.insert("layer_types".into(), (0..layers).map(of).collect::<Vec<_>>().into());
     }
     // Since version 5, of each kind of layers.

@@ -62,17 +62,6 @@ enum ByteLevelKind {
     Qwen2,
 }
 
-/// The special tokens of RoBERTa, and of XLM-RoBERTa.
-pub(super) const ROBERTA: &[(&str, &str)] = &[
-    ("bos_token", "<s>"),
-    ("eos_token", "</s>"),
-    ("sep_token", "</s>"),
-    ("cls_token", "<s>"),
-    ("unk_token", "<unk>"),
-    ("pad_token", "<pad>"),
-    ("mask_token", "<mask>"),
-];
-
 impl ByteLevelKind {
     /// By the class that `tokenizer_config.json` names, the model type in `config.json`, or the special tokens that there are.
     fn of(settings: &Map<String, Value>, config: &Value, has: impl Fn(&str) -> bool) -> Self {
@@ -92,7 +81,7 @@ impl ByteLevelKind {
             Self::Gpt2 => {
                 &[("unk_token", "<|endoftext|>"), ("bos_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>")]
             }
-            Self::Roberta => ROBERTA,
+            Self::Roberta => sentence_piece::ROBERTA,
             Self::Qwen2 => {
                 &[("unk_token", "<|endoftext|>"), ("eos_token", "<|endoftext|>"), ("pad_token", "<|endoftext|>")]
             }

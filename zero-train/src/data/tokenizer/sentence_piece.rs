@@ -20,8 +20,6 @@ use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, Tokenizer};
 
-use super::files::ROBERTA;
-
 /// The names of such files.
 pub(super) const FILES: [&str; 3] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"];
 
@@ -80,7 +78,19 @@ const MERGES: i32 = 2;
 type Named = [(&'static str, &'static str)];
 
 const LLAMA: &Named = &[("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")];
+/// The special tokens of RoBERTa, and of XLM-RoBERTa.
+pub(super) const ROBERTA: &Named = &[
+    ("bos_token", "<s>"),
+    ("eos_token", "</s>"),
+    ("sep_token", "</s>"),
+    ("cls_token", "<s>"),
+    ("unk_token", "<unk>"),
+    ("pad_token", "<pad>"),
+    ("mask_token", "<mask>"),
+];
+
 const T5: &Named = &[("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")];
+
 /// The tokenizer in a file, and its special tokens. `class` is what transformers call it, or the type of the model.
 pub(super) fn read(
     path: &Path,
