@@ -39,8 +39,9 @@ fn help_teaches() {
       check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
       estimate     Bytes of model state per rank at every stage, and what fits into this machine
       tokenizer    Learn a WordPiece vocabulary from texts, for BERT
-      train        Train a GPT-2 or a BERT on text or token files
-      generate     Go on with texts by a trained GPT-2 or Llama, or make others of them by a BART
+      train        Train a language model on text, labeled rows or token files
+      generate     Generate text with a trained model
+      chat         Chat with a model: messages from standard input, answers on standard output
       launch       Start ranks as processes, on one machine or many, and again after one has died
       flight       Find out from flight records, the ranks' last operations, which rank is late, and
                    where
