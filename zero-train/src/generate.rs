@@ -453,7 +453,11 @@ impl<F: TextFamily> Job<'_, F> {
             all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
         };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
-        let texts = F::generate(&model, &prompts, &self.how, device, hooks)?;
+        let texts = F::generate(&model, &prompts, &self.how, device, hooks).map_err(|error| match error {
+            // The folder may be what is wrong.
+            ModelError::Prompt { .. } => wrong_data(&self.options.model, error.to_string()),
+            _ => error.into(),
+        })?;
         for (&row, text) in mine.iter().zip(texts) {
             *made[row].lock().expect("no other rank has this row") = text;
         }
