@@ -189,17 +189,16 @@ macro_rules! named {
 }
 pub(crate) use named;
 
-/// No size of a model is above this.
+/// The largest size in a configuration.
 const LARGEST_SIZE: usize = u32::MAX as usize;
 
-/// No model has more layers.
+/// The most layers of a model.
 const MOST_LAYERS: usize = 1 << 16;
 
-/// No model has more parameters: in bytes, they would take a quarter of a machine's addresses.
+/// The most parameters of a model.
 const MOST_PARAMETERS: u128 = 1 << 44;
 
-/// Whether a model of these sizes, each of which was checked, can be thought of: what reads a configuration must not count its
-/// parameters for hours, nor count more than a number holds.
+/// Checks the number of layers and parameters: a made-up configuration must not take hours to count, nor overflow.
 pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static str, config: &C) -> Result<()> {
     let blocks = |path: &str| if path.contains('*') { config.blocks(path) } else { 1 };
     let layers = C::LAYERS.iter().map(|layer| blocks(layer.path())).max().unwrap_or(0);

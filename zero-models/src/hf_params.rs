@@ -156,7 +156,7 @@ pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
     config.parameters()
 }
 
-/// Those that are in a family's table.
+/// The parameters in a family's table.
 pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
     let in_blocks = |layer: &Layer<C>| layer.path.contains('*');
     let mut found = Vec::new();

@@ -310,7 +310,7 @@ fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
     }
 }
 
-/// How tokens are chosen: by the options, or else by the folder.
+/// The sampling settings: those of the options, or else of the folder.
 fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Sampling> {
     let named = |token: &String| {
         let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";

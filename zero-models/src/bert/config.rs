@@ -168,7 +168,7 @@ const PRESETS: [(&str, [usize; 3]); 3] =
     [("bert-tiny", [2, 128, 2]), ("bert-base", [12, 768, 12]), ("bert-large", [24, 1024, 16])];
 
 impl BertKind {
-    /// What the names of transformers' classes begin with.
+    /// The prefix of transformers' class names.
     fn class(self) -> &'static str {
         match self {
             Self::Bert => "Bert",
@@ -179,7 +179,7 @@ impl BertKind {
         }
     }
 
-    /// Whether it is RoBERTa, by any name.
+    /// Returns true for RoBERTa, XLM-RoBERTa and CamemBERT.
     pub(crate) fn is_roberta(self) -> bool {
         matches!(self, Self::Roberta | Self::XlmRoberta | Self::Camembert)
     }

@@ -156,7 +156,7 @@ impl Family for BertConfig {
 }
 
 impl BertConfig {
-    /// How its parameters find their tensors.
+    /// The rules by which parameters find their tensors.
     pub(crate) fn rules(&self) -> Rules<'static> {
         match self.model_type {
             BertKind::Bert => rules::<Self>(),
@@ -173,7 +173,7 @@ macro_rules! of_config {
     };
 }
 
-/// What a family whose configuration is BERT's takes from it.
+/// The methods that a family takes from BERT's configuration.
 macro_rules! as_bert {
     () => {
         fn blocks(&self, layer: &str) -> usize {

@@ -9,7 +9,7 @@ pub(super) fn best(logits: &[f32]) -> usize {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
-/// What follows from the options for the logits of the token behind `seen`, which begins with `prompt`.
+/// Applies the logits processors of the options to the logits of the token after `seen`, which begins with `prompt`.
 pub(super) fn process(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sampling) {
     let (made, width) = (seen.len() - prompt.len() + 1, logits.len());
     penalise(logits, seen, how.repetition_penalty);
@@ -22,7 +22,7 @@ pub(super) fn process(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sa
     force(logits, [made, how.most(prompt), seen.len()], how);
 }
 
-/// Hides tokens that would repeat `n` tokens in a row, <https://arxiv.org/abs/1705.04304>, section 2.5.
+/// Excludes tokens that would repeat a sequence of `n` tokens, <https://arxiv.org/abs/1705.04304>, section 2.5.
 fn repeat_nothing(logits: &mut [f32], seen: &[u32], n: usize) {
     if n == 0 || seen.len() + 1 < n {
         return;

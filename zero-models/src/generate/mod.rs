@@ -257,7 +257,7 @@ impl Sampling {
     }
 }
 
-/// Whether a model with so many positions and tokens can go on with these prompts by `new` tokens each.
+/// Checks that a model with so many positions and tokens can continue these prompts by `new` tokens each.
 pub(crate) fn check(
     prompts: &[Vec<u32>],
     new: impl Fn(&[u32]) -> usize,

@@ -30,11 +30,11 @@ const REFUSED: [(&str, &[f64]); 17] = [
     ("watermarking_config", &[]),
 ];
 
-/// Those that are looked at only where tokens are drawn.
+/// As [`REFUSED`], where tokens are drawn.
 const REFUSED_DRAWING: [(&str, &[f64]); 5] =
     [("epsilon_cutoff", &[0.0]), ("eta_cutoff", &[0.0]), ("min_p", &[0.0]), ("top_h", &[]), ("typical_p", &[1.0])];
 
-/// What is drawn from without a `top_k`, as in transformers.
+/// The default of `top_k` in transformers where tokens are drawn.
 const TOP_K: usize = 50;
 
 /// The keys of one file.
@@ -44,8 +44,8 @@ struct Keys<'a> {
 }
 
 impl Sampling {
-    /// What the folder of a model says: the keys of `generation_config.json`, or else of `config.json`, and where those are absent
-    /// what `self` has. `eos_token_id` is taken from the first of both files that has one.
+    /// Applies the settings in a model's folder: the keys of `generation_config.json`, or without it of `config.json`. Absent keys keep
+    /// the values of `self`. `eos_token_id` is taken from the first of both files that has one.
     ///
     /// # Errors
     /// [`ModelError::Generation`] for a file that is no JSON, a value of another kind, or a key that is not implemented and would change
@@ -122,7 +122,7 @@ impl Keys<'_> {
         ModelError::Generation { path: self.path.to_path_buf(), problem }
     }
 
-    /// What `read` makes of a key's value, if there is one.
+    /// Reads a key's value, if there is one.
     fn get<T>(&self, key: &str, expected: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         match self.keys.get(key).filter(|value| !value.is_null()) {
             Some(value) => read(value).map(Some).ok_or_else(|| self.wrong(key, expected)),

@@ -18,23 +18,23 @@ pub enum LlamaKind {
     Mistral,
     /// Qwen2 and Qwen2.5: queries, keys and values have biases.
     Qwen2,
-    /// Qwen3, dense: heads of queries and of keys are normed before they are turned.
+    /// Qwen3, dense: heads of queries and keys are normalized before they are rotated.
     Qwen3,
-    /// Gemma, the first: norms multiply by what is above 1, embeddings are scaled, and the gate is a GELU.
+    /// The first Gemma: norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
     Gemma,
-    /// The text model of Gemma 3: as Gemma, with norms of heads and behind each half of a layer, and angles of their own for layers with a
-    /// window.
+    /// The text model of Gemma 3: as Gemma, with norms of heads, norms after attention and the feed-forward layer, and a RoPE base for
+    /// layers with a window.
     #[serde(rename = "gemma3_text")]
     Gemma3,
 }
 
-/// What a position of a layer sees.
+/// The positions that attention of a layer looks at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerType {
-    /// All positions before it.
+    /// All earlier positions.
     FullAttention,
-    /// Those of its window.
+    /// Positions within the sliding window.
     SlidingAttention,
 }
 
@@ -65,23 +65,23 @@ hf_config! {
         rms_norm_eps: f64 = 1e-6,
         /// The base of the angles that say where a token is.
         rope_theta: f64 = 10000.0,
-        /// The same for layers of a Gemma 3 that have a window.
+        /// RoPE base in layers of a Gemma 3 that have a window.
         rope_local_base_freq: f64 = 10000.0,
         /// Queries of a Gemma 3 are divided by the square root of this, and not of the width of a head.
         query_pre_attn_scalar: usize = 256,
-        /// How these angles are made smaller; of a Gemma 3, in layers without a window.
+        /// RoPE scaling; of a Gemma 3, in layers without a window.
         rope_scaling: Option<RopeScaling> = None,
-        /// Whether the attention of a Llama, a Qwen3 or a Gemma has biases.
+        /// True if the attention of a Llama, a Qwen3 or a Gemma has biases.
         attention_bias: bool = false,
         /// Dropout probability of attention probabilities.
         attention_dropout: f64 = 0.0,
-        /// How many tokens a position sees at most, itself among them: of a Mistral or a Gemma 3, and of a Qwen that uses it.
+        /// Size of the sliding window in tokens, the position itself included: of a Mistral or a Gemma 3, and of a Qwen that uses it.
         sliding_window: Option<usize> = None,
-        /// Whether a Qwen has the window.
+        /// True if a Qwen uses the window.
         use_sliding_window: bool = false,
-        /// The first layer of a Qwen that has the window, if `layer_types` does not say.
+        /// The first layer of a Qwen that has the window, unless `layer_types` is given.
         max_window_layers: usize = 0,
-        /// Which layers of a Qwen or a Gemma 3 have the window.
+        /// The layers of a Qwen or a Gemma 3 that have the window.
         #[serde(skip_serializing_if = "Option::is_none")]
         layer_types: Option<Vec<LayerType>> = None,
         /// Standard deviation of fresh weights.
@@ -240,7 +240,7 @@ impl LlamaConfig {
         self.num_key_value_heads.saturating_mul(self.head_width())
     }
 
-    /// How many tokens a position of a layer sees at most, itself among them.
+    /// Size of the sliding window of a layer, the position itself included.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let has_window = match self.model_type {
             LlamaKind::Llama | LlamaKind::Gemma => false,
@@ -279,17 +279,17 @@ impl LlamaConfig {
         !matches!(self.model_type, LlamaKind::Mistral | LlamaKind::Qwen2) && self.attention_bias
     }
 
-    /// Whether heads of queries and of keys are normed.
+    /// Returns true if the heads of queries and keys are normalized.
     pub fn has_head_norms(&self) -> bool {
         matches!(self.model_type, LlamaKind::Qwen3 | LlamaKind::Gemma3)
     }
 
-    /// Whether there are norms behind attention and around the feed-forward layer.
+    /// Returns true if there are norms after attention and around the feed-forward layer.
     pub fn has_four_norms(&self) -> bool {
         self.model_type == LlamaKind::Gemma3
     }
 
-    /// Whether norms multiply by one more than their factors, embeddings are scaled, and the gate is a GELU.
+    /// Returns true if norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
     pub(super) fn is_gemma(&self) -> bool {
         matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma3)
     }
@@ -318,7 +318,7 @@ impl LlamaConfig {
     }
 }
 
-/// Of so many layers of a Gemma 3 the last has no window.
+/// Every sixth layer of a Gemma 3 has no window.
 const PATTERN: usize = 6;
 
 /// A `config.json` of any of the models and of any year, with the keys of [`LlamaConfig`]: what is absent where the models'
@@ -517,13 +517,13 @@ impl LlamaConfig {
         (0..width / 2).map(|pair| scaled(pair) as f32).collect()
     }
 
-    /// What scores of attention are multiplied by.
+    /// The scale of attention scores.
     pub(super) fn attention_scale(&self) -> f64 {
         let width = if self.model_type == LlamaKind::Gemma3 { self.query_pre_attn_scalar } else { self.head_width() };
         (width as f64).sqrt().recip()
     }
 
-    /// What cosines and sines are multiplied by.
+    /// The factor of cosines and sines (`attention_factor` of YaRN).
     pub(super) fn turn_factor(&self) -> f64 {
         self.rope_scaling.map_or(1.0, |scaling| scaling.turn_factor())
     }

@@ -33,13 +33,13 @@ pub struct Llama<B: Backend> {
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     speeds: Vec<f32>,
-    /// Of layers with a window, if theirs are others.
+    /// RoPE frequencies of layers with a window, if they differ.
     #[module(skip)]
     local_speeds: Option<Vec<f32>>,
     turn_factor: f64,
-    /// What is added to the factors of norms.
+    /// Added to the weights of norms.
     norm_offset: f64,
-    /// What embeddings are multiplied by.
+    /// The scale of token embeddings.
     embedding_scale: f64,
     positions: usize,
     rms_norm_eps: f64,
@@ -60,7 +60,7 @@ pub struct LlamaLayer<B: Backend> {
     pub post_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
     /// The feed-forward layer.
     pub mlp: LlamaMlp<B>,
-    /// Whether its angles are those of layers with a window.
+    /// True if the layer takes the frequencies of layers with a window.
     is_local: bool,
     norm_offset: f64,
     rms_norm_eps: f64,

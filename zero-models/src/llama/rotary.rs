@@ -11,7 +11,7 @@ pub(super) struct Angles<B: FusedBackend> {
 }
 
 impl<B: FusedBackend> Angles<B> {
-    /// Of rows at these positions, times `factor`. `like_nd` has the type of the activations.
+    /// Cosines and sines at these positions, times `factor`. `like_nd` has the type of the activations.
     pub(super) fn new(
         speeds: &[f32],
         factor: f64,

@@ -28,13 +28,13 @@ pub enum RopeScaling {
         /// The longest text of the first training.
         original_max_position_embeddings: usize,
     },
-    /// Slow ones by a factor, fast ones not, and cosines and sines by another, <https://arxiv.org/abs/2309.00071>.
+    /// YaRN, <https://arxiv.org/abs/2309.00071>: slow angles are divided by a factor, fast ones are not, and cosines and sines have a factor.
     Yarn {
         /// What slow angles are divided by.
         factor: f64,
         /// The longest text of the first training.
         original_max_position_embeddings: usize,
-        /// What cosines and sines are multiplied by, if it does not follow from the others.
+        /// The factor of cosines and sines; computed from the others if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
         /// Angles that turn round more often than this in a text of the first training are fast; 32 if absent.
@@ -49,7 +49,7 @@ pub enum RopeScaling {
         /// As `mscale`, below the fraction bar.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mscale_all_dim: Option<f64>,
-        /// Whether slow and fast are whole numbers of pairs; yes if absent.
+        /// True if the limits of slow and fast are rounded to whole pairs; true if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         truncate: Option<bool>,
     },
@@ -89,7 +89,7 @@ impl RopeScaling {
         }
     }
 
-    /// What is fast and what is slow by YaRN; nothing, as 0, stands for the default in transformers.
+    /// `beta_fast` and `beta_slow`; absent or 0 is the default, as in transformers.
     fn betas(&self) -> [f64; 2] {
         match *self {
             Self::Yarn { beta_fast, beta_slow, .. } => [(beta_fast, 32.0), (beta_slow, 1.0)]
@@ -98,7 +98,7 @@ impl RopeScaling {
         }
     }
 
-    /// What cosines and sines are multiplied by.
+    /// The factor of cosines and sines (`attention_factor` of YaRN).
     #[cfg(feature = "burn")]
     pub(super) fn turn_factor(&self) -> f64 {
         let Self::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = *self else { return 1.0 };

@@ -30,11 +30,11 @@ pub(super) struct DataFile {
     modified: Option<SystemTime>,
     kind: DataKind,
     packing: Packing,
-    /// Whether its rows are held out.
+    /// True if its rows are held out.
     pub(super) is_held_out: bool,
 }
 
-/// How a file is compressed.
+/// The compression of a file.
 #[derive(Debug, Clone, Copy, Hash, PartialEq, Eq)]
 enum Packing {
     None,
@@ -61,7 +61,7 @@ impl DataFile {
     }
 }
 
-/// How much smaller a packed file is taken to be than what is in it.
+/// The assumed ratio of a file's size to its compressed size.
 const PACKED: u64 = 16;
 
 /// Errors of zstd are those of a damaged file.
@@ -76,7 +76,7 @@ impl<R: Read> Read for Damaged<R> {
     }
 }
 
-/// What a dataset's file is for, by its name.
+/// The split that a dataset's file belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Split {
     Train,
@@ -100,7 +100,7 @@ impl Split {
 /// Folders within a dataset's folder that are looked into.
 const DEPTH: usize = 3;
 
-/// What the names of files about a dataset begin with, in lower case.
+/// Prefixes of the names of files about a dataset, in lower case.
 const ABOUT: [&str; 7] = ["readme", "license", "licence", "citation", "changelog", "dataset_info", "dataset_dict"];
 
 /// The files of a folder, and of folders in it down to a depth, that are not hidden and not about the dataset.
@@ -295,7 +295,7 @@ type Each<'a> = &'a mut dyn FnMut(String) -> Result<()>;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Cell {
     pub(super) text: String,
-    /// Whether the file has it as a whole number.
+    /// True if the file has it as a whole number.
     pub(super) is_number: bool,
 }
 
@@ -367,7 +367,7 @@ pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<us
     Ok((trained, rows))
 }
 
-/// How many rows of a validation split of so many are held out, where `--eval` asks for some.
+/// The number of rows of a validation split that are held out, where `--eval` asks for some.
 pub(super) fn held_out(asked: Option<usize>, found: usize) -> Result<usize> {
     match asked {
         Some(rows) if rows > found => {

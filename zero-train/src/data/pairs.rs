@@ -105,7 +105,7 @@ impl SentencePairs {
         self.rows
     }
 
-    /// How many of the last rows are of a validation split.
+    /// The number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }

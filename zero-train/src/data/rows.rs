@@ -99,7 +99,7 @@ impl TokenRows {
         self.rows
     }
 
-    /// How many of the last rows are of a validation split.
+    /// The number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }

@@ -118,7 +118,7 @@ impl TextPairs {
         self.rows.len()
     }
 
-    /// How many of the last rows with a text to be made are of a validation split.
+    /// The number of last labeled rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }

@@ -38,7 +38,7 @@ pub struct BertTask {
     masking: Masking,
     /// Rows that are trained on.
     trained: usize,
-    /// Which of its heads the weights have not.
+    /// Names the heads that the weights do not have.
     notice: Option<String>,
 }
 

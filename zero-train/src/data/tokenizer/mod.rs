@@ -36,7 +36,7 @@ const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
 /// Texts, of which one has a token in most tokenizers.
 const LETTERS: [&str; 4] = ["a", "A", "0", "."];
 
-/// What is wrong with a folder of a model that was not trained to chat.
+/// The error for a folder without a chat template.
 pub(crate) const NO_TEMPLATE: &str = "has no chat template: expected a chat_template in tokenizer_config.json, or \
                                       chat_template.jinja, of a model that was trained to chat";
 
@@ -259,7 +259,7 @@ impl Tokenizer {
         named.filter_map(|token| self.id(token)).next().unwrap_or(0)
     }
 
-    /// What stands before a text or a pair of texts, between these, and behind them: as its template has it, or as BERT's.
+    /// The tokens before a text or a pair of texts, between these, and after them: those of its template, or BERT's.
     pub(super) fn around(&self, pair: bool) -> Option<[Vec<u32>; 3]> {
         let by_template = |text: &&str| {
             let Kind::File(tokenizer) = &self.kind else { return None };

@@ -23,7 +23,7 @@ use tokenizers::{AddedToken, Tokenizer};
 /// The names of such files.
 pub(super) const FILES: [&str; 3] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"];
 
-/// What stands for a blank.
+/// The character that stands for a blank.
 const BLANK: char = '▁';
 
 /// Tokens that stand for what was cut out of a text, in T5's vocabulary behind those of the file.
@@ -153,7 +153,7 @@ fn llama(model: &Model, settings: &Map<String, Value>) -> tokenizers::Result<Tok
     Ok(tokenizer)
 }
 
-/// How transformers' LlamaTokenizer treats blanks, whatever a `tokenizer.json` says.
+/// Treats blanks as transformers' LlamaTokenizer does, whatever a `tokenizer.json` says.
 pub(super) fn with_blanks(tokenizer: &mut Tokenizer, settings: &Map<String, Value>) -> tokenizers::Result<()> {
     let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
     let prefix = flag("add_prefix_space").unwrap_or(true);
