@@ -53,6 +53,12 @@ fn inputs(dir: &Path) -> Vec<Case> {
             cases.push(case(format!("{name}/{file}"), &["generate", name, "--prompt", "a b", "--threads", "1"]));
         }
     }
+    copy(&dir.join("llama_tiny"), &dir.join("chat"));
+    let template = "{% for message in messages %}{{ '<' + message['role'] ~ '>' }}{% if loop.last and not x %}{{ message.content|trim }}\
+                    {% endif %}{% endfor %}{% set ns = namespace(n=2) %}{{ range(3)|join(',') * ns.n }}{{ [1, 'a', {'b': 2}]|tojson }}";
+    std::fs::write(dir.join("chat/chat_template.jinja"), template).unwrap();
+    let args = ["generate", "chat", "--chat", "--prompt", "a b", "--threads", "1"];
+    cases.push(case("chat/chat_template.jinja", &args));
     copy(&fixtures.join("llama_tiny/lora"), &dir.join("adapter"));
     for file in ["adapter_config.json", "adapter_model.safetensors"] {
         let args = ["generate", "adapter", "--base", "llama_tiny", "--prompt", "a b", "--threads", "1"];
