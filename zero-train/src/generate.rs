@@ -249,7 +249,10 @@ fn run_on_model<F: TextFamily>(
             let messages: Vec<Message> = system_message(options).into_iter().chain([message]).collect();
             return tokenizer.encode_chat(&messages).map_err(|problem| wrong("chat", text, problem));
         }
-        let ids = tokenizer.encode(text).map_err(|problem| wrong("prompt", text, problem))?;
+        let whose = options.tokenizer.as_deref().unwrap_or(dir).display();
+        let ids = tokenizer
+            .encode(text)
+            .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is that of {whose}")))?;
         Ok::<_, TrainError>(match &config {
             // As in training.
             ModelConfig::Bart(bart) => tokenizer.begin().into_iter().chain(ids).chain([bart.eos_token_id]).collect(),
