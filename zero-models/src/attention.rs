@@ -19,7 +19,7 @@ pub(crate) const MASKED: f64 = -3.0e4;
 pub(crate) struct Masks<B: FusedBackend> {
     /// Of each key, `[b, u]`; `None` if there is no padding.
     keys_bu: Option<Tensor<B, 2>>,
-    /// Of each pair, `[r, s]`, without a window and with one: what the elementary operations add, once they are there.
+    /// Masks of pairs, `[r, s]`, without a window and with one, that elementary operations add; computed on first use.
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
 }
 

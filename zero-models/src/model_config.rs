@@ -216,7 +216,7 @@ impl ModelConfig {
         }
     }
 
-    /// How parameters find their tensors.
+    /// The rules by which parameters find their tensors.
     fn rules(&self) -> Rules<'static> {
         match self {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
@@ -227,7 +227,7 @@ impl ModelConfig {
         }
     }
 
-    /// Whether names, shapes and types of the tensors in a folder are those of this configuration, before a model is made.
+    /// Checks that the tensors in a folder have the names, shapes and types of this configuration, before a model is made.
     ///
     /// # Errors
     /// When the checkpoint cannot be read, or is of another model.

@@ -275,7 +275,7 @@ impl MappedFile {
     }
 }
 
-/// How a file begins that stands for another, <https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>.
+/// The beginning of a Git LFS pointer, <https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>.
 pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 /// Where the data of a file starts, and what its header says, checked in full: the tensors lie in the file, one after

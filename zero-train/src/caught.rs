@@ -5,11 +5,11 @@ use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::sync::Once;
 
 thread_local! {
-    /// Whether a panic of this thread is caught and told.
+    /// True while a panic of this thread is returned as an error.
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// What `run` returns, or the message of its panic, which nothing prints.
+/// Returns the result of `run`, or the message of its panic, which is not printed.
 pub(crate) fn caught<R>(run: impl FnOnce() -> R) -> Result<R, String> {
     static HOOK: Once = Once::new();
     HOOK.call_once(|| {

@@ -69,7 +69,7 @@ pub struct Options {
     /// A file with a prompt in each line
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
-    /// Answer each prompt as a message of a user, by the chat template of the model's folder
+    /// Answer each prompt as a user message, formatted by the chat template in the model's folder
     #[arg(long)]
     pub chat: bool,
     /// Put a system message before the conversation, with --chat or in zero chat
@@ -159,7 +159,7 @@ pub fn run(options: &Options) -> Result<()> {
     if options.prompt.is_empty() && options.prompts.is_none() && !options.dialogue {
         return Err(wrong(
             "prompt",
-            "",
+            "(none)",
             "expected a text to continue: --prompt TEXT, or --prompts FILE with one a line",
         ));
     }
@@ -247,7 +247,7 @@ fn run_on_model<F: TextFamily>(
         if options.chat {
             let message = Message::new("user", text);
             let messages: Vec<Message> = system_message(options).into_iter().chain([message]).collect();
-            return tokenizer.encode_chat(&messages).map_err(|problem| wrong("chat", text, problem));
+            return tokenizer.encode_chat(&messages).map_err(|problem| wrong_data(&options.model, problem));
         }
         let whose = options.tokenizer.as_deref().unwrap_or(dir).display();
         let ids = tokenizer
@@ -388,12 +388,12 @@ struct Job<'a, F> {
 }
 
 impl<F: TextFamily> Job<'_, F> {
-    /// Whether the text that is made goes on with the prompt, and is shown behind it.
+    /// Returns true if the text continues the prompt, and is shown after it.
     fn goes_on(&self) -> bool {
         !matches!(self.config, ModelConfig::Bart(_)) && !self.options.chat
     }
 
-    /// Whether tokens are printed as they come. What ends beam search tells all at once.
+    /// Returns true if tokens are printed as they are generated. Beam search prints at its end.
     fn streams(&self) -> bool {
         self.prompts.len() == 1 && self.how.beams == 1 && !self.options.json
     }
@@ -489,7 +489,7 @@ impl<F: TextFamily> Job<'_, F> {
                 Ok(prompt) => prompt,
                 Err(problem) => {
                     messages.pop();
-                    go_on(wrong("message", &line, problem))?;
+                    go_on(wrong_data(&options.model, problem))?;
                     continue;
                 }
             };

@@ -28,9 +28,11 @@ with tempfile.TemporaryDirectory() as folder:
     compared = 0
     for path in sorted((FIXTURES / "texts").iterdir()):
         name = path.name
+        if name == "bart_tiny":
+            continue  # It continues no text.
         (here / name).mkdir()
         for source in [*path.iterdir(), *(FIXTURES / name).iterdir()]:
-            if source.is_file() and source.name != "made.json":
+            if source.is_file() and source.name not in ("made.json", "settings.json"):
                 shutil.copy(source, here / name)
         zero("train", "--weights", name, "--data", "book.txt", "--seq", "16", "--steps", "8", "--lr", "1e-2", "--ranks", "2", "--save", f"{name}-saves")
         zero("export", f"{name}-saves", f"{name}-out", "--dtype", "fp32")

@@ -114,7 +114,8 @@ impl Default for Sampling {
 pub struct Hooks<'a> {
     /// A token was chosen for a prompt. Beam search tells in the end.
     pub token: &'a mut dyn FnMut(usize, u32),
-    /// Whether there is another pass, by whether these prompts need one. There are at most as many as the model has positions.
+    /// Decides whether there is another pass; the argument says whether these prompts need one. There are at most as many as the model
+    /// has positions.
     pub goes_on: &'a mut dyn FnMut(bool) -> bool,
     /// The number of a prompt among those of all ranks, which its draws follow from.
     pub number: &'a dyn Fn(usize) -> usize,

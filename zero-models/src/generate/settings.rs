@@ -1,4 +1,4 @@
-//! How a folder says that text is generated, as transformers' `generate` takes it: in go `generation_config.json`, or without it the
+//! Generation settings in a model's folder, as transformers' `generate` takes them: in go `generation_config.json`, or without it the
 //! same keys of `config.json`, out comes [`Sampling`].
 
 use std::path::Path;

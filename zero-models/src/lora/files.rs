@@ -15,7 +15,7 @@ use crate::hf_load::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
 use crate::{ModelConfig, ModelError, ModelParam, Result};
 
-/// What PEFT wrote before it wrote safetensors.
+/// The file of older versions of PEFT.
 const PICKLED: &str = "adapter_model.bin";
 
 /// Adds the adapter in the folder `dir`, with its values, to a module that `model` describes, and freezes all else. Over a

@@ -119,11 +119,9 @@ impl AdaptedModel {
 
     /// A target that PEFT adapts and this program does not: a head that is a table, or a table of positions.
     fn other_target(&self, targets: &[String]) -> Option<String> {
-        let [one] = targets else { return self.other_named(targets) };
-        if one == ALL || one.contains(REGEX) { None } else { self.other_named(targets) }
-    }
-
-    fn other_named(&self, targets: &[String]) -> Option<String> {
+        if matches!(targets, [one] if one == ALL || one.contains(REGEX)) {
+            return None;
+        }
         let adaptable: Vec<Layer> = linears(&self.base).into_iter().chain(table(&self.base)).collect();
         let tables = self.base.parameters().into_iter().filter(|param| param.shape.len() == 2).map(|param| param.name);
         // A classifier has no head for tokens.

@@ -17,13 +17,13 @@ type ScanIds<'a> = dyn FnMut(usize, &[i32]) -> Result<()> + 'a;
 pub(super) enum Tokens {
     Memory(Vec<i32>),
     File(TokenFile),
-    /// What is trained on and what is held out, with the number of ids of each that are used: those of whole rows.
+    /// Training and validation ids, with the number of ids in whole rows of each.
     Splits(Box<[Tokens; 2]>, [usize; 2]),
 }
 
 impl Tokens {
-    /// What `tokenizer` makes of the documents of a source of text, for rows of `width` ids; and how many of the last rows are of a
-    /// validation split.
+    /// Tokenizes the documents of a source of text, for rows of `width` ids. Returns the ids, and the number of last rows that belong to
+    /// a validation split.
     pub(super) fn cut(
         source: &Source<'_>,
         cutting: &Cutting<'_>,

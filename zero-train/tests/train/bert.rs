@@ -37,7 +37,7 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     serde_json::from_slice(&ran.stdout).unwrap()
 }
 
-/// Of another class in transformers: without a pooler and whether texts follow one another.
+/// Weights of another class in transformers, without a pooler and a next-sentence head.
 #[test]
 fn weights_without_a_head_start_with_a_fresh_one() {
     let dir = tempfile::tempdir().unwrap();

@@ -85,7 +85,7 @@ fn inputs(dir: &Path) -> Vec<Case> {
     cases
 }
 
-/// What is wrong with a run of a case whose file holds these bytes.
+/// Runs a case whose file holds these bytes; the error is the fault of the run.
 fn run(dir: &Path, case: &Case, bytes: &[u8], longest: Duration) -> Result<(), String> {
     std::fs::write(dir.join(&case.file), bytes).unwrap();
     let told = dir.join("told");

@@ -26,7 +26,7 @@ const LARGEST: usize = 1 << 20;
 pub struct Message {
     /// Whose it is: `system`, `user` or `assistant`.
     pub role: String,
-    /// What it says.
+    /// Its text.
     pub content: String,
 }
 
