@@ -82,6 +82,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             ("mistral", LlamaKind::Mistral),
             ("qwen2", LlamaKind::Qwen2),
             ("qwen3", LlamaKind::Qwen3),
+            ("gemma", LlamaKind::Gemma),
+            ("gemma3", LlamaKind::Gemma3),
         ] {
             let config = LlamaConfig {
                 model_type,
@@ -89,7 +91,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 hidden_size: 24,
                 intermediate_size: 40,
                 num_key_value_heads: if tied { 4 } else { 2 },
-                head_dim: (!tied).then_some(8),
+                // A Gemma's is 256 if it is not given.
+                head_dim: (!tied || name.starts_with("gemma")).then_some(8),
                 max_position_embeddings: 16,
                 rope_scaling: Some(scaling).filter(|_| tied),
                 attention_bias: tied,
