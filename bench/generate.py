@@ -3,17 +3,21 @@
 
   bench/generate.py --venv DIR --zero target/release/zero [--model gpt2] [--batches 1,8] [--new 64] [--rounds 3]
   bench/generate.py --venv DIR --zero ... --model gpt2-xl --limit-mib 2048 --swap DIR --new 6
+  bench/generate.py --venv DIR --zero ... --model qwen2.5-32b --part 0.05 --limit-mib 8192 --swap DIR --new 3 --options='--quantize int4'
 
 DIR is a virtual environment with torch and transformers, as bench/peer.sh makes. Weights are random, made once into --dir.
 Both take two threads, fp32, the same prompts of 16 tokens, greedy, with a cache of keys and values. A token's time is the
 difference between a run of few and of many tokens over the difference of tokens: starting, loading and reading the prompts are
 not in it. With --limit-mib, the process is in a memory cgroup (root), parameters are kept in --swap, and tokens must be those of
-a run without a limit; the disk's bandwidth is that of reading the weights' file around the page cache, on READERS threads.
+a run without a limit, if the model fits in this machine's memory; the disk's bandwidth is that of reading a file of 4 GiB in --swap around
+the page cache, on READERS threads, and the rate of a run is what its process read of disks for a token in a token's time. A Qwen2.5 has
+bfloat16 shards, of which --part is random and the rest holes (bench/random_llama.py); without it they take the disk whole.
 """
-import argparse, json, mmap, os, subprocess, sys, time
+import argparse, json, mmap, os, resource, shutil, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import random_llama
 from random_gpt2 import SIZES, weights
 
 READERS = 4
@@ -36,18 +40,26 @@ print((run(many) - run(few)) / (many - few))
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--venv", type=Path, required=True)
 parser.add_argument("--zero", type=Path, required=True)
-parser.add_argument("--model", choices=SIZES, default="gpt2")
+parser.add_argument("--model", choices=[*SIZES, *random_llama.SIZES], default="gpt2")
 parser.add_argument("--dir", type=Path, default=Path("target/generate"))
 parser.add_argument("--batches", default="1,8")
 parser.add_argument("--new", type=int, default=64)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--limit-mib", type=int)
 parser.add_argument("--swap", type=Path, default=Path("."))
+parser.add_argument("--part", type=float, default=1.0)
+parser.add_argument("--options", default="", help="more options of zero generate, such as '--quantize int4'")
 args = parser.parse_args()
 if not args.zero.is_file():
     sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
 folder, python = args.dir / args.model, args.venv / "bin/python"
-weights(python, folder)
+if args.model in SIZES:
+    weights(python, folder)
+else:
+    random_llama.weights(folder, args.part)
+    tokenizer = Path(__file__).parent.parent / "tests/fixtures/texts/qwen2_tiny"
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer / file, folder)
 # One token a word, in GPT-2's own vocabulary.
 words = " the of and to in is was he for it with as his on be at by had not are but from or".split()
 
@@ -63,14 +75,16 @@ def cgroup(mib):
 
 def zero(rows, new, limit=None, offload=()):
     prompts = [" ".join(words[(row + i) % len(words)] for i in range(16)) for row in range(rows)]
-    command = [args.zero, "generate", folder, "--json", "--threads", "2", "--max-new-tokens", str(new), "--stop", "<|endoftext|>", *offload]
+    command = [args.zero, "generate", folder, "--json", "--threads", "2", "--max-new-tokens", str(new), "--min-new-tokens", str(new),
+               *args.options.split(), *offload]
     for prompt in prompts:
         command += ["--prompt", prompt]
     group = limit and cgroup(limit)
     inside = (lambda: (group[0] / "cgroup.procs").write_text(str(os.getpid()))) if group else None
-    begin = time.perf_counter()
+    read = lambda: resource.getrusage(resource.RUSAGE_CHILDREN).ru_inblock * 512
+    begin, before = time.perf_counter(), read()
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=inside)
-    seconds = time.perf_counter() - begin
+    seconds, bytes_read = time.perf_counter() - begin, read() - before
     if done.returncode:
         sys.exit(f"error: {done.stderr}")
     tokens = [json.loads(line)["tokens"] for line in done.stdout.splitlines()]
@@ -79,7 +93,7 @@ def zero(rows, new, limit=None, offload=()):
     if group:
         peak = int(group[1].read_text()) >> 20
         group[0].rmdir()
-    return seconds, tokens, peak
+    return seconds, tokens, peak, bytes_read
 
 
 def median(values):
@@ -102,9 +116,14 @@ if args.limit_mib is None:
 else:
     offload = ["--offload", "disk", "--swap", str(args.swap)]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    file = next(folder.glob("*.safetensors"))
+    part, parts = 8 << 20, 512
+    file = args.swap / f"zero-bandwidth-{os.getpid()}"
+    with open(file, "wb") as out:
+        block = os.urandom(part)
+        for _ in range(parts):
+            out.write(block)
+        os.fsync(out.fileno())
     fd = os.open(file, os.O_RDONLY | os.O_DIRECT)
-    part, parts = 8 << 20, size // (8 << 20)
 
     def reader(first):
         buffer = mmap.mmap(-1, part)
@@ -113,11 +132,16 @@ else:
     begin = time.perf_counter()
     with ThreadPoolExecutor(READERS) as pool:
         bandwidth = sum(pool.map(reader, range(READERS))) / (time.perf_counter() - begin)
+    os.close(fd)
+    file.unlink()
+    fits = 2 * size < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = {}
     for prompts in (1, 16):
         short, long = zero(prompts, 1, args.limit_mib, offload), zero(prompts, args.new, args.limit_mib, offload)
         rows[prompts] = (long[0] - short[0]) / (args.new - 1)
-        if prompts == 1:
+        if prompts == 1 and fits:
             assert long[1] == zero(1, args.new)[1], "the tokens of a run without a limit"
-        print(f"{prompts} prompt(s): {rows[prompts]:.2f} s a token, {size / rows[prompts] / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, peak {long[2]} MiB of {args.limit_mib}", flush=True)
+        rate = (long[3] - short[3]) / (long[0] - short[0])
+        print(f"{prompts} prompt(s): {rows[prompts]:.2f} s a token, {rate / 1e9:.2f} GB/s, {rate / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, "
+              f"peak {long[2]} MiB of {args.limit_mib}; first token after {short[0]:.0f} s", flush=True)
     print(f"16 prompts cost {rows[16] / rows[1]:.2f} of one")

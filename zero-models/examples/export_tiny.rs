@@ -77,13 +77,22 @@ fn main() -> Result<(), Box<dyn Error>> {
             high_freq_factor: 4.0,
             original_max_position_embeddings: 8,
         };
+        let long = RopeScaling::LongRope {
+            short_factor: vec![1.0, 1.5, 2.0],
+            long_factor: vec![1.5, 2.0, 4.0],
+            original_max_position_embeddings: 8,
+            factor: None,
+            attention_factor: None,
+        };
         for (name, model_type) in [
             ("llama", LlamaKind::Llama),
             ("mistral", LlamaKind::Mistral),
             ("qwen2", LlamaKind::Qwen2),
             ("qwen3", LlamaKind::Qwen3),
             ("gemma", LlamaKind::Gemma),
+            ("gemma2", LlamaKind::Gemma2),
             ("gemma3", LlamaKind::Gemma3),
+            ("phi3", LlamaKind::Phi3),
         ] {
             let config = LlamaConfig {
                 model_type,
@@ -92,9 +101,11 @@ fn main() -> Result<(), Box<dyn Error>> {
                 intermediate_size: 40,
                 num_key_value_heads: if tied { 4 } else { 2 },
                 // A Gemma's is 256 if it is not given.
-                head_dim: (!tied || name.starts_with("gemma")).then_some(8),
+                head_dim: (!tied && name != "phi3" || name.starts_with("gemma")).then_some(8),
                 max_position_embeddings: 16,
-                rope_scaling: Some(scaling).filter(|_| tied),
+                rope_scaling: Some(if name == "phi3" { long.clone() } else { scaling.clone() }).filter(|_| tied),
+                attn_logit_softcapping: (name == "gemma2").then_some(3.0),
+                final_logit_softcapping: (name == "gemma2").then_some(2.0),
                 attention_bias: tied,
                 sliding_window: (model_type != LlamaKind::Llama).then_some(5),
                 use_sliding_window: tied,

@@ -21,24 +21,38 @@ pub(crate) struct Masks<B: FusedBackend> {
     keys_bu: Option<Tensor<B, 2>>,
     /// Masks of pairs, `[r, s]`, without a window and with one, that elementary operations add; computed on first use.
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
+    /// The soft cap of scores.
+    cap: Option<f64>,
 }
 
 impl<B: FusedBackend> Masks<B> {
     /// Hides nothing but what the options of attention hide.
     pub(crate) fn none() -> Self {
-        Self { keys_bu: None, pairs_rs: Default::default() }
+        Self::of_keys(None)
+    }
+
+    /// Adds `keys_bu` to the scores of keys.
+    pub(crate) fn of_keys(keys_bu: Option<Tensor<B, 2>>) -> Self {
+        Self { keys_bu, pairs_rs: Default::default(), cap: None }
+    }
+
+    /// The same with scores `x` that become `cap * tanh(x / cap)` before they are masked. No kernel does that: all scores are in memory.
+    pub(crate) fn capped(self, cap: Option<f64>) -> Self {
+        Self { cap, ..self }
     }
 
     /// Hides the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the activations.
     pub(crate) fn padding(attention_mask_bu: Option<Tensor<B, 2, Int>>, like_nd: &Tensor<B, 2>) -> Self {
-        let keys_bu = attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd));
-        Self { keys_bu, pairs_rs: Default::default() }
+        Self::of_keys(attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd)))
     }
 
     /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
     fn pairs_rs(&self, options: AttentionOptions, [t, u]: [usize; 2], like_nd: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
         let made = self.pairs_rs[usize::from(options.window.is_some())].get_or_init(|| {
             let device = like_nd.device();
+            let (b, h) = (options.batch, options.heads);
+            let keys = self.keys_bu.clone();
+            let keys_rs = keys.map(|keys_bu| keys_bu.reshape([b, 1, 1, u]).expand([b, h, t, u]).reshape([b * h, t * u]));
             if options.causal {
                 let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
                 let mut mask_tt = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED);
@@ -46,11 +60,13 @@ impl<B: FusedBackend> Masks<B> {
                     let past_tt = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device);
                     mask_tt = mask_tt.mask_fill(past_tt, MASKED);
                 }
-                return Some(in_type_of(mask_tt.reshape([1, t * t]), like_nd));
+                let causal_1s = in_type_of(mask_tt.reshape([1, t * t]), like_nd);
+                return Some(match keys_rs {
+                    Some(keys_rs) => keys_rs + causal_1s,
+                    None => causal_1s,
+                });
             }
-            let keys_bu = self.keys_bu.clone()?;
-            let (b, h) = (options.batch, options.heads);
-            Some(keys_bu.reshape([b, 1, 1, u]).expand([b, h, t, u]).reshape([b * h, t * u]))
+            keys_rs
         });
         made.clone()
     }
@@ -59,6 +75,11 @@ impl<B: FusedBackend> Masks<B> {
 /// What is added to the scores of keys so that those are hidden where the mask is 0.
 pub(crate) fn hidden<B: FusedBackend>(mask_bu: Tensor<B, 2, Int>, like_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
     in_type_of((mask_bu.float() - 1.0) * -MASKED, like_nd)
+}
+
+/// `cap * tanh(x / cap)`, which is nearly `x` where that is small, and never more than `cap`.
+pub(crate) fn soft_capped<B: FusedBackend, const D: usize>(x: Tensor<B, D>, cap: f64) -> Tensor<B, D> {
+    (x / cap).tanh() * cap
 }
 
 /// A mask in the type of the activations that it will meet.
@@ -84,8 +105,8 @@ pub(crate) fn attend<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
     match is_active(dropout, &q_nd) {
-        true if !(is_square && B::draws_dropout(&q_nd.device())) => {
-            attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
+        is_active if masks.cap.is_some() || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
+            attend_elementary([q_nd, k_mc, v_mc], masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &q_nd) } else { options };
@@ -110,7 +131,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     match is_active(dropout, &qkv_nw) {
         true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
             let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
-            attend_with_dropout(parts, masks, options, dropout)
+            attend_elementary(parts, masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &qkv_nw) } else { options };
@@ -119,7 +140,8 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     }
 }
 
-fn attend_with_dropout<B: FusedBackend>(
+/// Attention of elementary operations.
+fn attend_elementary<B: FusedBackend>(
     [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
     options: AttentionOptions,
@@ -139,6 +161,9 @@ fn attend_with_dropout<B: FusedBackend>(
     // The reshape leaves a tensor of its own, which is scaled in place.
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
+    if let Some(cap) = masks.cap {
+        scores_bhtu = soft_capped(scores_bhtu, cap);
+    }
     if let Some(mask_rs) = mask_rs {
         let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs;
         scores_bhtu = scores_rs.reshape([b, h, t, u]);

@@ -13,13 +13,15 @@ use burn::tensor::{FloatDType, Int, Tensor, s};
 use zero_ops::{FusedBackend, linear_cross_entropy};
 
 #[cfg(feature = "burn")]
+use crate::attention::soft_capped;
+#[cfg(feature = "burn")]
 use crate::layers::Ids;
 
 /// The label of a position that does not count.
 pub const IGNORED_LABEL: i32 = -100;
 
 /// The mean cross-entropy in nats of predicting each label of a row from the tokens before it; labels are shifted here. `model`
-/// gives the rows `[n, d]` that the head reads, and the head's weight `[v, d]`.
+/// gives the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. With a soft cap, all logits are in memory at once.
 ///
 /// # Panics
 /// If rows have fewer than 2 tokens, or labels another shape.
@@ -27,6 +29,7 @@ pub const IGNORED_LABEL: i32 = -100;
 pub(crate) fn next_token_loss<B: FusedBackend>(
     input_ids_bt: Ids<B>,
     labels_bt: Ids<B>,
+    logit_cap: Option<f64>,
     model: impl FnOnce(Ids<B>) -> (Tensor<B, 2>, Tensor<B, 2>),
 ) -> Tensor<B, 1> {
     let [b, t] = input_ids_bt.dims();
@@ -36,13 +39,20 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
     let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
     let (hidden_nd, weight_vd) = model(input_ids_bt);
-    linear_cross_entropy(hidden_nd, weight_vd, next_n, Some(IGNORED_LABEL.into()))
+    match logit_cap {
+        None => linear_cross_entropy(hidden_nd, weight_vd, next_n, Some(IGNORED_LABEL.into())),
+        Some(cap) => {
+            let logits_nv = zero_ops::linear(hidden_nd, weight_vd.transpose(), None, None);
+            cross_entropy_with_ignored(soft_capped(logits_nv, cap), next_n)
+        }
+    }
 }
 
-/// What a model offers that predicts the next token, of its `hidden_rows`, its `lm_head` and the table of its tokens.
+/// What a model offers that predicts the next token, of its `hidden_rows`, its `lm_head`, the table of its tokens, and the soft cap of its
+/// logits if it has one.
 #[cfg(feature = "burn")]
 macro_rules! next_token_model {
-    ($model:ident, $table:ident) => {
+    ($model:ident, $table:ident $(, $cap:ident)?) => {
         impl<B: FusedBackend> $model<B> {
             /// Logits of the token that comes next, at every position.
             ///
@@ -54,7 +64,7 @@ macro_rules! next_token_model {
             /// If `t` is more than the model has positions.
             pub fn forward(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
                 let sizes = input_ids_bt.dims();
-                $crate::layers::by_sequence(self.head(self.hidden_rows(input_ids_bt)), sizes)
+                $crate::layers::by_sequence(self.logits(self.hidden_rows(input_ids_bt)), sizes)
             }
 
             /// What the head reads: the last norm's output.
@@ -95,7 +105,7 @@ macro_rules! next_token_model {
             /// If `t` is below 2 or more than the model has positions, or if the shapes differ.
             pub fn loss_with_labels(&self, input_ids_bt: $crate::Ids<B>, labels_bt: $crate::Ids<B>) -> Tensor<B, 1> {
                 let model = |ids_bt| (self.hidden_rows(ids_bt), self.head_weight());
-                $crate::loss::next_token_loss(input_ids_bt, labels_bt, model)
+                $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), model)
             }
 
             /// The weight of the head, `[v, d]`: the token embedding, or its own.
@@ -104,8 +114,16 @@ macro_rules! next_token_model {
             }
 
             /// `[n, d]` to `[n, v]`.
-            fn head(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-                zero_ops::linear(hidden_nd, self.head_weight().transpose(), None, None)
+            fn logits(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+                let logits_nv = zero_ops::linear(hidden_nd, self.head_weight().transpose(), None, None);
+                match self.cap() {
+                    Some(cap) => $crate::attention::soft_capped(logits_nv, cap),
+                    None => logits_nv,
+                }
+            }
+
+            fn cap(&self) -> Option<f64> {
+                None$(.or(self.$cap))?
             }
         }
     };

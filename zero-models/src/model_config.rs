@@ -80,7 +80,7 @@ impl ModelConfig {
             "bert" | "roberta" | "xlm-roberta" | "camembert" | "distilbert" => {
                 BertConfig::from_json(text).map(Self::Bert)
             }
-            "llama" | "mistral" | "qwen2" | "qwen3" | "gemma" | "gemma3_text" => {
+            "llama" | "mistral" | "qwen2" | "qwen3" | "gemma" | "gemma2" | "gemma3_text" | "phi3" => {
                 LlamaConfig::from_json(text).map(Self::Llama)
             }
             _ => Gpt2Config::from_json(text).map(Self::Gpt2),
@@ -166,6 +166,8 @@ impl ModelConfig {
             Self::Gpt2(_) => Ok(&["c_attn"]),
             Self::Bert(config) if config.model_type == BertKind::DistilBert => Ok(&["q_lin", "v_lin"]),
             Self::Bert(_) => Ok(&["query", "value"]),
+            // PEFT knows none.
+            Self::Llama(config) if config.is_fused() => Ok(&["qkv_proj"]),
             Self::Llama(_) | Self::Bart(_) => Ok(&["q_proj", "v_proj"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
             Self::Module(_) => {
@@ -277,7 +279,7 @@ impl ModelConfig {
 }
 
 /// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
-const FAMILIES: [(&str, &str, &[&str]); 13] = [
+const FAMILIES: [(&str, &str, &[&str]); 15] = [
     ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
     ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
     ("bert", "Bert", &["type_vocab_size"]),
@@ -288,7 +290,9 @@ const FAMILIES: [(&str, &str, &[&str]); 13] = [
     ("qwen2", "Qwen2", &[]),
     ("qwen3", "Qwen3", &[]),
     ("gemma", "Gemma", &[]),
+    ("gemma2", "Gemma2", &[]),
     ("gemma3_text", "Gemma3", &[]),
+    ("phi3", "Phi3", &[]),
     ("mistral", "Mistral", &[]),
     ("llama", "Llama", &["rms_norm_eps"]),
 ];

@@ -166,7 +166,7 @@ fn gpt2_trains_as_in_pytorch() {
 
 #[test]
 fn llama_mistral_and_qwen_train_as_in_pytorch() {
-    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma3_tiny"] {
+    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma2_tiny", "gemma3_tiny", "phi3_tiny"] {
         next_token_steps::<LlamaConfig>(name, name);
     }
 }

@@ -5,11 +5,12 @@
 
 use std::ops::Range;
 
+use burn::nn::Dropout;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, activation, s};
 use zero_ops::{AttentionOptions, FusedBackend};
 
-use crate::attention::{MASKED, hidden};
+use crate::attention::{MASKED, Masks, attend, hidden, soft_capped};
 
 /// What a model keeps of the tokens it has read, so that each is read once. Rows begin with padding where others are longer.
 #[derive(Debug, Clone)]
@@ -28,6 +29,10 @@ pub struct KvCache<B: Backend> {
     padding: Vec<usize>,
     /// Positions that the model has.
     positions: usize,
+    /// The soft cap of scores.
+    cap: Option<f64>,
+    /// The tokens that were read, `[b, length]`, if they may have to be read again.
+    tokens: Option<Tensor<B, 2, Int>>,
 }
 
 /// Positions that there is room for at first, if so many are expected.
@@ -91,6 +96,8 @@ impl<B: FusedBackend> KvCache<B> {
             dtype,
             padding,
             positions: usize::MAX,
+            cap: None,
+            tokens: None,
         }
     }
 
@@ -98,6 +105,34 @@ impl<B: FusedBackend> KvCache<B> {
     /// is taken to stand at the last position.
     pub(super) fn within(self, positions: usize) -> Self {
         Self { positions, ..self }
+    }
+
+    /// Caps scores `x` of own positions at `cap`, as `cap * tanh(x / cap)`.
+    pub(crate) fn cap_scores(&mut self, cap: Option<f64>) {
+        self.cap = cap;
+    }
+
+    /// Positions that each row's own text has with `t` more.
+    pub(crate) fn reached(&self, t: usize) -> impl Iterator<Item = usize> {
+        let end = self.length + t;
+        self.padding.iter().map(move |padding| end.saturating_sub(*padding))
+    }
+
+    /// The tokens `[b, t]` to read now. Where these make a text longer than `longest`, they come with all before them, and what those gave is
+    /// forgotten: a model that rotates longer texts by other angles reads them again.
+    pub(crate) fn with_earlier(&mut self, ids_bt: Tensor<B, 2, Int>, longest: usize) -> Tensor<B, 2, Int> {
+        let [_, t] = ids_bt.dims();
+        let all = match self.tokens.take() {
+            Some(earlier) => Tensor::cat(vec![earlier, ids_bt.clone()], 1),
+            None => ids_bt.clone(),
+        };
+        self.tokens = Some(all.clone());
+        if !self.reached(t).any(|n| n > longest && n.saturating_sub(t) <= longest) {
+            return ids_bt;
+        }
+        self.layers.clear();
+        self.length = 0;
+        all
     }
 
     /// Positions that are kept.
@@ -158,7 +193,8 @@ impl<B: FusedBackend> KvCache<B> {
             let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
             kept.put(new, keys.start, 0);
             self.layers.push(kept);
-            return zero_ops::attention(q_nd, k_nd, v_nd, hidden_bt, options);
+            let masks = Masks::of_keys(hidden_bt).capped(self.cap);
+            return attend([q_nd, k_nd, v_nd], &masks, options, &Dropout { prob: 0.0 });
         }
         assert_eq!(n, b, "after the first, positions are read one by one");
         let kept = &mut self.layers[layer];
@@ -169,7 +205,7 @@ impl<B: FusedBackend> KvCache<B> {
         }
         kept.put(new, end - 1, keys.len() - 1);
         let kept = kept.of(keys.start, end, q_nd.dtype().into());
-        look(q_nd, kept, hidden_bt, options)
+        look(q_nd, kept, hidden_bt, self.cap, options)
     }
 
     /// Hides where `mask_bu` is 0 in the texts that rows look at besides their own. `like` has the type of the activations.
@@ -191,7 +227,7 @@ impl<B: FusedBackend> KvCache<B> {
     ) -> Tensor<B, 2> {
         let hidden_bu = self.hidden_across.clone();
         if self.length > 0 {
-            return look(q_nd, self.across[layer].clone(), hidden_bu, options);
+            return look(q_nd, self.across[layer].clone(), hidden_bu, None, options);
         }
         let [_, d] = q_nd.dims();
         let [k_mc, v_mc] = of_text();
@@ -214,7 +250,8 @@ impl<B: FusedBackend> KvCache<B> {
         for kept in self.layers.iter_mut().map(|kept| &mut kept.parts).chain(&mut self.across).flatten() {
             *kept = kept.clone().select(0, of.clone());
         }
-        self.hidden_across = self.hidden_across.take().map(|hidden_bu| hidden_bu.select(0, of));
+        self.hidden_across = self.hidden_across.take().map(|hidden_bu| hidden_bu.select(0, of.clone()));
+        self.tokens = self.tokens.take().map(|tokens| tokens.select(0, of));
         self.padding = rows.iter().map(|&row| self.padding[row]).collect();
     }
 }
@@ -230,12 +267,16 @@ fn look<B: FusedBackend>(
     q_bd: Tensor<B, 2>,
     [keys_bkte, values_bkte]: [Tensor<B, 4>; 2],
     hidden_bt: Option<Tensor<B, 2>>,
+    cap: Option<f64>,
     options: AttentionOptions,
 ) -> Tensor<B, 2> {
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
     // Heads of queries that share one of keys are its rows.
     let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
     let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
+    if let Some(cap) = cap {
+        scores_bkgt = soft_capped(scores_bkgt, cap);
+    }
     if let Some(hidden_bt) = hidden_bt {
         scores_bkgt = scores_bkgt + hidden_bt.reshape([b, 1, 1, t]);
     }

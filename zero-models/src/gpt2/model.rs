@@ -203,6 +203,6 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
                 cache.attend(layer, parts, attn.options(b))
             });
         }
-        self.head(normed(&self.ln_f, self.layer_norm_epsilon, cache.end(x_nd, b)))
+        self.logits(normed(&self.ln_f, self.layer_norm_epsilon, cache.end(x_nd, b)))
     }
 }

@@ -26,6 +26,11 @@ pub enum LlamaKind {
     /// layers with a window.
     #[serde(rename = "gemma3_text")]
     Gemma3,
+    /// Gemma 2: as Gemma, with norms after attention and the feed-forward layer, soft caps of scores and logits, and a window in every
+    /// other layer.
+    Gemma2,
+    /// Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: queries, keys and values are one linear layer, and so are the gate and what it multiplies.
+    Phi3,
 }
 
 /// The positions that attention of a layer looks at.
@@ -39,7 +44,7 @@ pub enum LayerType {
 }
 
 hf_config! {
-    /// The configuration of a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma or the text model of a Gemma 3.
+    /// The configuration of a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma, a Gemma 2, the text model of a Gemma 3, or a Phi-3.
     pub struct LlamaConfig of "Llama" {
         /// Which of them it is.
         model_type: LlamaKind = LlamaKind::Llama,
@@ -67,21 +72,29 @@ hf_config! {
         rope_theta: f64 = 10000.0,
         /// RoPE base in layers of a Gemma 3 that have a window.
         rope_local_base_freq: f64 = 10000.0,
-        /// Queries of a Gemma 3 are divided by the square root of this, and not of the width of a head.
+        /// Queries of a Gemma 2 or 3 are divided by the square root of this, and not of the width of a head.
         query_pre_attn_scalar: usize = 256,
+        /// Attention scores `x` of a Gemma 2 or 3 become `cap * tanh(x / cap)`.
+        attn_logit_softcapping: Option<f64> = None,
+        /// Logits `x` of a Gemma 2 or 3 become `cap * tanh(x / cap)`.
+        final_logit_softcapping: Option<f64> = None,
         /// RoPE scaling; of a Gemma 3, in layers without a window.
         rope_scaling: Option<RopeScaling> = None,
+        /// The part of a head of a Phi-3 that RoPE rotates.
+        partial_rotary_factor: f64 = 1.0,
         /// True if the attention of a Llama, a Qwen3 or a Gemma has biases.
         attention_bias: bool = false,
         /// Dropout probability of attention probabilities.
         attention_dropout: f64 = 0.0,
-        /// Size of the sliding window in tokens, the position itself included: of a Mistral or a Gemma 3, and of a Qwen that uses it.
+        /// Dropout probability of what attention and the feed-forward layer of a Phi-3 add.
+        resid_pdrop: f64 = 0.0,
+        /// Size of the sliding window in tokens, the position itself included: of a Mistral, a Gemma 2 or 3, a Phi-3, and of a Qwen that uses it.
         sliding_window: Option<usize> = None,
         /// True if a Qwen uses the window.
         use_sliding_window: bool = false,
         /// The first layer of a Qwen that has the window, unless `layer_types` is given.
         max_window_layers: usize = 0,
-        /// The layers of a Qwen or a Gemma 3 that have the window.
+        /// The layers of a Qwen or a Gemma 2 or 3 that have the window.
         #[serde(skip_serializing_if = "Option::is_none")]
         layer_types: Option<Vec<LayerType>> = None,
         /// Standard deviation of fresh weights.
@@ -100,7 +113,7 @@ hf_config! {
 type Sizes = [usize; 7];
 
 /// Names, kinds, sizes, base of angles.
-const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 23] = [
+const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 29] = [
     ("llama-tiny", (LlamaKind::Llama, [50257, 64, 176, 2, 4, 2, 128], 1e4)),
     ("qwen2.5-0.5b", (LlamaKind::Qwen2, [151_936, 896, 4864, 24, 14, 2, 32768], 1e6)),
     ("qwen3-0.6b", (LlamaKind::Qwen3, [151_936, 1024, 3072, 28, 16, 8, 40960], 1e6)),
@@ -109,7 +122,10 @@ const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 23] = [
     ("qwen2.5-1.5b", (LlamaKind::Qwen2, [151_936, 1536, 8960, 28, 12, 2, 131_072], 1e6)),
     ("qwen3-1.7b", (LlamaKind::Qwen3, [151_936, 2048, 6144, 28, 16, 8, 40960], 1e6)),
     ("gemma-2b", (LlamaKind::Gemma, [256_000, 2048, 16384, 18, 8, 1, 8192], 1e4)),
+    ("gemma2-2b", (LlamaKind::Gemma2, [256_000, 2304, 9216, 26, 8, 4, 8192], 1e4)),
     ("llama-3.2-3b", (LlamaKind::Llama, [128_256, 3072, 8192, 28, 24, 8, 131_072], 5e5)),
+    ("phi-3-mini", (LlamaKind::Phi3, [32064, 3072, 8192, 32, 32, 32, 4096], 1e4)),
+    ("phi-4-mini", (LlamaKind::Phi3, [200_064, 3072, 8192, 32, 24, 8, 4096], 1e4)),
     ("qwen3-4b", (LlamaKind::Qwen3, [151_936, 2560, 9728, 36, 32, 8, 40960], 1e6)),
     ("llama-2-7b", (LlamaKind::Llama, [32000, 4096, 11008, 32, 32, 32, 4096], 1e4)),
     ("mistral-7b", (LlamaKind::Mistral, [32000, 4096, 14336, 32, 32, 8, 32768], 1e4)),
@@ -117,9 +133,12 @@ const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 23] = [
     ("llama-3-8b", (LlamaKind::Llama, [128_256, 4096, 14336, 32, 32, 8, 8192], 5e5)),
     ("qwen3-8b", (LlamaKind::Qwen3, [151_936, 4096, 12288, 36, 32, 8, 40960], 1e6)),
     ("gemma-7b", (LlamaKind::Gemma, [256_000, 3072, 24576, 28, 16, 16, 8192], 1e4)),
+    ("gemma2-9b", (LlamaKind::Gemma2, [256_000, 3584, 14336, 42, 16, 8, 8192], 1e4)),
     ("llama-2-13b", (LlamaKind::Llama, [32000, 5120, 13824, 40, 40, 40, 4096], 1e4)),
+    ("phi-4", (LlamaKind::Phi3, [100_352, 5120, 17920, 40, 40, 10, 16384], 25e4)),
     ("qwen3-14b", (LlamaKind::Qwen3, [151_936, 5120, 17408, 40, 40, 8, 40960], 1e6)),
     ("qwen2.5-14b", (LlamaKind::Qwen2, [152_064, 5120, 13824, 48, 40, 8, 131_072], 1e6)),
+    ("gemma2-27b", (LlamaKind::Gemma2, [256_000, 4608, 36864, 46, 32, 16, 8192], 1e4)),
     ("qwen3-32b", (LlamaKind::Qwen3, [151_936, 5120, 25600, 64, 64, 8, 40960], 1e6)),
     ("qwen2.5-32b", (LlamaKind::Qwen2, [152_064, 5120, 27648, 64, 40, 8, 131_072], 1e6)),
     ("llama-2-70b", (LlamaKind::Llama, [32000, 8192, 28672, 80, 64, 8, 4096], 1e4)),
@@ -158,7 +177,7 @@ impl LlamaConfig {
             max_position_embeddings: positions,
             // As published, also where the larger ones of a family differ.
             rms_norm_eps: match model_type {
-                LlamaKind::Llama | LlamaKind::Mistral => 1e-5,
+                LlamaKind::Llama | LlamaKind::Mistral | LlamaKind::Phi3 => 1e-5,
                 _ if matches!(name, "qwen2.5-14b" | "qwen2.5-32b") => 1e-5,
                 _ => 1e-6,
             },
@@ -170,16 +189,23 @@ impl LlamaConfig {
                 original_max_position_embeddings: 8192,
             }),
             sliding_window: match model_type {
-                LlamaKind::Mistral => Some(4096),
+                LlamaKind::Mistral | LlamaKind::Gemma2 => Some(4096),
                 LlamaKind::Gemma3 => Some(512),
+                LlamaKind::Phi3 if name == "phi-3-mini" => Some(2047),
                 _ => None,
             },
+            attn_logit_softcapping: (model_type == LlamaKind::Gemma2).then_some(50.0),
+            final_logit_softcapping: (model_type == LlamaKind::Gemma2).then_some(30.0),
+            partial_rotary_factor: if name == "phi-4-mini" { 0.75 } else { 1.0 },
+            // Of the largest Gemma 2, the width of a head by hidden_size / num_attention_heads.
+            head_dim: (name == "gemma2-27b").then_some(128),
+            query_pre_attn_scalar: if name == "gemma2-27b" { 144 } else { 256 },
             // As published: the smaller ones of the newer families.
             tie_word_embeddings: long
-                || matches!(model_type, LlamaKind::Gemma | LlamaKind::Gemma3)
+                || matches!(model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
                 || matches!(
                     name,
-                    "llama-tiny" | "qwen2.5-0.5b" | "qwen2.5-1.5b" | "qwen3-0.6b" | "qwen3-1.7b" | "qwen3-4b"
+                    "llama-tiny" | "phi-4-mini" | "qwen2.5-0.5b" | "qwen2.5-1.5b" | "qwen3-0.6b" | "qwen3-1.7b" | "qwen3-4b"
                 ),
             ..Self::published()
         })
@@ -196,14 +222,18 @@ impl LlamaConfig {
         let above_0: Vec<_> = named!(self: rms_norm_eps, initializer_range, rope_theta, rope_local_base_freq)
             .into_iter()
             .chain(self.rope_scaling.iter().flat_map(RopeScaling::numbers))
+            .chain([
+                ("attn_logit_softcapping", self.attn_logit_softcapping.unwrap_or(1.0)),
+                ("final_logit_softcapping", self.final_logit_softcapping.unwrap_or(1.0)),
+                ("partial_rotary_factor", self.partial_rotary_factor),
+            ])
             .collect();
         let window = ("sliding_window", self.sliding_window.unwrap_or(1));
         let scalar = ("query_pre_attn_scalar", self.query_pre_attn_scalar);
         let sizes = [vocabulary, width, inner, layers, heads, positions, kv_heads, window, scalar];
-        check_values(Self::FAMILY, &sizes, [kv_heads, heads], &named!(self: attention_dropout), &above_0)?;
-        if self.head_dim.is_none()
-            && !matches!(self.model_type, LlamaKind::Qwen3 | LlamaKind::Gemma | LlamaKind::Gemma3)
-        {
+        let dropouts = named!(self: attention_dropout, resid_pdrop);
+        check_values(Self::FAMILY, &sizes, [kv_heads, heads], &dropouts, &above_0)?;
+        if self.head_dim.is_none() && !self.is_gemma() && self.model_type != LlamaKind::Qwen3 {
             check_values(Self::FAMILY, &[], [heads, width], &[], &[])?;
         }
         let wrong = |field, got: usize, expected: String| {
@@ -212,6 +242,18 @@ impl LlamaConfig {
         let head_width = self.head_width();
         if head_width == 0 || !head_width.is_multiple_of(2) {
             return wrong("head_dim", head_width, "an even width, as positions turn pairs".into());
+        }
+        let (factor, rotated) = (self.partial_rotary_factor, self.rotary_width());
+        if factor > 1.0 || rotated == 0 || !rotated.is_multiple_of(2) {
+            let expected = format!("at most 1, and an even part of the {head_width} elements of a head");
+            let field = "partial_rotary_factor";
+            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: factor.to_string(), expected });
+        }
+        if let Some(RopeScaling::LongRope { short_factor, long_factor, .. }) = &self.rope_scaling
+            && let Some(factors) = [short_factor, long_factor].into_iter().find(|list| list.len() != rotated / 2)
+        {
+            let expected = format!("{} numbers, one for each pair that is rotated", rotated / 2);
+            return wrong("rope_scaling.short_factor and long_factor", factors.len(), expected);
         }
         if let Some(layers) = self.layer_types.as_ref().filter(|layers| layers.len() != self.num_hidden_layers) {
             let expected = format!("a list of num_hidden_layers = {} types", self.num_hidden_layers);
@@ -224,9 +266,14 @@ impl LlamaConfig {
     pub fn head_width(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
             LlamaKind::Qwen3 => 128,
-            LlamaKind::Gemma | LlamaKind::Gemma3 => 256,
+            LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3 => 256,
             _ => self.hidden_size / self.num_attention_heads,
         })
+    }
+
+    /// Elements of a head that RoPE rotates.
+    pub fn rotary_width(&self) -> usize {
+        (self.head_width() as f64 * self.partial_rotary_factor) as usize
     }
 
     /// Width of all heads of the queries.
@@ -244,9 +291,10 @@ impl LlamaConfig {
     pub fn window(&self, layer: usize) -> Option<usize> {
         let has_window = match self.model_type {
             LlamaKind::Llama | LlamaKind::Gemma => false,
-            LlamaKind::Mistral => true,
-            LlamaKind::Gemma3 => match &self.layer_types {
+            LlamaKind::Mistral | LlamaKind::Phi3 => true,
+            LlamaKind::Gemma2 | LlamaKind::Gemma3 => match &self.layer_types {
                 Some(layers) => layers.get(layer) == Some(&LayerType::SlidingAttention),
+                None if self.model_type == LlamaKind::Gemma2 => layer.is_multiple_of(2),
                 None => !(layer + 1).is_multiple_of(PATTERN),
             },
             LlamaKind::Qwen2 | LlamaKind::Qwen3 => {
@@ -264,6 +312,7 @@ impl LlamaConfig {
     pub fn positions(&self) -> usize {
         let scaled = self
             .rope_scaling
+            .as_ref()
             .filter(|_| self.model_type != LlamaKind::Gemma3)
             .and_then(|scaling| scaling.positions(self.max_position_embeddings));
         scaled.unwrap_or(0).max(self.max_position_embeddings)
@@ -286,12 +335,17 @@ impl LlamaConfig {
 
     /// Returns true if there are norms after attention and around the feed-forward layer.
     pub fn has_four_norms(&self) -> bool {
-        self.model_type == LlamaKind::Gemma3
+        matches!(self.model_type, LlamaKind::Gemma2 | LlamaKind::Gemma3)
+    }
+
+    /// Returns true if queries, keys and values are one linear layer, and the gate and what it multiplies another.
+    pub fn is_fused(&self) -> bool {
+        self.model_type == LlamaKind::Phi3
     }
 
     /// Returns true if norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
     pub(super) fn is_gemma(&self) -> bool {
-        matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma3)
+        matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
     }
 
     /// The class of Hugging Face's transformers.
@@ -302,7 +356,9 @@ impl LlamaConfig {
             LlamaKind::Qwen2 => "Qwen2ForCausalLM",
             LlamaKind::Qwen3 => "Qwen3ForCausalLM",
             LlamaKind::Gemma => "GemmaForCausalLM",
+            LlamaKind::Gemma2 => "Gemma2ForCausalLM",
             LlamaKind::Gemma3 => "Gemma3ForCausalLM",
+            LlamaKind::Phi3 => "Phi3ForCausalLM",
         }
     }
 
@@ -351,6 +407,27 @@ fn complete(text: &str) -> Result<String> {
             ("max_position_embeddings", 8192.into()),
             ("tie_word_embeddings", true.into()),
         ],
+        "gemma2" => vec![
+            ("vocab_size", 256_000.into()),
+            ("hidden_size", 2304.into()),
+            ("intermediate_size", 9216.into()),
+            ("num_hidden_layers", 26.into()),
+            ("num_attention_heads", 8.into()),
+            ("num_key_value_heads", 4.into()),
+            ("max_position_embeddings", 8192.into()),
+            ("tie_word_embeddings", true.into()),
+            ("sliding_window", 4096.into()),
+            ("attn_logit_softcapping", 50.0.into()),
+            ("final_logit_softcapping", 30.0.into()),
+        ],
+        "phi3" => vec![
+            ("vocab_size", 32064.into()),
+            ("hidden_size", 3072.into()),
+            ("intermediate_size", 8192.into()),
+            ("max_position_embeddings", 4096.into()),
+            ("original_max_position_embeddings", 4096.into()),
+            ("rms_norm_eps", 1e-5.into()),
+        ],
         "gemma3_text" => vec![
             ("vocab_size", 262_208.into()),
             ("hidden_size", 2304.into()),
@@ -384,17 +461,29 @@ fn complete(text: &str) -> Result<String> {
         keys.insert("num_key_value_heads".into(), heads);
     }
     let null_is_absent = |value: &Value| !value.is_null();
+    let is_phi = kind == "phi3";
     // Since version 5, transformers write all about angles as one.
     let angles =
         ["rope_parameters", "rope_scaling"].map(|key| keys.remove(key)).into_iter().flatten().find(null_is_absent);
+    if !is_phi {
+        // Transformers rotates heads of the others whole.
+        keys.remove("partial_rotary_factor");
+    }
     if let Some(Value::Object(mut angles)) = angles {
         if let Some(theta) = angles.remove("rope_theta") {
             keys.insert("rope_theta".into(), theta);
         }
         // Before version 4.43 the type was under another name.
         let kind = angles.remove("rope_type").or_else(|| angles.remove("type"));
-        let kind = kind.as_ref().and_then(Value::as_str).unwrap_or("default").to_string();
-        let partial = angles.remove("partial_rotary_factor").filter(|part| part.as_f64() != Some(1.0));
+        let mut kind = kind.as_ref().and_then(Value::as_str).unwrap_or("default").to_string();
+        let mut partial = angles.remove("partial_rotary_factor").filter(|part| part.as_f64() != Some(1.0));
+        if is_phi {
+            partial.take().map(|part| keys.insert("partial_rotary_factor".into(), part));
+            // Older names of the same.
+            if kind == "su" || kind == "yarn" {
+                kind = "longrope".into();
+            }
+        }
         if kind != "default" && !RopeScaling::NAMES.contains(&&*kind) || partial.is_some() {
             let got = partial.map_or(format!("\"{kind}\""), |part| format!("a partial_rotary_factor of {part}"));
             let supported = format!("default, {}", RopeScaling::NAMES.join(", "));
@@ -415,7 +504,7 @@ fn complete(text: &str) -> Result<String> {
         }
     }
     // Which layers have a window, one by one: of all the same, as if they were not named.
-    let mixes = matches!(&*kind, "qwen2" | "qwen3" | "gemma3_text");
+    let mixes = matches!(&*kind, "qwen2" | "qwen3" | "gemma2" | "gemma3_text");
     if let Some(Value::Array(layers)) = keys.remove("layer_types") {
         let windows = layers.iter().filter(|layer| *layer == "sliding_attention").count();
         let is_mixed = windows > 0 && windows < layers.len();
@@ -425,7 +514,7 @@ fn complete(text: &str) -> Result<String> {
         }
         keys.insert("use_sliding_window".into(), (windows > 0).into());
         keys.insert("max_window_layers".into(), 0.into());
-        if is_mixed || kind == "gemma3_text" {
+        if is_mixed || kind == "gemma2" || kind == "gemma3_text" {
             keys.insert("layer_types".into(), layers.into());
         }
     }
@@ -445,7 +534,9 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
         }
     }
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
-        if let Some(cap) = keys.remove(key).filter(|cap| !cap.is_null()) {
+        if keys.get("model_type").is_some_and(|kind| kind == "gemma")
+            && let Some(cap) = keys.remove(key).filter(|cap| !cap.is_null())
+        {
             return Err(ModelError::Unsupported {
                 model: "Gemma",
                 key,
@@ -483,8 +574,21 @@ impl LlamaConfig {
     pub(crate) fn to_keys(&self) -> Value {
         let mut all = serde_json::to_value(self).expect("a configuration is numbers and texts");
         let keys = all.as_object_mut().expect("it is an object");
-        if self.model_type != LlamaKind::Gemma3 {
-            drop([keys.remove("rope_local_base_freq"), keys.remove("query_pre_attn_scalar")]);
+        let (is_phi, is_newer_gemma) = (self.model_type == LlamaKind::Phi3, self.has_four_norms());
+        for (key, is_known) in [
+            ("rope_local_base_freq", self.model_type == LlamaKind::Gemma3),
+            ("query_pre_attn_scalar", is_newer_gemma),
+            ("attn_logit_softcapping", is_newer_gemma),
+            ("final_logit_softcapping", is_newer_gemma),
+            ("partial_rotary_factor", is_phi),
+            ("resid_pdrop", is_phi),
+        ] {
+            if !is_known {
+                keys.remove(key);
+            }
+        }
+        if let Some(RopeScaling::LongRope { original_max_position_embeddings: original, .. }) = self.rope_scaling {
+            keys.insert("original_max_position_embeddings".into(), original.into());
         }
         if self.is_gemma() {
             for key in ["hidden_act", "hidden_activation"] {
@@ -499,7 +603,14 @@ impl LlamaConfig {
 impl LlamaConfig {
     /// By how much the angle of each pair of a head's elements grows from a position to the next.
     pub(super) fn speeds(&self) -> Vec<f32> {
-        self.speeds_by(self.rope_theta, self.rope_scaling)
+        self.speeds_by(self.rope_theta, self.rope_scaling.as_ref())
+    }
+
+    /// The same for texts beyond the positions of the first training, and their number, if there is a list of its own for these.
+    pub(super) fn long_speeds(&self) -> Option<(usize, Vec<f32>)> {
+        let long = self.rope_scaling.as_ref()?.for_long()?;
+        let RopeScaling::LongRope { original_max_position_embeddings: original, .. } = long else { return None };
+        Some((original, self.speeds_by(self.rope_theta, Some(&long))))
     }
 
     /// The same in layers of a Gemma 3 that have a window.
@@ -507,10 +618,10 @@ impl LlamaConfig {
         (self.model_type == LlamaKind::Gemma3).then(|| self.speeds_by(self.rope_local_base_freq, None))
     }
 
-    fn speeds_by(&self, base: f64, scaling: Option<RopeScaling>) -> Vec<f32> {
-        let width = self.head_width();
+    fn speeds_by(&self, base: f64, scaling: Option<&RopeScaling>) -> Vec<f32> {
+        let width = self.rotary_width();
         let speed = |pair: usize| base.powf(-((2 * pair) as f64) / width as f64);
-        let scaled = |pair| match &scaling {
+        let scaled = |pair| match scaling {
             Some(scaling) => scaling.scaled(speed(pair), pair, width, base),
             None => speed(pair),
         };
@@ -519,13 +630,13 @@ impl LlamaConfig {
 
     /// The scale of attention scores.
     pub(super) fn attention_scale(&self) -> f64 {
-        let width = if self.model_type == LlamaKind::Gemma3 { self.query_pre_attn_scalar } else { self.head_width() };
+        let width = if self.has_four_norms() { self.query_pre_attn_scalar } else { self.head_width() };
         (width as f64).sqrt().recip()
     }
 
     /// The factor of cosines and sines (`attention_factor` of YaRN).
     pub(super) fn turn_factor(&self) -> f64 {
-        self.rope_scaling.map_or(1.0, |scaling| scaling.turn_factor())
+        self.rope_scaling.as_ref().map_or(1.0, |scaling| scaling.turn_factor(self.max_position_embeddings))
     }
 }
 
@@ -542,13 +653,19 @@ mod tests {
             ("llama-3.2-1b", 1_235_814_400),
             ("qwen2.5-1.5b", 1_543_714_304),
             ("gemma-2b", 2_506_172_416),
+            ("gemma2-2b", 2_614_341_888),
             ("llama-3.2-3b", 3_212_749_824),
+            ("phi-3-mini", 3_821_079_552),
+            ("phi-4-mini", 3_836_021_760),
             ("llama-2-7b", 6_738_415_616),
             ("mistral-7b", 7_241_732_096),
             ("qwen2.5-7b", 7_615_616_512),
             ("llama-3-8b", 8_030_261_248),
             ("gemma-7b", 8_537_680_896),
+            ("gemma2-9b", 9_241_705_984),
             ("llama-2-13b", 13_015_864_320),
+            ("phi-4", 14_659_507_200),
+            ("gemma2-27b", 27_227_128_320),
             ("llama-2-70b", 68_976_648_192),
             ("llama-3-70b", 70_553_706_496),
         ] {
@@ -565,7 +682,8 @@ mod tests {
             let config = LlamaConfig::preset(name).unwrap();
             config.validate().unwrap();
             let text = config.to_keys().to_string();
-            assert!(!text.contains("head_dim") && !text.contains("layer_types"), "{text}");
+            assert_eq!(text.contains("head_dim"), name == &"gemma2-27b", "{text}");
+            assert!(!text.contains("layer_types"), "{text}");
             assert_eq!(LlamaConfig::from_json(&text).unwrap(), config);
             let text = serde_json::to_string(&config).unwrap();
             assert_eq!(serde_json::from_str::<LlamaConfig>(&text).unwrap(), config);
@@ -604,13 +722,49 @@ mod tests {
         assert_eq!([0, 1].map(|layer| mixed.window(layer)), [None, Some(9)]);
         assert_eq!(LlamaConfig::from_json(&serde_json::to_string(&mixed).unwrap()).unwrap(), mixed);
         assert_eq!(read(r#"{"model_type": "llama", "sliding_window": 9}"#).window(0), None);
+
+        let gemma = read(r#"{"model_type": "gemma2", "num_hidden_layers": 3}"#);
+        assert_eq!([0, 1, 2].map(|layer| gemma.window(layer)), [Some(4096), None, Some(4096)]);
+        assert_eq!((gemma.attn_logit_softcapping, gemma.final_logit_softcapping), (Some(50.0), Some(30.0)));
+        assert_eq!(read(r#"{"model_type": "gemma2", "attn_logit_softcapping": null}"#).attn_logit_softcapping, None);
+
+        // Of Phi-3.5-mini, and of Phi-4-mini as version 5 writes it.
+        let factors = |n: usize| vec![1.5; n];
+        let long = format!(r#""short_factor": {0:?}, "long_factor": {0:?}"#, factors(48));
+        let text = format!(
+            r#"{{"model_type": "phi3", "max_position_embeddings": 131072, "rope_scaling": {{"type": "su", {long}}}}}"#
+        );
+        let phi = read(&text);
+        assert!(matches!(
+            phi.rope_scaling,
+            Some(RopeScaling::LongRope { original_max_position_embeddings: 4096, factor: None, .. })
+        ));
+        assert_eq!((phi.positions(), phi.window(0), phi.rotary_width()), (131_072, None, 96));
+        assert_eq!(LlamaConfig::from_json(&phi.to_keys().to_string()).unwrap(), phi);
+        let long = format!(r#""short_factor": {0:?}, "long_factor": {0:?}"#, factors(36));
+        let phi = read(&format!(
+            r#"{{"model_type": "phi3", "original_max_position_embeddings": 100, "rope_parameters": {{"rope_type": "longrope",
+                "partial_rotary_factor": 0.75, "original_max_position_embeddings": 100, {long}}}}}"#
+        ));
+        assert_eq!((phi.partial_rotary_factor, phi.rotary_width()), (0.75, 72));
+        // Another family rotates heads whole, whatever this key says.
+        assert_eq!(read(r#"{"partial_rotary_factor": 0.5}"#).rotary_width(), 128);
     }
 
     #[test]
     fn refuses_what_would_change_the_results() {
         for (text, expected) in [
-            (r#"{"model_type": "phi3"}"#, "cannot be read as JSON"),
-            (r#"{"rope_scaling": {"rope_type": "longrope"}}"#, "rope_scaling = \"longrope\" is not implemented"),
+            (r#"{"model_type": "phi2"}"#, "cannot be read as JSON"),
+            (r#"{"rope_scaling": {"rope_type": "3d"}}"#, "rope_scaling = \"3d\" is not implemented"),
+            (r#"{"rope_scaling": {"rope_type": "longrope"}}"#, "missing field `short_factor`"),
+            (
+                r#"{"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}"#,
+                "long_factor = 1; change it to 48 numbers, one for each pair that is rotated",
+            ),
+            (r#"{"model_type": "phi3", "partial_rotary_factor": 1.5}"#, "partial_rotary_factor = 1.5; change it to at most 1"),
+            (r#"{"model_type": "phi3", "partial_rotary_factor": 0.0}"#, "partial_rotary_factor = 0"),
+            (r#"{"model_type": "gemma2", "final_logit_softcapping": 0.0}"#, "final_logit_softcapping = 0"),
+            (r#"{"model_type": "gemma", "final_logit_softcapping": 30.0}"#, "final_logit_softcapping = 30"),
             (r#"{"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}"#, "rope_scaling.factor = -4"),
             (r#"{"rope_parameters": {"partial_rotary_factor": 0.5}}"#, "a partial_rotary_factor of 0.5"),
             (r#"{"rope_scaling": {"type": "linear"}}"#, "cannot be read as JSON"),

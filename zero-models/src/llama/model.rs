@@ -6,7 +6,7 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, s};
 use burn::tensor::backend::Backend;
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block};
 
@@ -14,11 +14,11 @@ use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, LlamaConfig, init};
 
-/// A Llama, a Mistral, a Qwen2 or a Qwen3 with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
+/// A Llama or one of its kin with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
 #[derive(Module, Debug)]
 pub struct Llama<B: Backend> {
     /// Token embedding `[vocab_size, hidden_size]`, and the head's weight if that is tied.
@@ -36,7 +36,13 @@ pub struct Llama<B: Backend> {
     /// RoPE frequencies of layers with a window, if they differ.
     #[module(skip)]
     local_speeds: Option<Vec<f32>>,
+    /// RoPE frequencies of texts with more positions than the number before them, if they differ.
+    #[module(skip)]
+    long_speeds: Option<(usize, Vec<f32>)>,
     turn_factor: f64,
+    /// Soft caps of attention scores and of logits.
+    score_cap: Option<f64>,
+    logit_cap: Option<f64>,
     /// Added to the weights of norms.
     norm_offset: f64,
     /// The scale of token embeddings.
@@ -52,11 +58,11 @@ pub struct LlamaLayer<B: Backend> {
     pub input_layernorm: Param<Tensor<B, 1>>,
     /// Attention.
     pub self_attn: LlamaAttention<B>,
-    /// The factors of the norm before the feed-forward layer `[hidden_size]`; of a Gemma 3, of the norm behind attention.
+    /// The factors of the norm before the feed-forward layer `[hidden_size]`; of a Gemma 2 or 3, of the norm behind attention.
     pub post_attention_layernorm: Param<Tensor<B, 1>>,
-    /// The factors of the norm before the feed-forward layer of a Gemma 3 `[hidden_size]`.
+    /// The factors of the norm before the feed-forward layer of a Gemma 2 or 3 `[hidden_size]`.
     pub pre_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
-    /// The factors of the norm behind the feed-forward layer of a Gemma 3 `[hidden_size]`.
+    /// The factors of the norm behind the feed-forward layer of a Gemma 2 or 3 `[hidden_size]`.
     pub post_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
     /// The feed-forward layer.
     pub mlp: LlamaMlp<B>,
@@ -64,17 +70,20 @@ pub struct LlamaLayer<B: Backend> {
     is_local: bool,
     norm_offset: f64,
     rms_norm_eps: f64,
+    dropout: Dropout,
 }
 
 /// Causal self-attention, where several heads of queries may share one of keys and values.
 #[derive(Module, Debug)]
 pub struct LlamaAttention<B: Backend> {
+    /// Queries, keys and values of a Phi-3, side by side.
+    pub qkv_proj: Option<Linear<B>>,
     /// Queries.
-    pub q_proj: Linear<B>,
+    pub q_proj: Option<Linear<B>>,
     /// Keys.
-    pub k_proj: Linear<B>,
+    pub k_proj: Option<Linear<B>>,
     /// Values.
-    pub v_proj: Linear<B>,
+    pub v_proj: Option<Linear<B>>,
     /// What heads give, back to the width of the model.
     pub o_proj: Linear<B>,
     /// The factors of the norm of each head of the queries `[head_dim]`, of a Qwen3.
@@ -91,10 +100,12 @@ pub struct LlamaAttention<B: Backend> {
 /// The feed-forward layer, `down(silu(gate(x)) * up(x))`, or with a GELU.
 #[derive(Module, Debug)]
 pub struct LlamaMlp<B: Backend> {
+    /// The gate and up of a Phi-3, side by side, `[hidden_size, 2 * intermediate_size]`.
+    pub gate_up_proj: Option<Linear<B>>,
     /// The gate, `[hidden_size, intermediate_size]`.
-    pub gate_proj: Linear<B>,
+    pub gate_proj: Option<Linear<B>>,
     /// Up, `[hidden_size, intermediate_size]`.
-    pub up_proj: Linear<B>,
+    pub up_proj: Option<Linear<B>>,
     /// Down, `[intermediate_size, hidden_size]`.
     pub down_proj: Linear<B>,
     is_gelu: bool,
@@ -117,7 +128,10 @@ impl LlamaConfig {
             lm_head: (!self.tie_word_embeddings).then(|| init::normal([v, d], std, device)),
             speeds: self.speeds(),
             local_speeds: self.local_speeds(),
+            long_speeds: self.long_speeds(),
             turn_factor: self.turn_factor(),
+            score_cap: self.attn_logit_softcapping.filter(|_| self.has_four_norms()),
+            logit_cap: self.final_logit_softcapping.filter(|_| self.has_four_norms()),
             norm_offset: if self.is_gemma() { 1.0 } else { 0.0 },
             embedding_scale: if self.is_gemma() { f64::from((d as f32).sqrt()) } else { 1.0 },
             positions: self.positions(),
@@ -137,12 +151,15 @@ impl LlamaConfig {
             let init = if biased { init::linear } else { init::weight };
             init(d_in, d_out, std, device)
         };
+        let fused = |d_out| self.is_fused().then(|| layer(false, d, d_out));
+        let alone = |biased, d_out| (!self.is_fused()).then(|| layer(biased, d, d_out));
         LlamaLayer {
             input_layernorm: self.fresh_norm(d, device),
             self_attn: LlamaAttention {
-                q_proj: layer(self.has_qkv_biases(), d, q),
-                k_proj: layer(self.has_qkv_biases(), d, k),
-                v_proj: layer(self.has_qkv_biases(), d, k),
+                qkv_proj: fused(q + 2 * k),
+                q_proj: alone(self.has_qkv_biases(), q),
+                k_proj: alone(self.has_qkv_biases(), k),
+                v_proj: alone(self.has_qkv_biases(), k),
                 o_proj: layer(self.has_output_bias(), q, d),
                 q_norm: self.has_head_norms().then(|| self.fresh_norm(self.head_width(), device)),
                 k_norm: self.has_head_norms().then(|| self.fresh_norm(self.head_width(), device)),
@@ -156,26 +173,28 @@ impl LlamaConfig {
             pre_feedforward_layernorm: self.has_four_norms().then(|| self.fresh_norm(d, device)),
             post_feedforward_layernorm: self.has_four_norms().then(|| self.fresh_norm(d, device)),
             mlp: LlamaMlp {
-                gate_proj: layer(false, d, f),
-                up_proj: layer(false, d, f),
+                gate_up_proj: fused(2 * f),
+                gate_proj: alone(false, f),
+                up_proj: alone(false, f),
                 down_proj: layer(false, f, d),
                 is_gelu: self.is_gemma(),
             },
             is_local: self.local_speeds().is_some() && self.window(number).is_some(),
             norm_offset: if self.is_gemma() { 1.0 } else { 0.0 },
             rms_norm_eps: self.rms_norm_eps,
+            dropout: DropoutConfig::new(if self.is_fused() { self.resid_pdrop } else { 0.0 }).init(),
         }
     }
 }
 
-next_token_model!(Llama, embed_tokens);
+next_token_model!(Llama, embed_tokens, logit_cap);
 
 impl<B: FusedBackend> Llama<B> {
     fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         check_positions(t, self.positions, "max_position_embeddings");
         let mut x_nd = self.embedded(input_ids_bt);
-        let (angles, masks) = (self.angles(|| 0..t as i32, &x_nd), Masks::none());
+        let (angles, masks) = (self.angles(|| 0..t as i32, &[t], &x_nd), Masks::none().capped(self.score_cap));
         for layer in &self.layers {
             let forward = |x_nd| {
                 layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))
@@ -192,11 +211,21 @@ impl<B: FusedBackend> Llama<B> {
         if self.embedding_scale == 1.0 { x_nd } else { x_nd * self.embedding_scale }
     }
 
-    /// The angles of rows at these positions: of all layers, and of those with a window if theirs are others.
-    fn angles<I: Iterator<Item = i32>>(&self, positions: impl Fn() -> I, like_nd: &Tensor<B, 2>) -> [Angles<B>; 2] {
-        let of = |speeds: &[f32], factor: f64| Angles::new(speeds, factor, positions(), like_nd);
-        let all = of(&self.speeds, self.turn_factor);
-        let local = self.local_speeds.as_ref().map_or_else(|| all.clone(), |speeds| of(speeds, 1.0));
+    /// The angles of rows at these positions, text after text, where texts have so many in all: of all layers, and of those with a window if
+    /// theirs are others.
+    fn angles<I: Iterator<Item = i32>>(
+        &self,
+        positions: impl Fn() -> I,
+        in_all: &[usize],
+        like_nd: &Tensor<B, 2>,
+    ) -> [Angles<B>; 2] {
+        let speeds = in_all.iter().map(|in_all| match &self.long_speeds {
+            Some((longest, long)) if in_all > longest => &**long,
+            _ => &*self.speeds,
+        });
+        let all = Angles::new(&speeds.collect::<Vec<_>>(), self.turn_factor, positions(), like_nd);
+        let local = self.local_speeds.as_ref();
+        let local = local.map_or_else(|| all.clone(), |speeds| Angles::new(&[speeds], 1.0, positions(), like_nd));
         [all, local]
     }
 
@@ -215,16 +244,15 @@ impl<B: FusedBackend> LlamaLayer<B> {
         mix: impl FnOnce(&LlamaAttention<B>, [Tensor<B, 2>; 3]) -> Tensor<B, 2>,
     ) -> Tensor<B, 2> {
         let (attn, mlp, angles) = (&self.self_attn, &self.mlp, &angles[usize::from(self.is_local)]);
-        let none = Dropout { prob: 0.0 };
         let norm = |gamma: &Param<Tensor<B, 1>>, x_nd| scaled(gamma, self.norm_offset, self.rms_norm_eps, x_nd);
         // What a layer gives, added to what it read: normed before, if there is a norm.
         let add =
             |layer: &Linear<B>, gamma: Option<&Param<Tensor<B, 1>>>, x: Tensor<B, 2>, x_nd: Tensor<B, 2>| match gamma {
                 Some(gamma) => x_nd + norm(gamma, dense(layer, x)),
-                None => dense_onto(layer, x, &none, x_nd),
+                None => dense_onto(layer, x, &self.dropout, x_nd),
             };
         let normed_nd = norm(&self.input_layernorm, x_nd.clone());
-        let [q, k, v] = [&attn.q_proj, &attn.k_proj, &attn.v_proj].map(|layer| dense(layer, normed_nd.clone()));
+        let [q, k, v] = attn.parts(normed_nd);
         let by_head = |gamma: &Option<Param<Tensor<B, 1>>>, x_nq: Tensor<B, 2>| match gamma {
             Some(gamma_e) => {
                 let shape = x_nq.dims();
@@ -233,7 +261,7 @@ impl<B: FusedBackend> LlamaLayer<B> {
             None => x_nq,
         };
         let (q, k) = (by_head(&attn.q_norm, q), by_head(&attn.k_norm, k));
-        let mixed = mix(attn, [angles.turn(q), angles.turn(k), v]);
+        let mixed = mix(attn, [angles.turn(q, attn.head_width), angles.turn(k, attn.head_width), v]);
         let (behind, before) = match &self.pre_feedforward_layernorm {
             Some(before) => (Some(&self.post_attention_layernorm), before),
             None => (None, &self.post_attention_layernorm),
@@ -241,7 +269,7 @@ impl<B: FusedBackend> LlamaLayer<B> {
         let x_nd = add(&attn.o_proj, behind, mixed, x_nd);
 
         let normed_nd = norm(before, x_nd.clone());
-        let (gate_nf, up_nf) = (dense(&mlp.gate_proj, normed_nd.clone()), dense(&mlp.up_proj, normed_nd));
+        let [gate_nf, up_nf] = mlp.parts(normed_nd);
         let wide_nf = match mlp.is_gelu {
             true => Activation::GeluTanh.forward(gate_nf) * up_nf,
             false => zero_ops::swiglu(gate_nf, up_nf),
@@ -250,7 +278,32 @@ impl<B: FusedBackend> LlamaLayer<B> {
     }
 }
 
+impl<B: FusedBackend> LlamaMlp<B> {
+    /// The gate and what it multiplies, of rows `[n, d]`.
+    fn parts(&self, x_nd: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
+        match (&self.gate_up_proj, &self.gate_proj, &self.up_proj) {
+            (Some(both), ..) => dense(both, x_nd).chunk(2, 1).try_into().expect("two halves"),
+            (None, Some(gate), Some(up)) => [dense(gate, x_nd.clone()), dense(up, x_nd)],
+            _ => unreachable!("a feed-forward layer has one linear layer for both or two"),
+        }
+    }
+}
+
 impl<B: FusedBackend> LlamaAttention<B> {
+    /// Queries, keys and values of rows `[n, d]`.
+    fn parts(&self, x_nd: Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
+        match (&self.qkv_proj, &self.q_proj, &self.k_proj, &self.v_proj) {
+            (Some(all), ..) => {
+                let all = dense(all, x_nd);
+                let (queries, width) = (self.heads * self.head_width, all.dims()[1]);
+                let values = (queries + width) / 2;
+                [0..queries, queries..values, values..width].map(|part| all.clone().slice(s![.., part]))
+            }
+            (None, Some(q), Some(k), Some(v)) => [q, k, v].map(|layer| dense(layer, x_nd.clone())),
+            _ => unreachable!("attention has one linear layer for all three or three"),
+        }
+    }
+
     fn options(&self, b: usize) -> AttentionOptions {
         let Self { heads, window, scale, .. } = *self;
         AttentionOptions { batch: b, heads, causal: true, window, scale, dropout: None }
@@ -260,8 +313,21 @@ impl<B: FusedBackend> LlamaAttention<B> {
 impl<B: Backend> Adaptable<B> for Llama<B> {
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>)) {
         for (i, LlamaLayer { self_attn: attn, mlp, .. }) in self.layers.iter_mut().enumerate() {
-            each_field!(each, format!("layers.{i}.self_attn"), attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj);
-            each_field!(each, format!("layers.{i}.mlp"), mlp.gate_proj, mlp.up_proj, mlp.down_proj);
+            for (name, layer) in [
+                ("self_attn.qkv_proj", attn.qkv_proj.as_mut()),
+                ("self_attn.q_proj", attn.q_proj.as_mut()),
+                ("self_attn.k_proj", attn.k_proj.as_mut()),
+                ("self_attn.v_proj", attn.v_proj.as_mut()),
+                ("self_attn.o_proj", Some(&mut attn.o_proj)),
+                ("mlp.gate_up_proj", mlp.gate_up_proj.as_mut()),
+                ("mlp.gate_proj", mlp.gate_proj.as_mut()),
+                ("mlp.up_proj", mlp.up_proj.as_mut()),
+                ("mlp.down_proj", Some(&mut mlp.down_proj)),
+            ] {
+                if let Some(layer) = layer {
+                    each(format!("layers.{i}.{name}"), layer);
+                }
+            }
         }
     }
 
@@ -280,12 +346,18 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
     }
 
     fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+        let input_ids_bt = match &self.long_speeds {
+            Some((longest, _)) => cache.with_earlier(input_ids_bt, *longest),
+            None => input_ids_bt,
+        };
         let [b, t] = input_ids_bt.dims();
         let mut x_nd = self.embedded(input_ids_bt);
-        let angles = self.angles(|| cache.numbers(t), &x_nd);
+        let reached: Vec<usize> = cache.reached(t).collect();
+        let angles = self.angles(|| cache.numbers(t), &reached, &x_nd);
+        cache.cap_scores(self.score_cap);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
         }
-        self.head(self.normed(cache.end(x_nd, b)))
+        self.logits(self.normed(cache.end(x_nd, b)))
     }
 }

@@ -1,6 +1,6 @@
 //! The angles of rotary positions, <https://arxiv.org/abs/2104.09864>: in go positions, out come cosines and sines.
 
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData, s};
 use zero_ops::FusedBackend;
 
 /// Cosines and sines of the angles of some rows, `[t, e / 2]` each, for all layers of a pass.
@@ -11,26 +11,41 @@ pub(super) struct Angles<B: FusedBackend> {
 }
 
 impl<B: FusedBackend> Angles<B> {
-    /// Cosines and sines at these positions, times `factor`. `like_nd` has the type of the activations.
+    /// Cosines and sines at these positions, times `factor`, of as many texts as there are `speeds`. `like_nd` has the type of the activations.
     pub(super) fn new(
-        speeds: &[f32],
+        speeds: &[&[f32]],
         factor: f64,
         positions: impl Iterator<Item = i32>,
         like_nd: &Tensor<B, 2>,
     ) -> Self {
+        let (positions, pairs) = (positions.collect::<Vec<_>>(), speeds[0].len());
+        let texts = positions.chunks(positions.len() / speeds.len()).zip(speeds);
         // In 32 bits, as transformers: far on in a text, the rounding of an angle is felt.
-        let angles: Vec<f32> = positions.flat_map(|at| speeds.iter().map(move |speed| at as f32 * speed)).collect();
+        let turned = |(text, speeds): (_, &&[f32])| -> Vec<f32> {
+            let text: &[i32] = text;
+            text.iter().flat_map(|at| speeds.iter().map(move |speed| *at as f32 * speed)).collect()
+        };
+        let angles: Vec<f32> = texts.flat_map(turned).collect();
         let [cos, sin] = [f64::cos, f64::sin].map(|of| {
             let values: Vec<f32> = angles.iter().map(|&angle| (of(f64::from(angle)) * factor) as f32).collect();
-            let data = TensorData::new(values, [angles.len() / speeds.len(), speeds.len()]);
+            let data = TensorData::new(values, [angles.len() / pairs, pairs]);
             Tensor::from_data(data.convert_dtype(like_nd.dtype()), &like_nd.device())
         });
         Self { cos, sin }
     }
 
-    /// Turns rows `[n, _]` of heads.
-    pub(super) fn turn(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        zero_ops::rotary(x_nd, self.cos.clone(), self.sin.clone())
+    /// Turns rows `[n, d]` of heads of this width, or the first elements of each if there are angles for fewer.
+    pub(super) fn turn(&self, x_nd: Tensor<B, 2>, head_width: usize) -> Tensor<B, 2> {
+        let turn = |x| zero_ops::rotary(x, self.cos.clone(), self.sin.clone());
+        let ([n, d], turned) = (x_nd.dims(), 2 * self.cos.dims()[1]);
+        if turned == head_width {
+            return turn(x_nd);
+        }
+        let heads = d / head_width;
+        let x_nhe = x_nd.reshape([n, heads, head_width]);
+        let first = turn(x_nhe.clone().slice(s![.., .., 0..turned]).reshape([n, heads * turned]));
+        let rest = x_nhe.slice(s![.., .., turned..]);
+        Tensor::cat(vec![first.reshape([n, heads, turned]), rest], 2).reshape([n, d])
     }
 }
 

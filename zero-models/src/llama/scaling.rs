@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// How angles are made smaller, for texts that are longer than those of the first training; as `rope_scaling` in Hugging Face's
 /// `config.json`.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
     /// All by one factor, <https://arxiv.org/abs/2306.15595>.
@@ -53,11 +53,27 @@ pub enum RopeScaling {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         truncate: Option<bool>,
     },
+    /// LongRoPE, <https://arxiv.org/abs/2402.13753>: each angle is divided by a factor of its own, which is another one in texts beyond the
+    /// positions of the first training.
+    LongRope {
+        /// Divisors of the angles in texts within these positions, one for each pair of a head that is rotated.
+        short_factor: Vec<f64>,
+        /// Divisors of the angles in longer texts.
+        long_factor: Vec<f64>,
+        /// The longest text of the first training.
+        original_max_position_embeddings: usize,
+        /// How much longer texts may be; `max_position_embeddings / original_max_position_embeddings` if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        factor: Option<f64>,
+        /// The factor of cosines and sines; computed from the others if absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        attention_factor: Option<f64>,
+    },
 }
 
 impl RopeScaling {
     /// The names that `rope_type` may have, beside `default`.
-    pub(super) const NAMES: [&str; 4] = ["linear", "dynamic", "llama3", "yarn"];
+    pub(super) const NAMES: [&str; 5] = ["linear", "dynamic", "llama3", "yarn", "longrope"];
 
     /// Numbers that must be above 0, with their names.
     pub(super) fn numbers(&self) -> Vec<(&'static str, f64)> {
@@ -76,6 +92,24 @@ impl RopeScaling {
                 ("rope_scaling.beta_fast", self.betas()[0]),
                 ("rope_scaling.beta_slow", self.betas()[1]),
             ],
+            Self::LongRope {
+                ref short_factor,
+                ref long_factor,
+                original_max_position_embeddings,
+                factor,
+                attention_factor,
+            } => {
+                // Above 1, so that its logarithm can be a divisor.
+                let original = original_max_position_embeddings.saturating_sub(1) as f64;
+                let least = |list: &[f64]| list.iter().copied().fold(f64::MAX, f64::min);
+                vec![
+                    ("rope_scaling.short_factor", least(short_factor)),
+                    ("rope_scaling.long_factor", least(long_factor)),
+                    ("rope_scaling.original_max_position_embeddings", original),
+                    ("rope_scaling.factor", factor.unwrap_or(1.0)),
+                    ("rope_scaling.attention_factor", attention_factor.unwrap_or(1.0)),
+                ]
+            }
         }
     }
 
@@ -85,8 +119,17 @@ impl RopeScaling {
         match *self {
             Self::Linear { factor } => Some(times(max_position_embeddings, factor)),
             Self::Yarn { factor, original_max_position_embeddings: original, .. } => Some(times(original, factor)),
-            Self::Dynamic { .. } | Self::Llama3 { .. } => None,
+            Self::Dynamic { .. } | Self::Llama3 { .. } | Self::LongRope { .. } => None,
         }
+    }
+
+    /// The scaling of texts beyond the positions of the first training, if it is another one.
+    #[cfg(feature = "burn")]
+    pub(super) fn for_long(&self) -> Option<Self> {
+        let mut long = self.clone();
+        let Self::LongRope { short_factor, long_factor, .. } = &mut long else { return None };
+        short_factor.clone_from(long_factor);
+        Some(long)
     }
 
     /// `beta_fast` and `beta_slow`; absent or 0 is the default, as in transformers.
@@ -98,9 +141,15 @@ impl RopeScaling {
         }
     }
 
-    /// The factor of cosines and sines (`attention_factor` of YaRN).
+    /// The factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
     #[cfg(feature = "burn")]
-    pub(super) fn turn_factor(&self) -> f64 {
+    pub(super) fn turn_factor(&self, max_position_embeddings: usize) -> f64 {
+        if let Self::LongRope { original_max_position_embeddings: original, factor, attention_factor, .. } = *self {
+            let original = original as f64;
+            let factor = factor.unwrap_or(max_position_embeddings as f64 / original);
+            let computed = if factor <= 1.0 { 1.0 } else { (1.0 + factor.ln() / original.ln()).sqrt() };
+            return attention_factor.unwrap_or(computed);
+        }
         let Self::Yarn { factor, attention_factor, mscale, mscale_all_dim, .. } = *self else { return 1.0 };
         let by = |scale: f64| if factor <= 1.0 { 1.0 } else { 0.1 * scale * factor.ln() + 1.0 };
         let given = |scale: Option<f64>| scale.filter(|scale| *scale != 0.0);
@@ -116,6 +165,7 @@ impl RopeScaling {
         match *self {
             Self::Linear { factor } => speed / factor,
             Self::Dynamic { .. } => speed,
+            Self::LongRope { ref short_factor, .. } => speed / short_factor[pair],
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_position_embeddings } => {
                 let turns = original_max_position_embeddings as f64 * speed / std::f64::consts::TAU;
                 let fast = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);

@@ -1,6 +1,6 @@
 //! Checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
 //!
-//! Names are those of `LlamaForCausalLM`, `MistralForCausalLM`, `Qwen2ForCausalLM`, `Qwen3ForCausalLM`, `GemmaForCausalLM` and `Gemma3ForCausalLM`, which agree; a checkpoint
+//! Names are those of `LlamaForCausalLM` and of the classes of its kin, which agree; a checkpoint
 //! of the model without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
 //! transposed on loading.
 //!
@@ -26,9 +26,12 @@ const WORDS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.vocab_size, c.hidden_size];
 const WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.hidden_size];
 const QUERIES: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.query_width()];
 const KEYS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.key_width()];
+const QUERIES_KEYS_VALUES: fn(&LlamaConfig) -> [usize; 2] =
+    |c| [c.hidden_size, c.query_width().saturating_add(2 * c.key_width())];
 const MIXED: fn(&LlamaConfig) -> [usize; 2] = |c| [c.query_width(), c.hidden_size];
 const HEAD_WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.head_width()];
 const WIDER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size];
+const GATE_AND_UP: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, 2 * c.intermediate_size];
 const NARROWER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
 
 /// The bias of a linear layer that only some have.
@@ -42,6 +45,7 @@ impl Family for LlamaConfig {
     const LAYERS: &'static [Layer<Self>] = &[
         layer("embed_tokens", "model.embed_tokens", Table, WORDS),
         layer("layers.*.input_layernorm", "model.layers.*.input_layernorm", Scale, WIDTH),
+        layer("layers.*.self_attn.qkv_proj", "model.layers.*.self_attn.qkv_proj", Weight, QUERIES_KEYS_VALUES),
         layer("layers.*.self_attn.q_proj", "model.layers.*.self_attn.q_proj", Weight, QUERIES),
         bias!("self_attn.q_proj", QUERIES),
         layer("layers.*.self_attn.k_proj", "model.layers.*.self_attn.k_proj", Weight, KEYS),
@@ -55,6 +59,7 @@ impl Family for LlamaConfig {
         layer("layers.*.post_attention_layernorm", "model.layers.*.post_attention_layernorm", Scale, WIDTH),
         layer("layers.*.pre_feedforward_layernorm", "model.layers.*.pre_feedforward_layernorm", Scale, WIDTH),
         layer("layers.*.post_feedforward_layernorm", "model.layers.*.post_feedforward_layernorm", Scale, WIDTH),
+        layer("layers.*.mlp.gate_up_proj", "model.layers.*.mlp.gate_up_proj", Weight, GATE_AND_UP),
         layer("layers.*.mlp.gate_proj", "model.layers.*.mlp.gate_proj", Weight, WIDER),
         layer("layers.*.mlp.up_proj", "model.layers.*.mlp.up_proj", Weight, WIDER),
         layer("layers.*.mlp.down_proj", "model.layers.*.mlp.down_proj", Weight, NARROWER),
@@ -76,6 +81,10 @@ impl Family for LlamaConfig {
             Some(of) if of.ends_with("o_proj") => self.has_output_bias(),
             Some(_) => self.has_qkv_biases(),
             None if layer.ends_with("feedforward_layernorm") => self.has_four_norms(),
+            None if layer.ends_with("qkv_proj") || layer.ends_with("gate_up_proj") => self.is_fused(),
+            None if ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"].iter().any(|end| layer.ends_with(end)) => {
+                !self.is_fused()
+            }
             None if layer.ends_with("q_norm") || layer.ends_with("k_norm") => self.has_head_norms(),
             None => true,
         }

@@ -84,7 +84,7 @@ pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<
 
 #[test]
 fn llama_mistral_and_qwens_are_hugging_faces() {
-    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma3_tiny"] {
+    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma2_tiny", "gemma3_tiny", "phi3_tiny"] {
         let model: Llama<B> = llama::weights::from_pretrained(&fixture(folder), &Default::default()).unwrap();
         same_logits(folder, model.forward(rows(folder, "input_ids", 2)), &json(folder, "generated.json"));
         same_loss(folder, model.loss(rows(folder, "input_ids", 4)), &json(folder, "reference.json"));
@@ -97,7 +97,7 @@ fn llama_mistral_and_qwens_are_hugging_faces() {
 #[test]
 fn windows_of_some_layers_are_theirs_alone() {
     type A = burn::backend::Autodiff<Flex>;
-    for folder in ["qwen3_tiny", "gemma3_tiny"] {
+    for folder in ["qwen3_tiny", "gemma2_tiny", "gemma3_tiny", "phi3_tiny"] {
         let config = LlamaConfig::from_file(&fixture(folder).join("config.json")).unwrap();
         let config = LlamaConfig { attention_dropout: 1e-12, ..config };
         let device = Default::default();

@@ -74,6 +74,8 @@ fn configs() -> Vec<ModelConfig> {
         (LlamaKind::Qwen3, true, Some(2)),
         (LlamaKind::Gemma, false, Some(6)),
         (LlamaKind::Gemma3, true, Some(4)),
+        (LlamaKind::Gemma2, false, Some(4)),
+        (LlamaKind::Phi3, false, Some(6)),
     ]
     .map(|(model_type, attention_bias, head_dim)| {
         let tie_word_embeddings = model_type == LlamaKind::Qwen2;
@@ -259,7 +261,9 @@ fn the_config_is_hugging_faces() {
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),
         (llama(LlamaKind::Qwen3), "Qwen3ForCausalLM"),
         (llama(LlamaKind::Gemma), "GemmaForCausalLM"),
+        (llama(LlamaKind::Gemma2), "Gemma2ForCausalLM"),
         (llama(LlamaKind::Gemma3), "Gemma3ForCausalLM"),
+        (llama(LlamaKind::Phi3), "Phi3ForCausalLM"),
     ] {
         let dir = tempfile::tempdir().unwrap();
         for (dtype, name) in

@@ -260,7 +260,7 @@ pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
         folder if folder.is_dir() => ModelConfig::from_file(&folder.join("config.json"))?,
         _ if begins(&["bert"]) => BertConfig::preset(name)?.into(),
         _ if begins(&["bart"]) => BartConfig::preset(name)?.into(),
-        _ if begins(&["llama", "mistral", "qwen", "gemma"]) => LlamaConfig::preset(name)?.into(),
+        _ if begins(&["llama", "mistral", "qwen", "gemma", "phi"]) => LlamaConfig::preset(name)?.into(),
         _ => Gpt2Config::preset(name)?.into(),
     })
 }

@@ -69,8 +69,17 @@ fn generated(dir: &Path, model: &str, prompts: &[&str], options: &[&str]) -> Vec
     ok(&args, dir).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-const MODELS: [&str; 7] =
-    ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma3_tiny", "gpt2_tiny"];
+const MODELS: [&str; 9] = [
+    "llama_tiny",
+    "mistral_tiny",
+    "qwen2_tiny",
+    "qwen3_tiny",
+    "gemma_tiny",
+    "gemma2_tiny",
+    "gemma3_tiny",
+    "phi3_tiny",
+    "gpt2_tiny",
+];
 
 #[test]
 fn generated_texts_are_those_of_transformers() {
