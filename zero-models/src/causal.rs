@@ -75,12 +75,17 @@ pub trait CausalFamily: TextFamily {
     /// [`ModelError::ConfigValue`](crate::ModelError::ConfigValue) for the first field that is wrong.
     fn validate(&self) -> Result<()>;
 
-    /// The mean loss `[1]` of predicting each token of rows `[b, t]` from those before it.
+    /// The mean loss `[1]` of predicting each label of rows `[b, t]` from the tokens before it. Labels that are
+    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count; the tokens themselves are the labels of plain text.
     ///
     /// # Panics
-    /// If rows have fewer than 2 tokens, or more than the model has positions.
+    /// If rows have fewer than 2 tokens, or more than the model has positions, or if the shapes differ.
     #[cfg(feature = "burn")]
-    fn loss<B: FusedBackend>(model: &Self::Model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1>;
+    fn loss<B: FusedBackend>(
+        model: &Self::Model<B>,
+        input_ids_bt: Tensor<B, 2, Int>,
+        labels_bt: Tensor<B, 2, Int>,
+    ) -> Tensor<B, 1>;
 
     /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
     fn flops_per_token(&self, seq: usize) -> u64;
@@ -158,8 +163,12 @@ macro_rules! causal_family {
             }
 
             #[cfg(feature = "burn")]
-            fn loss<B: FusedBackend>(model: &$model<B>, input_ids_bt: Tensor<B, 2, Int>) -> Tensor<B, 1> {
-                model.loss(input_ids_bt)
+            fn loss<B: FusedBackend>(
+                model: &$model<B>,
+                input_ids_bt: Tensor<B, 2, Int>,
+                labels_bt: Tensor<B, 2, Int>,
+            ) -> Tensor<B, 1> {
+                model.loss_with_labels(input_ids_bt, labels_bt)
             }
 
             fn flops_per_token(&self, seq: usize) -> u64 {

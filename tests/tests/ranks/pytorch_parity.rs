@@ -149,7 +149,10 @@ where
         let config = C::of(described.clone()).expect("the fixture is of this family");
         C::load(config.init::<B>(device), &Checkpoint::open(&fixture(weights)).unwrap(), device).unwrap()
     };
-    let loss = |model: &C::Model<B>, s, device: &Device| C::loss(model, ids.matrix(s, device.rank(), batch, device));
+    let loss = |model: &C::Model<B>, s, device: &Device| {
+        let ids_bt = ids.matrix(s, device.rank(), batch, device);
+        C::loss(model, ids_bt.clone(), ids_bt)
+    };
     steps(name, weights, load, loss);
     let adapter = format!("{name}/lora");
     if weights == name && fixture(&adapter).is_dir() {

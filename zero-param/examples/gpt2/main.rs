@@ -16,7 +16,7 @@ use clap::Parser;
 use zero_core::alloc::PageKeeper;
 use zero_models::Gpt2Config;
 use zero_param::trainer::Burn022;
-use zero_train::data::Source;
+use zero_train::data::{Source, TokenBatch};
 use zero_train::language::{CausalTask, Options, Program};
 use zero_train::trainer::Trainer;
 
@@ -41,8 +41,10 @@ fn main() -> ExitCode {
             shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
         },
         |task, model: &model::Gpt2, rows, device| {
-            let (rows, ids) = (rows.len(), task.rows().tokens(rows)?);
-            Ok(model.loss(Tensor::from_data(TensorData::new(ids, [rows, task.rows().seq()]), device)))
+            let TokenBatch { width, input_ids, labels } = task.rows().batch(rows)?;
+            let [ids_bt, labels_bt] = [input_ids, labels]
+                .map(|ids| Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device));
+            Ok(model.loss(ids_bt, labels_bt))
         },
     );
     let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);

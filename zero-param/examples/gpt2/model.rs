@@ -90,12 +90,12 @@ pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
 }
 
 impl Gpt2 {
-    /// The mean cross-entropy in nats of predicting each token of `ids` `[b, t]` from those before it in its row.
-    pub fn loss(&self, ids_bt: Tensor<2, Int>) -> Tensor<1> {
+    /// The mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
+    pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         let [b, t] = ids_bt.dims();
         let device = ids_bt.device();
         let places_1t = Tensor::<1, Int>::arange(0..t as i64, &device).reshape([1, t]);
-        let x_btd = embedding(&self.wte, ids_bt.clone()) + embedding(&self.wpe, places_1t);
+        let x_btd = embedding(&self.wte, ids_bt) + embedding(&self.wpe, places_1t);
         let [_, _, d] = x_btd.dims();
         let mut x_nd = dropout(x_btd.reshape([b * t, d]), self.embd_pdrop);
         for block in &self.h {
@@ -103,7 +103,7 @@ impl Gpt2 {
         }
         // The last position of a row predicts nothing: ignoring it costs less than copying all others.
         let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
-        let next_n = Tensor::cat(vec![ids_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
+        let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
         linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), self.wte.val(), next_n, Some(IGNORED))
     }
 }

@@ -6,15 +6,16 @@ use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use parquet::basic::Type as Physical;
+use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
 use parquet::schema::types::Type;
 use rayon::prelude::*;
-use serde_json::Value;
+use serde_json::{Map, Value};
 use zero_models::safetensors_file::LFS_POINTER;
 
 use super::tokenizer::Tokenizer;
-use crate::error::{Result, io, wrong, wrong_data};
+use crate::error::{Result, TrainError, io, wrong, wrong_data};
 
 /// Bytes of text that are cut by all threads at a time.
 const PART: usize = 4 << 20;
@@ -384,8 +385,15 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
         DataKind::Text => {
             Err(wrong_data(&file.path, "is text: expected .jsonl, .json, .csv or .parquet, with a label in each row"))
         }
-        DataKind::JsonLines => json_lines(file.open()?, &file.path, fields, each),
-        DataKind::Json => json(file, fields, each),
+        DataKind::JsonLines | DataKind::Json => {
+            let expected = format!("an object with a key \"{}\"", fields[0].name);
+            let mut labelled = false;
+            json_values(file, &expected, &mut |place, value| {
+                let row = json_row(value, fields, labelled).map_err(|problem| place.wrong(&file.path, &problem))?;
+                labelled = true;
+                each(row)
+            })
+        }
         DataKind::Csv(delimiter) => csv_rows(file, delimiter, fields, each),
         DataKind::Parquet => parquet_rows(&file.path, fields, each),
     }
@@ -427,9 +435,69 @@ fn mended(text: &[u8]) -> Vec<u8> {
     out
 }
 
-fn json_lines(mut lines: impl BufRead, path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+/// The place of a row in its file, for messages.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Place {
+    unit: &'static str,
+    number: usize,
+}
+
+impl Place {
+    /// The error for this row of a file.
+    pub(super) fn wrong(self, path: &Path, problem: &str) -> TrainError {
+        wrong_data(path, format!("{} {}: {problem}", self.unit, self.number))
+    }
+}
+
+type EachValue<'a> = &'a mut dyn FnMut(Place, Value) -> Result<()>;
+
+/// Gives `each` all rows of a file as objects with their keys, and stops at its first error. Of Parquet only these columns are read.
+pub(super) fn objects(
+    file: &DataFile,
+    columns: &[&str],
+    each: &mut dyn FnMut(Place, Map<String, Value>) -> Result<()>,
+) -> Result<()> {
+    let row = |number| Place { unit: "row", number };
+    match file.kind {
+        DataKind::Text => Ok(()),
+        DataKind::JsonLines | DataKind::Json => json_values(file, "an object", &mut |place, value| match value {
+            Value::Object(object) => each(place, object),
+            other => Err(place.wrong(&file.path, &format!("is {}: expected an object", kind_of(&other)))),
+        }),
+        DataKind::Csv(delimiter) => {
+            let (header, mut reader) = table(file, delimiter)?;
+            for (number, record) in reader.records().enumerate() {
+                let record = record.map_err(|error| bad_table(&file.path, error))?;
+                let cells = record.iter().map(|text| Value::String(text.into()));
+                each(row(number), header.iter().map(str::to_string).zip(cells).collect())?;
+            }
+            Ok(())
+        }
+        DataKind::Parquet => {
+            let reader = parquet(&file.path)?;
+            parquet_records(
+                &file.path,
+                &reader,
+                |name| columns.contains(&name),
+                |number, found| {
+                    each(row(number), found.into_iter().map(|(name, field)| (name, json_of(field))).collect())
+                },
+            )
+        }
+    }
+}
+
+/// Gives `each` the rows of a file of JSON lines or of one array.
+fn json_values(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
+    if file.kind == DataKind::JsonLines {
+        json_lines(file.open()?, &file.path, expected, each)
+    } else {
+        json(file, expected, each)
+    }
+}
+
+fn json_lines(mut lines: impl BufRead, path: &Path, expected: &str, each: EachValue<'_>) -> Result<()> {
     let mut line = Vec::new();
-    let mut labelled = false;
     for number in 1.. {
         line.clear();
         if lines.read_until(b'\n', &mut line).map_err(io("read", path))? == 0 {
@@ -439,35 +507,29 @@ fn json_lines(mut lines: impl BufRead, path: &Path, fields: &[FieldOf<'_>], each
         if text.trim_ascii().is_empty() {
             continue;
         }
-        let problem = |what: String| wrong_data(path, format!("line {number}: {what}"));
-        let value = parse_json(text).map_err(|error| {
-            problem(format!("is no JSON ({error}): expected an object with a key \"{}\"", fields[0].name))
-        })?;
-        each(json_row(value, fields, labelled).map_err(problem)?)?;
-        labelled = true;
+        let place = Place { unit: "line", number };
+        let value = parse_json(text)
+            .map_err(|error| place.wrong(path, &format!("is no JSON ({error}): expected {expected}")))?;
+        each(place, value)?;
     }
     Ok(())
 }
 
 /// A file that is one array of objects; or JSON lines with another ending.
-fn json(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
+fn json(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
     let path = &file.path;
     let mut bytes = Vec::new();
     file.open()?.read_to_end(&mut bytes).map_err(io("read", path))?;
     let text = bytes.strip_prefix(BYTE_ORDER_MARK).unwrap_or(&bytes);
     if !text.trim_ascii_start().starts_with(b"[") {
-        return json_lines(text, path, fields, each);
+        return json_lines(text, path, expected, each);
     }
     let rows = match parse_json(text) {
         Ok(Value::Array(rows)) => rows,
         Ok(_) => unreachable!("it begins with a bracket"),
         Err(error) => return Err(wrong_data(path, format!("is no array of objects in JSON ({error})"))),
     };
-    for (number, value) in rows.into_iter().enumerate() {
-        let problem = |what: String| wrong_data(path, format!("element {number}: {what}"));
-        each(json_row(value, fields, number > 0).map_err(problem)?)?;
-    }
-    Ok(())
+    rows.into_iter().enumerate().try_for_each(|(number, value)| each(Place { unit: "element", number }, value))
 }
 
 /// These fields of an object, or what is wrong with it.
@@ -491,12 +553,20 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
     Ok(row)
 }
 
-/// The first record names the columns.
+fn bad_table(path: &Path, error: csv::Error) -> TrainError {
+    wrong_data(path, format!("is no table that can be read ({error})"))
+}
+
+/// The first record, which names the columns, and the reader of the others.
+fn table(file: &DataFile, delimiter: u8) -> Result<(csv::StringRecord, csv::Reader<Box<dyn BufRead>>)> {
+    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(file.open()?);
+    let header = reader.headers().map_err(|error| bad_table(&file.path, error))?.clone();
+    Ok((header, reader))
+}
+
 fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     let path = &file.path;
-    let bad = |error: csv::Error| wrong_data(path, format!("is no table that can be read ({error})"));
-    let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(file.open()?);
-    let header = reader.headers().map_err(bad)?.clone();
+    let (header, mut reader) = table(file, delimiter)?;
     let mut places = Vec::with_capacity(fields.len());
     for FieldOf { name, option, .. } in fields {
         let Some(place) = header.iter().position(|column| column == *name) else {
@@ -507,7 +577,7 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
         places.push(place);
     }
     for (number, record) in reader.records().enumerate() {
-        let record = record.map_err(bad)?;
+        let record = record.map_err(|error| bad_table(path, error))?;
         let cell = |(field, &place): (&FieldOf<'_>, &usize)| {
             let text = record.get(place).unwrap_or_default();
             // An empty cell is a text, and no label.
@@ -528,7 +598,8 @@ fn expected(holds: Holds) -> &'static str {
     if holds == Holds::Text { "a text" } else { "a text or a whole number" }
 }
 
-fn kind_of(value: &Value) -> &'static str {
+/// What a value is, for messages.
+pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
         Value::Bool(_) => "a boolean",
@@ -539,10 +610,44 @@ fn kind_of(value: &Value) -> &'static str {
     }
 }
 
+fn bad_parquet(path: &Path) -> impl Fn(ParquetError) -> TrainError {
+    move |error| wrong_data(path, format!("is no Parquet that can be read ({error})"))
+}
+
+fn parquet(path: &Path) -> Result<SerializedFileReader<File>> {
+    SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad_parquet(path))
+}
+
+/// Gives `each` the wanted columns of every row.
+fn parquet_records(
+    path: &Path,
+    reader: &SerializedFileReader<File>,
+    wanted: impl Fn(&str) -> bool,
+    mut each: impl FnMut(usize, Vec<(String, Field)>) -> Result<()>,
+) -> Result<()> {
+    let schema = reader.metadata().file_metadata().schema();
+    let columns = schema.get_fields().iter().filter(|column| wanted(column.name())).cloned().collect();
+    let only = Type::group_type_builder(schema.name()).with_fields(columns).build().map_err(bad_parquet(path))?;
+    for (number, row) in reader.get_row_iter(Some(only)).map_err(bad_parquet(path))?.enumerate() {
+        each(number, row.map_err(bad_parquet(path))?.into_columns())?;
+    }
+    Ok(())
+}
+
+/// A value of Parquet as one of JSON. One that JSON has not is null.
+fn json_of(field: Field) -> Value {
+    match field {
+        Field::Str(text) => Value::String(text),
+        Field::Group(row) => {
+            Value::Object(row.into_columns().into_iter().map(|(name, field)| (name, json_of(field))).collect())
+        }
+        Field::ListInternal(list) => list.elements().iter().cloned().map(json_of).collect(),
+        other => serde_json::from_str(&other.to_string()).unwrap_or_default(),
+    }
+}
+
 fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
-    let bad =
-        |error: parquet::errors::ParquetError| wrong_data(path, format!("is no Parquet that can be read ({error})"));
-    let reader = SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad)?;
+    let reader = parquet(path)?;
     let schema = reader.metadata().file_metadata().schema().clone();
     let columns: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
     for FieldOf { name, option, holds } in fields {
@@ -555,11 +660,8 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
             return Err(wrong_data(path, problem));
         }
     }
-    let wanted = |column: &&std::sync::Arc<Type>| fields.iter().any(|field| field.name == column.name());
-    let columns = schema.get_fields().iter().filter(wanted).cloned().collect();
-    let only = Type::group_type_builder(schema.name()).with_fields(columns).build().map_err(bad)?;
-    for (number, row) in reader.get_row_iter(Some(only)).map_err(bad)?.enumerate() {
-        let found = row.map_err(bad)?.into_columns();
+    let wanted = |name: &str| fields.iter().any(|field| field.name == name);
+    parquet_records(path, &reader, wanted, |number, found| {
         let mut row = Vec::with_capacity(fields.len());
         for FieldOf { name, holds, .. } in fields {
             let field = found.iter().find(|(column, _)| column == name).map_or(&Field::Null, |(_, field)| field);
@@ -587,9 +689,8 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
                 }
             });
         }
-        each(row)?;
-    }
-    Ok(())
+        each(row)
+    })
 }
 
 fn is_bytes(column: &Type) -> bool {

@@ -1,11 +1,13 @@
 //! Training examples for language models: [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them; or
-//! [`SentencePairs`], of which some tokens are masked; or [`LabelledTexts`], or [`TextPairs`].
+//! [`Conversations`], of which the model learns the answers; or [`SentencePairs`], of which some tokens are masked; or
+//! [`LabelledTexts`], or [`TextPairs`].
 //!
 //! * In: a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer cuts.
 //! * Memory: of a file of ids, none but the rows in use; text is cut once into such a file, the token cache, which the ranks of
 //!   a machine share (a small text is cut in memory).
 
 mod cache;
+mod conversations;
 mod documents;
 mod labelled;
 mod pairs;
@@ -19,9 +21,10 @@ mod wordpiece;
 
 use std::path::Path;
 
+pub use self::conversations::{ChatFormat, Conversations, LossOn};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
-pub use self::rows::TokenRows;
+pub use self::rows::{TokenBatch, TokenRows};
 pub use self::text_pairs::{TextPairBatch, TextPairs};
 pub(crate) use self::tokenizer::NO_TEMPLATE;
 pub use self::tokenizer::{Message, Tokenizer};

@@ -20,6 +20,17 @@ pub struct TokenRows {
     tokenizer: Option<Tokenizer>,
 }
 
+/// A batch of rows, flat: `[rows, width]`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TokenBatch {
+    /// Tokens of a row.
+    pub width: usize,
+    /// Token ids.
+    pub input_ids: Vec<i32>,
+    /// The ids at places that count in the loss, which predictions for the place before are compared with; -100 elsewhere.
+    pub labels: Vec<i32>,
+}
+
 impl TokenRows {
     /// Opens and checks rows for a model.
     ///

@@ -14,11 +14,11 @@ use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
 use super::{Options, Program, recipes};
-use crate::data::{DEFAULT_SEQ, TokenRows};
+use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, Source, TokenBatch, TokenRows, Tokenizer};
 use crate::error::{Result, TrainError, wrong};
-use crate::trainer::{Activations, Profile, Recipe, Setup, Task};
 #[cfg(feature = "burn")]
-use crate::trainer::{FusedBackend, Rows};
+use crate::trainer::FusedBackend;
+use crate::trainer::{Activations, Profile, Recipe, Rows, Setup, Task};
 
 /// A model of a family that predicts the next token, and the rows that it is trained on.
 pub struct CausalTask<C> {
@@ -26,9 +26,102 @@ pub struct CausalTask<C> {
     name: String,
     config: C,
     start: Start,
-    rows: TokenRows,
+    rows: CausalRows,
     /// Why it is not the program's model.
     notice: Option<String>,
+}
+
+/// Rows of a model that predicts the next token.
+#[derive(Debug)]
+pub enum CausalRows {
+    /// Documents, one behind the other.
+    Documents(TokenRows),
+    /// A conversation each.
+    Conversations(Conversations),
+}
+
+impl CausalRows {
+    fn load(options: &Options, source: &Source<'_>, [vocabulary, positions]: [usize; 2]) -> Result<Self> {
+        let folders = options.folders();
+        let cutting = options.cutting(vocabulary, positions, &folders);
+        // A field that is named is one of documents.
+        let format = if options.text_field.is_none() { ChatFormat::of(source)? } else { None };
+        let (Source::File(path), Some(format)) = (source, format) else {
+            if let Some(loss_on) = options.loss_on {
+                let expected =
+                    "expected --data beside it with conversations, or with prompts and completions, in its rows";
+                return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
+            }
+            return Ok(Self::Documents(TokenRows::load(source, &cutting)?));
+        };
+        let tokenizer = Tokenizer::find(path, &cutting)?;
+        let rows = Conversations::load(path, format, options.loss_on.unwrap_or_default(), &cutting, tokenizer)?;
+        if rows.left_out() > 0 {
+            let (left_out, all) = (rows.left_out(), rows.left_out() + rows.rows());
+            eprintln!(
+                "warning: {}: {left_out} of {all} rows are left out: none of their first --seq tokens is of an answer",
+                path.display()
+            );
+        }
+        Ok(Self::Conversations(rows))
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::Documents(rows) => rows.rows(),
+            Self::Conversations(rows) => rows.rows(),
+        }
+    }
+
+    /// The number of last rows that belong to a validation split.
+    pub fn held_out(&self) -> usize {
+        match self {
+            Self::Documents(rows) => rows.held_out(),
+            Self::Conversations(rows) => rows.held_out(),
+        }
+    }
+
+    /// Tokens of the longest row.
+    pub fn seq(&self) -> usize {
+        match self {
+            Self::Documents(rows) => rows.seq(),
+            Self::Conversations(rows) => rows.seq(),
+        }
+    }
+
+    /// What cut them; not known of a file of ids.
+    pub fn tokenizer(&self) -> Option<&Tokenizer> {
+        match self {
+            Self::Documents(rows) => rows.tokenizer(),
+            Self::Conversations(rows) => Some(rows.tokenizer()),
+        }
+    }
+
+    /// The tokens of some rows and their labels.
+    ///
+    /// # Errors
+    ///
+    /// When the file cannot be read.
+    pub fn batch(&self, rows: &[usize]) -> Result<TokenBatch> {
+        match self {
+            Self::Documents(documents) => {
+                let ids = documents.tokens(rows)?;
+                Ok(TokenBatch { width: documents.seq(), labels: ids.clone(), input_ids: ids })
+            }
+            Self::Conversations(conversations) => Ok(conversations.batch(rows)),
+        }
+    }
+
+    /// What the model continues after training: the beginning of a document, or all before an answer.
+    #[cfg(feature = "burn")]
+    fn prompt(&self, row: usize, most: usize) -> Result<Vec<u32>> {
+        let prompt = match self {
+            Self::Conversations(rows) if !rows.prompt(row).is_empty() => rows.prompt(row).to_vec(),
+            rows => rows.batch(&[row])?.input_ids.into_iter().take(16).collect(),
+        };
+        Ok(prompt.into_iter().take(most).map(|id| id as u32).collect())
+    }
 }
 
 impl<C: CausalFamily> CausalTask<C> {
@@ -53,8 +146,7 @@ impl<C: CausalFamily> CausalTask<C> {
             let expected = format!("expected 2 to {}, the positions of model {name}", sizes.positions);
             return Err(wrong("seq", seq, expected));
         }
-        let folders = options.folders();
-        let rows = TokenRows::load(&source, &options.cutting(sizes.vocabulary, sizes.positions, &folders))?;
+        let rows = CausalRows::load(options, &source, [sizes.vocabulary, sizes.positions])?;
         let start = Start::new(options, rows.tokenizer(), config.clone().into(), &[])?;
         Ok(Self { name, config, start, rows, notice })
     }
@@ -65,7 +157,7 @@ impl<C: CausalFamily> CausalTask<C> {
     }
 
     /// The rows of tokens.
-    pub fn rows(&self) -> &TokenRows {
+    pub fn rows(&self) -> &CausalRows {
         &self.rows
     }
 
@@ -130,12 +222,29 @@ impl<C: CausalFamily> Task for CausalTask<C> {
 
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
-        Ok(C::loss(model, tokens(self.rows.tokens(rows)?, self.rows.seq(), device)))
+        let TokenBatch { width, input_ids, labels } = self.rows.batch(rows)?;
+        let [ids_bt, labels_bt] = [input_ids, labels].map(|ids| tokens(ids, width, device));
+        Ok(C::loss(model, ids_bt, labels_bt))
     }
 
-    /// Text is read in its own order.
+    /// The labels of conversations. Rows of documents have equally many.
+    fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
+        Ok(match &self.rows {
+            CausalRows::Documents(_) => Vec::new(),
+            CausalRows::Conversations(conversations) => vec![conversations.labels(rows) as f64],
+        })
+    }
+
+    fn tokens(&self, rows: &[usize]) -> Option<usize> {
+        match &self.rows {
+            CausalRows::Documents(_) => None,
+            CausalRows::Conversations(conversations) => Some(conversations.tokens(rows)),
+        }
+    }
+
+    /// Documents are read in their own order.
     fn shuffle(&self) -> bool {
-        false
+        matches!(self.rows, CausalRows::Conversations(_))
     }
 
     fn has_perplexity(&self) -> bool {
@@ -143,24 +252,26 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     }
 
     fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
-        Ok(Some(self.rows.checksum(rows)?))
+        Ok(Some(match &self.rows {
+            CausalRows::Documents(documents) => documents.checksum(rows)?,
+            CausalRows::Conversations(conversations) => conversations.checksum(rows),
+        }))
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
-    /// What follows the beginning of the last row.
+    /// What follows the prompt of the last row.
     #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
         let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
-        let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens).min(self.rows.seq()).min(16);
-        if room == 0 {
+        let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens);
+        let prompt = self.rows.prompt(self.rows.rows() - 1, room)?;
+        if prompt.is_empty() {
             return Ok(None);
         }
-        let row = self.rows.tokens(&[self.rows.rows() - 1])?;
-        let prompt: Vec<u32> = row[..room].iter().map(|&id| id as u32).collect();
         let made = alone(|hooks| C::generate(model, std::slice::from_ref(&prompt), &how, device, hooks))?.concat();
         let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
         Ok(Some(format!("after\n{given}\nthe model goes on\n{follows}")))

@@ -55,7 +55,7 @@ use zero_models::Ids;
 use zero_models::{BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
 
 pub use self::bert::BertTask;
-pub use self::causal::CausalTask;
+pub use self::causal::{CausalRows, CausalTask};
 #[cfg(feature = "burn")]
 pub use self::classes::ClassesTask;
 #[cfg(feature = "burn")]
@@ -64,7 +64,7 @@ pub use self::start::LoraOptions;
 use crate::Result;
 #[cfg(feature = "burn")]
 use crate::data::Fields;
-use crate::data::{Cutting, Source};
+use crate::data::{Cutting, LossOn, Source};
 use crate::trainer;
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Trainer};
@@ -102,7 +102,8 @@ pub struct Options {
     /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
-    /// The key of a JSON object, or the column of a table, that has the text [default: text]
+    /// The key of a JSON object, or the column of a table, that has the text; for --task causal-lm also where rows hold
+    /// conversations [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
@@ -112,6 +113,10 @@ pub struct Options {
     /// to be made, for --task seq2seq [default: label]
     #[arg(long, value_name = "NAME")]
     pub label_field: Option<String>,
+    /// The tokens that count in the loss, of data whose rows hold `messages`, `conversations`, `prompt` and `completion`, or
+    /// `instruction` and `output` [default: completions]
+    #[arg(long, value_name = "TOKENS")]
+    pub loss_on: Option<LossOn>,
     /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,
     /// else GPT-2's own; `zero tokenizer` makes one for BERT]
     #[arg(long, value_name = "FILE|DIR")]

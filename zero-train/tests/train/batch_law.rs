@@ -155,6 +155,29 @@ fn masked_tokens_and_pairs_of_sentences() {
     assert_law(&mut Draws::new(seed() + 1), |cut| trained(dir, &task, cut));
 }
 
+#[test]
+fn answers_of_0_to_40_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    texts::labelled(dir);
+    texts::model(
+        dir,
+        "llama",
+        &json!({
+            "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 40,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2
+        }),
+    );
+    let mut draws = Draws::new(seed() + 4);
+    let text = |draws: &mut Draws, most: usize| vec!["cat ran"; draws.below(most)].join(" ");
+    let rows: String = (0..5 * ROWS + HELD_OUT)
+        .map(|_| format!("{}\n", json!({ "prompt": text(&mut draws, 12), "completion": text(&mut draws, 21) })))
+        .collect();
+    std::fs::write(dir.join("answers.jsonl"), rows).unwrap();
+    let task = ["--model", "llama", "--tokenizer", "tok", "--data", "answers.jsonl", "--seq", "48"];
+    assert_law(&mut draws, |cut| trained(dir, &task, cut));
+}
+
 /// A model of its own that predicts the next token, of rows that are filled up.
 struct Padded {
     ids: Vec<i32>,

@@ -9,12 +9,14 @@ use std::process::{Command, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
+use serde_json::{Value, json};
+
 use mutate::{Random, mutate, mutate_file};
 
 use crate::mutate;
 
 /// Runs where no number is asked for.
-const RUNS: usize = 150;
+const RUNS: usize = 180;
 
 /// The longest run. In the short form other tests run beside.
 const LONGEST: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
@@ -81,6 +83,36 @@ fn inputs(dir: &Path) -> Vec<Case> {
     for file in ["rows.jsonl", "rows.json", "rows.csv", "book.txt", "book.txt.gz"] {
         let args = ["train", "--weights", "gpt2_tiny", "--data", file, "--seq", "8", "--steps", "1", "--threads", "1"];
         cases.push(case(file, &args));
+    }
+    // Conversations, by a template that tells answers by growing parts and by one that marks them.
+    let chats = json!([
+        { "messages": [{ "role": "system", "content": "be \u{1f642}" }, { "role": "user", "content": "a b" }, { "role": "assistant", "content": "c" }] },
+        { "messages": [{ "role": "user", "content": "" }, { "role": "assistant", "content": "d e" }, { "role": "user", "content": "f" }] },
+    ]);
+    let lines = |rows: &Value| rows.as_array().unwrap().iter().map(|row| format!("{row}\n")).collect::<String>();
+    std::fs::write(dir.join("chats.json"), chats.to_string()).unwrap();
+    std::fs::write(dir.join("chats.jsonl"), lines(&chats)).unwrap();
+    let pairs = json!([{ "prompt": "a b", "completion": "c" }, { "prompt": "", "completion": "d e f", "n": [1, { "o": null }] }]);
+    std::fs::write(dir.join("pairs.jsonl"), lines(&pairs)).unwrap();
+    std::fs::write(dir.join("pairs.csv"), "prompt,completion\n\"a, b\",c\nd e,f g h\n").unwrap();
+    for (name, mark) in [("growing", ""), ("marked", "{% generation %}")] {
+        copy(&dir.join("llama_tiny"), &dir.join(name));
+        let template = [
+            "{% for m in messages %}{{ m.role[0] }}",
+            mark,
+            "{{ m.content }}{{ eos_token }}",
+            &mark.replace("gen", "endgen"),
+            "{% endfor %}{% if add_generation_prompt %}a{% endif %}",
+        ]
+        .concat();
+        std::fs::write(dir.join(name).join("chat_template.jinja"), template).unwrap();
+        for file in ["chats.json", "chats.jsonl", "pairs.jsonl", "pairs.csv"] {
+            let args = ["train", "--weights", name, "--data", file, "--seq", "16", "--steps", "1", "--threads", "1"];
+            cases.push(case(file, &args));
+        }
+        let args =
+            ["train", "--weights", name, "--data", "chats.jsonl", "--seq", "16", "--steps", "1", "--threads", "1"];
+        cases.push(case(format!("{name}/chat_template.jinja"), &args));
     }
     cases
 }

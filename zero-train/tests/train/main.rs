@@ -7,6 +7,7 @@ mod classes;
 #[path = "../common/mod.rs"]
 mod common;
 mod config;
+mod conversations;
 mod export;
 mod generate;
 mod hostile;

@@ -15,6 +15,7 @@ use unicode_segmentation::UnicodeSegmentation;
 use zero_core::checkpoint::SideFile;
 
 pub use self::chat::Message;
+pub(super) use self::chat::{ChatTemplate, MARK};
 use self::files::Read;
 use super::Cutting;
 use super::wordpiece::{GOES_ON, SPECIAL};
@@ -56,6 +57,8 @@ pub struct Tokenizer {
     named: BTreeMap<&'static str, String>,
     /// The files it was read from.
     files: Vec<SideFile>,
+    /// Where these are, for messages.
+    whose: String,
 }
 
 enum Kind {
@@ -128,7 +131,8 @@ impl Tokenizer {
             let end = Some(tokens as u32 - 1);
             let (kind, begin, files) = (Kind::Gpt2, Vec::new(), Vec::new());
             let named = BTreeMap::new();
-            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files });
+            let whose = "GPT-2's own tokenizer".to_string();
+            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files, whose });
         };
         let tokens = found.tokens();
         // Some models have no row for a token that was added, such as BART's <mask>: it must not occur.
@@ -139,6 +143,7 @@ impl Tokenizer {
             );
             return Err(wrong_data(whose, problem));
         }
+        let found = Self { whose: whose.display().to_string(), ..found };
         if cutting.sentences { found.for_sentences(whose) } else { Ok(found) }
     }
 
@@ -146,7 +151,7 @@ impl Tokenizer {
         let begin = put_before(&tokenizer);
         let kind = Kind::File(Box::new(tokenizer));
         let (named, files) = (BTreeMap::new(), Vec::new());
-        Self { kind, checksum, begin, bos: None, end, sentences: false, named, files }
+        Self { kind, checksum, begin, bos: None, end, sentences: false, named, files, whose: String::new() }
     }
 
     /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
@@ -341,8 +346,22 @@ impl Tokenizer {
         let Some(template) = chat::template(&self.files) else {
             return Err(format!("the tokenizer's folder {NO_TEMPLATE}"));
         };
-        let rendered = chat::render(&template, messages, &self.named);
-        rendered.map_err(|problem| format!("the chat template of the tokenizer's folder cannot be used: {problem}"))
+        self.chat_template(&template)?.render(messages, true)
+    }
+
+    /// The text of the folder's chat template, for [`chat_template`](Self::chat_template).
+    pub(super) fn chat_template_text(&self) -> Option<String> {
+        chat::template(&self.files)
+    }
+
+    /// The chat template of this text.
+    pub(super) fn chat_template<'t>(&'t self, text: &'t str) -> Result<ChatTemplate<'t>, String> {
+        ChatTemplate::new(text, &self.named, &self.whose)
+    }
+
+    /// The folder or file that it was read from, for messages.
+    pub(super) fn whose(&self) -> &str {
+        &self.whose
     }
 
     /// Returns true if there is a chat template.
@@ -367,12 +386,32 @@ impl Tokenizer {
             // "<|endoftext|>" is one token, as in transformers.
             Kind::Gpt2 => Ok(gpt2::table().encode_with_special_tokens(text)),
             Kind::File(tokenizer) => {
-                let cut = caught(|| tokenizer.encode_fast(text, false).map_err(|error| error.to_string()));
-                let cut = cut.and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"));
-                cut.map(|cut| cut.get_ids().to_vec())
+                Ok(encoding(|| tokenizer.encode_fast(text, false).map_err(|error| error.to_string()))?
+                    .get_ids()
+                    .to_vec())
             }
         }
     }
+
+    /// The tokens of a conversation's text, and the bytes of the text that each is of.
+    ///
+    /// # Errors
+    ///
+    /// As [`encode`](Self::encode).
+    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>), String> {
+        match &self.kind {
+            Kind::Gpt2 => Err(format!("the tokenizer's folder {NO_TEMPLATE}")),
+            Kind::File(tokenizer) => {
+                let cut = encoding(|| tokenizer.encode(text, false).map_err(|error| error.to_string()))?;
+                Ok((cut.get_ids().to_vec(), cut.get_offsets().to_vec()))
+            }
+        }
+    }
+}
+
+/// What the library cuts, or its error or panic as text.
+fn encoding(cut: impl FnOnce() -> Result<tokenizers::Encoding, String>) -> Result<tokenizers::Encoding, String> {
+    caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"))
 }
 
 fn largest(vocabulary: std::collections::HashMap<String, u32>) -> usize {
