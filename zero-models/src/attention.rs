@@ -1,8 +1,8 @@
-//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where probabilities are
-//! dropped out and no kernel does that.
+//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where scores have a bias, or
+//! probabilities are dropped out and no kernel does that.
 //!
 //! Shape suffixes: `b` batch, `h` heads, `k` heads of keys, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
-//! width of the model, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h` or 1, `s` = `t * u` scores.
+//! width of the heads, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h`, `h` or 1, `s` = `t * u` scores.
 
 use std::cell::OnceCell;
 
@@ -21,18 +21,31 @@ pub(crate) struct Masks<B: FusedBackend> {
     keys_bu: Option<Tensor<B, 2>>,
     /// Masks of pairs, `[r, s]`, without a window and with one, that elementary operations add; computed on first use.
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
+    /// True if those without a window have a bias besides, which no kernel adds.
+    is_biased: bool,
 }
 
 impl<B: FusedBackend> Masks<B> {
     /// Hides nothing but what the options of attention hide.
     pub(crate) fn none() -> Self {
-        Self { keys_bu: None, pairs_rs: Default::default() }
+        Self { keys_bu: None, pairs_rs: Default::default(), is_biased: false }
     }
 
     /// Hides the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the activations.
     pub(crate) fn padding(attention_mask_bu: Option<Tensor<B, 2, Int>>, like_nd: &Tensor<B, 2>) -> Self {
         let keys_bu = attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd));
-        Self { keys_bu, pairs_rs: Default::default() }
+        Self { keys_bu, ..Self::none() }
+    }
+
+    /// The same with a bias `[h, s]` of each head, which is added to the scores of `t` queries and `u` keys by these options.
+    pub(crate) fn biased(self, bias_hs: Tensor<B, 2>, options: AttentionOptions, pairs: [usize; 2]) -> Self {
+        // Here and not on first use: what a checkpointed block makes is made again for each that reads it.
+        let pairs_rs = match self.pairs_rs(options, pairs, &bias_hs) {
+            None => bias_hs,
+            Some(mask_1s) if options.causal => plus(bias_hs, mask_1s),
+            Some(mask_rs) => plus(mask_rs, bias_hs),
+        };
+        Self { keys_bu: self.keys_bu, pairs_rs: [OnceCell::from(Some(pairs_rs)), OnceCell::new()], is_biased: true }
     }
 
     /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
@@ -54,6 +67,12 @@ impl<B: FusedBackend> Masks<B> {
         });
         made.clone()
     }
+}
+
+/// Adds rows to those of `x_rs`, one after the other and again, as long as there are some.
+fn plus<B: FusedBackend>(x_rs: Tensor<B, 2>, rows: Tensor<B, 2>) -> Tensor<B, 2> {
+    let ([r, s], [own, _]) = (x_rs.dims(), rows.dims());
+    (x_rs.reshape([r / own, own * s]) + rows.reshape([1, own * s])).reshape([r, s])
 }
 
 /// What is added to the scores of keys so that those are hidden where the mask is 0.
@@ -84,8 +103,8 @@ pub(crate) fn attend<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
     match is_active(dropout, &q_nd) {
-        true if !(is_square && B::draws_dropout(&q_nd.device())) => {
-            attend_with_dropout([q_nd, k_mc, v_mc], masks, options, dropout)
+        is_active if masks.is_biased || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
+            attend_by_scores([q_nd, k_mc, v_mc], masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &q_nd) } else { options };
@@ -110,7 +129,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     match is_active(dropout, &qkv_nw) {
         true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
             let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
-            attend_with_dropout(parts, masks, options, dropout)
+            attend_by_scores(parts, masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &qkv_nw) } else { options };
@@ -119,7 +138,8 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     }
 }
 
-fn attend_with_dropout<B: FusedBackend>(
+/// As [`attend`], by elementary operations.
+fn attend_by_scores<B: FusedBackend>(
     [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
     options: AttentionOptions,
@@ -140,8 +160,7 @@ fn attend_with_dropout<B: FusedBackend>(
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
     if let Some(mask_rs) = mask_rs {
-        let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs;
-        scores_bhtu = scores_rs.reshape([b, h, t, u]);
+        scores_bhtu = plus(scores_bhtu.reshape([b * h, t * u]), mask_rs).reshape([b, h, t, u]);
     }
     let probabilities_bhtu = dropout.forward(activation::softmax(scores_bhtu, 3));
     by_key(probabilities_bhtu).matmul(heads(v_mc)).reshape([b, h, t, e]).swap_dims(1, 2).reshape([n, d])

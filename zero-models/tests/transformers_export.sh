@@ -24,7 +24,8 @@ print(f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma": "GemmaForCausalLM", "gemma3": "Gemma3ForCausalLM", "bart": "BartForConditionalGeneration"}
+           "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma": "GemmaForCausalLM", "gemma3": "Gemma3ForCausalLM", "bart": "BartForConditionalGeneration",
+           "t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
 
 
 def load(folder):

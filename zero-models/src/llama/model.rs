@@ -284,7 +284,7 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         let mut x_nd = self.embedded(input_ids_bt);
         let angles = self.angles(|| cache.numbers(t), &x_nd);
         for (number, layer) in self.layers.iter().enumerate() {
-            x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
+            x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
         }
         self.head(self.normed(cache.end(x_nd, b)))
     }
