@@ -19,7 +19,8 @@ use common::small::by_path;
 use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::llama::{LlamaKind, RopeScaling};
-use zero_models::{Activation, BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig};
+use zero_models::t5::T5Kind;
+use zero_models::{Activation, BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, Seq2SeqLm, T5Config};
 
 const VOCABULARY: usize = 101;
 const ROWS: [usize; 2] = [3, 14];
@@ -136,6 +137,37 @@ fn main() -> Result<(), Box<dyn Error>> {
             "logits": logits,
         });
         write(out, &format!("bart_{}", if tied { "scaled" } else { "plain" }), &config.into(), &model, computed)?;
+
+        for (name, model_type) in [("t5", T5Kind::T5), ("mt5", T5Kind::Mt5)] {
+            // As published: of version 1.0, or with a gate. A head of its own, or none.
+            let is_first = tied && model_type == T5Kind::T5;
+            let config = T5Config {
+                model_type,
+                vocab_size: VOCABULARY,
+                d_model: 24,
+                d_kv: 5,
+                d_ff: 40,
+                num_layers: 1,
+                num_decoder_layers: 2,
+                num_heads: 4,
+                relative_attention_num_buckets: 8,
+                relative_attention_max_distance: 10,
+                is_gated_act: !is_first,
+                activation: if is_first { Activation::Relu } else { Activation::GeluTanh },
+                tie_word_embeddings: tied,
+                scale_decoder_outputs: is_first,
+                ..T5Config::preset("t5-small")?
+            };
+            let model = noisy(config.init::<Flex>(&device));
+            let logits = floats(model.forward(types.clone(), Some(mask.clone()), ids.clone()));
+            let computed = json!({
+                "input_ids": ints(&types),
+                "attention_mask": ints(&mask),
+                "decoder_input_ids": ints(&ids),
+                "logits": logits,
+            });
+            write(out, &format!("{name}_{head}"), &config.into(), &model, computed)?;
+        }
     }
     Ok(())
 }

@@ -1,8 +1,8 @@
-//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where probabilities are
-//! dropped out and no kernel does that.
+//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where scores have a bias, or
+//! probabilities are dropped out and no kernel does that.
 //!
 //! Shape suffixes: `b` batch, `h` heads, `k` heads of keys, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
-//! width of the model, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h` or 1, `s` = `t * u` scores.
+//! width of the heads, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h`, `h` or 1, `s` = `t * u` scores.
 
 use std::cell::OnceCell;
 
@@ -23,6 +23,8 @@ pub(crate) struct Masks<B: FusedBackend> {
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
     /// The soft cap of scores.
     cap: Option<f64>,
+    /// True if those without a window have a bias besides, which no kernel adds.
+    is_biased: bool,
 }
 
 impl<B: FusedBackend> Masks<B> {
@@ -33,7 +35,7 @@ impl<B: FusedBackend> Masks<B> {
 
     /// Adds `keys_bu` to the scores of keys.
     pub(crate) fn of_keys(keys_bu: Option<Tensor<B, 2>>) -> Self {
-        Self { keys_bu, pairs_rs: Default::default(), cap: None }
+        Self { keys_bu, pairs_rs: Default::default(), cap: None, is_biased: false }
     }
 
     /// The same with scores `x` that become `cap * tanh(x / cap)` before they are masked. No kernel does that: all scores are in memory.
@@ -46,13 +48,30 @@ impl<B: FusedBackend> Masks<B> {
         Self::of_keys(attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd)))
     }
 
+    /// The same with a bias `[h, s]` of each head, which is added to the scores of `t` queries and `u` keys by these options.
+    pub(crate) fn biased(self, bias_hs: Tensor<B, 2>, options: AttentionOptions, pairs: [usize; 2]) -> Self {
+        // Here and not on first use: what a checkpointed block makes is made again for each that reads it.
+        let pairs_rs = match self.pairs_rs(options, pairs, &bias_hs) {
+            None => bias_hs,
+            Some(mask_1s) if mask_1s.dims()[0] == 1 => plus(bias_hs, mask_1s),
+            Some(mask_rs) => plus(mask_rs, bias_hs),
+        };
+        Self { pairs_rs: [OnceCell::from(Some(pairs_rs)), OnceCell::new()], is_biased: true, ..self }
+    }
+
+    /// True if no kernel computes what these masks ask for.
+    fn is_elementary(&self) -> bool {
+        self.is_biased || self.cap.is_some()
+    }
+
     /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
     fn pairs_rs(&self, options: AttentionOptions, [t, u]: [usize; 2], like_nd: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
         let made = self.pairs_rs[usize::from(options.window.is_some())].get_or_init(|| {
             let device = like_nd.device();
             let (b, h) = (options.batch, options.heads);
             let keys = self.keys_bu.clone();
-            let keys_rs = keys.map(|keys_bu| keys_bu.reshape([b, 1, 1, u]).expand([b, h, t, u]).reshape([b * h, t * u]));
+            let keys_rs =
+                keys.map(|keys_bu| keys_bu.reshape([b, 1, 1, u]).expand([b, h, t, u]).reshape([b * h, t * u]));
             if options.causal {
                 let future_tt = Tensor::<B, 2, Bool>::tril_mask([t, t], 0, &device);
                 let mut mask_tt = Tensor::zeros([t, t], &device).mask_fill(future_tt, MASKED);
@@ -62,7 +81,7 @@ impl<B: FusedBackend> Masks<B> {
                 }
                 let causal_1s = in_type_of(mask_tt.reshape([1, t * t]), like_nd);
                 return Some(match keys_rs {
-                    Some(keys_rs) => keys_rs + causal_1s,
+                    Some(keys_rs) => plus(keys_rs, causal_1s),
                     None => causal_1s,
                 });
             }
@@ -70,6 +89,12 @@ impl<B: FusedBackend> Masks<B> {
         });
         made.clone()
     }
+}
+
+/// Adds rows to those of `x_rs`, one after the other and again, as long as there are some.
+fn plus<B: FusedBackend>(x_rs: Tensor<B, 2>, rows: Tensor<B, 2>) -> Tensor<B, 2> {
+    let ([r, s], [own, _]) = (x_rs.dims(), rows.dims());
+    (x_rs.reshape([r / own, own * s]) + rows.reshape([1, own * s])).reshape([r, s])
 }
 
 /// What is added to the scores of keys so that those are hidden where the mask is 0.
@@ -105,8 +130,8 @@ pub(crate) fn attend<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
     match is_active(dropout, &q_nd) {
-        is_active if masks.cap.is_some() || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
-            attend_elementary([q_nd, k_mc, v_mc], masks, options, dropout)
+        is_active if masks.is_elementary() || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
+            attend_by_scores([q_nd, k_mc, v_mc], masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &q_nd) } else { options };
@@ -131,7 +156,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     match is_active(dropout, &qkv_nw) {
         true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
             let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");
-            attend_elementary(parts, masks, options, dropout)
+            attend_by_scores(parts, masks, options, dropout)
         }
         is_active => {
             let options = if is_active { dropping(options, dropout, &qkv_nw) } else { options };
@@ -140,8 +165,8 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     }
 }
 
-/// Attention of elementary operations.
-fn attend_elementary<B: FusedBackend>(
+/// As [`attend`], by elementary operations.
+fn attend_by_scores<B: FusedBackend>(
     [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
     options: AttentionOptions,
@@ -165,8 +190,7 @@ fn attend_elementary<B: FusedBackend>(
         scores_bhtu = soft_capped(scores_bhtu, cap);
     }
     if let Some(mask_rs) = mask_rs {
-        let scores_rs = scores_bhtu.reshape([b * h, t * u]) + mask_rs;
-        scores_bhtu = scores_rs.reshape([b, h, t, u]);
+        scores_bhtu = plus(scores_bhtu.reshape([b * h, t * u]), mask_rs).reshape([b, h, t, u]);
     }
     let probabilities_bhtu = dropout.forward(activation::softmax(scores_bhtu, 3));
     by_key(probabilities_bhtu).matmul(heads(v_mc)).reshape([b, h, t, e]).swap_dims(1, 2).reshape([n, d])

@@ -1,4 +1,4 @@
-//! What generation needs of any family that makes text, and training of one that predicts the next token.
+//! What generation needs of any family that makes text, and training of one that predicts the next token, or makes texts of texts.
 
 use std::fmt::Debug;
 
@@ -14,8 +14,10 @@ use crate::lora::linear::Adaptable;
 #[cfg(feature = "burn")]
 use crate::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]
-use crate::{Bart, Gpt2, Llama, bart, gpt2, llama};
-use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result};
+use crate::seq2seq::{self, Seq2SeqLm};
+#[cfg(feature = "burn")]
+use crate::{Bart, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
+use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
 /// A family of models that make text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
@@ -109,6 +111,59 @@ pub struct CausalSizes {
     pub kept: usize,
 }
 
+/// A family of models that make texts of texts.
+#[cfg(feature = "burn")]
+pub trait Seq2SeqFamily: TextFamily {
+    /// The preset that is trained where none is named.
+    const DEFAULT: &'static str;
+
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    const PRESETS: &'static [&'static str];
+
+    /// A configuration by name.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
+    fn preset(name: &str) -> Result<Self>;
+
+    /// This family's configuration, if it is one.
+    fn of(config: ModelConfig) -> Option<Self>;
+
+    /// The mean loss `[1]` of labels `[b, t]`, as [`Seq2SeqLm::loss`].
+    ///
+    /// # Panics
+    /// If rows are longer than the model's positions.
+    fn loss<B: FusedBackend>(
+        model: &Self::Model<B>,
+        ids_bu: Ids<B>,
+        mask_bu: Option<Ids<B>>,
+        labels_bt: Ids<B>,
+    ) -> Tensor<B, 1>;
+
+    /// Its sizes.
+    fn sizes(&self) -> Seq2SeqSizes;
+}
+
+/// Sizes of a model that makes texts of texts.
+#[cfg(feature = "burn")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seq2SeqSizes {
+    /// Number of tokens in the vocabulary.
+    pub vocabulary: usize,
+    /// Width of the model.
+    pub width: usize,
+    /// Width of all heads of an attention.
+    pub inner: usize,
+    /// Number of layers of the encoder, and width of their feed-forward layers.
+    pub encoder: [usize; 2],
+    /// As `encoder`, of the decoder.
+    pub decoder: [usize; 2],
+    /// Matrices of a feed-forward layer: with a gate one more.
+    pub matrices: usize,
+    /// Heads whose scores of all pairs are kept for the backward pass: none where kernels compute attention.
+    pub scores: usize,
+}
+
 /// A family whose configuration, model and weights have functions of these names, with the function that makes text.
 macro_rules! text_family {
     ($config:ident, $model:ident, $family:ident, $generate:path) => {
@@ -140,7 +195,60 @@ macro_rules! text_family {
     };
 }
 
-text_family!(BartConfig, Bart, bart, bart::generate_with);
+/// As [`text_family`], with what a configuration has of one that makes texts of texts.
+macro_rules! seq2seq_family {
+    ($config:ident, $model:ident, $family:ident, $default:literal, |$c:ident| $sizes:expr) => {
+        text_family!($config, $model, $family, seq2seq::generate_with);
+
+        #[cfg(feature = "burn")]
+        impl Seq2SeqFamily for $config {
+            const DEFAULT: &'static str = $default;
+            const PRESETS: &'static [&'static str] = $config::PRESETS;
+
+            fn preset(name: &str) -> Result<Self> {
+                $config::preset(name)
+            }
+
+            fn of(config: ModelConfig) -> Option<Self> {
+                if let ModelConfig::$model(config) = config { Some(config) } else { None }
+            }
+
+            fn loss<B: FusedBackend>(
+                model: &$model<B>,
+                ids_bu: Ids<B>,
+                mask_bu: Option<Ids<B>>,
+                labels_bt: Ids<B>,
+            ) -> Tensor<B, 1> {
+                Seq2SeqLm::loss(model, ids_bu, mask_bu, labels_bt)
+            }
+
+            fn sizes(&self) -> Seq2SeqSizes {
+                let $c = self;
+                $sizes
+            }
+        }
+    };
+}
+
+seq2seq_family!(BartConfig, Bart, bart, "bart-base", |c| Seq2SeqSizes {
+    vocabulary: c.vocab_size,
+    width: c.d_model,
+    inner: c.d_model,
+    encoder: [c.encoder_layers, c.encoder_ffn_dim],
+    decoder: [c.decoder_layers, c.decoder_ffn_dim],
+    matrices: 2,
+    scores: 0,
+});
+
+seq2seq_family!(T5Config, T5, t5, "t5-small", |c| Seq2SeqSizes {
+    vocabulary: c.vocab_size,
+    width: c.d_model,
+    inner: c.inner_width(),
+    encoder: [c.num_layers, c.d_ff],
+    decoder: [c.num_decoder_layers, c.d_ff],
+    matrices: if c.is_gated_act { 3 } else { 2 },
+    scores: c.num_heads,
+});
 
 /// As [`text_family`], with what a configuration has of one that predicts the next token.
 macro_rules! causal_family {

@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use serde::Serialize;
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 use crate::error::{check_each, io_at};
 use crate::hf_params::Family;
@@ -155,9 +155,25 @@ pub(crate) fn find_preset<T: Copy>(
     found.ok_or_else(|| ModelError::UnknownPreset { model, got: got.to_string(), presets: names })
 }
 
-pub(crate) fn from_file<C>(path: &Path, from_json: fn(&str) -> Result<C>) -> Result<C> {
+pub(crate) fn from_file<C: Family>(path: &Path, from_json: fn(&str) -> Result<C>) -> Result<C> {
     let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
-    from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+    let read = from_json(&text);
+    let config = read.map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })?;
+    Ok(config.with_weights_in(path.parent().unwrap_or(Path::new(""))))
+}
+
+/// An `eos_token_id` may be a list, as for generation: a text ends with the first.
+pub(crate) fn one_end(keys: &mut Map<String, Value>) {
+    if let Some(first) = keys.get("eos_token_id").and_then(|ends| ends.get(0)).cloned() {
+        keys.insert("eos_token_id".into(), first);
+    }
+}
+
+/// Checks that the vocabulary has these tokens, each with the name of its field.
+pub(crate) fn check_tokens(model: &'static str, vocabulary: usize, tokens: &[(&'static str, u32)]) -> Result<()> {
+    let expected = format!("a token of the {vocabulary} there are");
+    let is_known = |token: u32| (token as usize) < vocabulary;
+    check_each(model, tokens.iter().map(|&(field, token)| (is_known(token), field, token.to_string(), &*expected)))
 }
 
 pub(crate) fn check_model_type(expected: &'static str, got: String) -> Result<()> {

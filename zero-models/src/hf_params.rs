@@ -4,6 +4,7 @@
 //! everything are checked before the first tensor is read.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 use zero_core::random::Stream;
@@ -62,6 +63,11 @@ pub(crate) trait Family: Sized + 'static {
     /// Whether a model of this configuration has this layer, by its path.
     fn has(&self, _layer: &str) -> bool {
         true
+    }
+
+    /// The configuration that a folder's `config.json` has, with what the weights in the folder decide.
+    fn with_weights_in(self, _dir: &Path) -> Self {
+        self
     }
 
     /// Whether a tensor of this name is a head's, which checkpoints of other heads have not.

@@ -42,7 +42,12 @@ pub(crate) fn weight<B: Backend>(d_in: usize, d_out: usize, std: f64, device: &B
 
 /// The factors of a norm that adds nothing.
 pub(crate) fn ones<B: Backend>(width: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
-    Initializer::Ones.init([width], device)
+    constant(width, 1.0, device)
+}
+
+/// A parameter of one number.
+pub(crate) fn constant<B: Backend>(width: usize, value: f64, device: &B::Device) -> Param<Tensor<B, 1>> {
+    Initializer::Constant { value }.init([width], device)
 }
 
 /// A layer norm of rows of `width`.

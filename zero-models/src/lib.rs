@@ -1,4 +1,4 @@
-//! GPT-2, BERT, Llama and BART as plain Burn modules.
+//! GPT-2, BERT, Llama, BART and T5 as plain Burn modules.
 //!
 //! What goes in: a configuration (a preset, or a Hugging Face `config.json`), a device, and token ids.
 //! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
@@ -51,7 +51,10 @@ mod module_config;
 #[cfg(feature = "burn")]
 pub mod quantize;
 pub mod safetensors_file;
+#[cfg(feature = "burn")]
+pub mod seq2seq;
 mod suggest;
+pub mod t5;
 #[cfg(feature = "burn")]
 mod tiled;
 
@@ -63,6 +66,8 @@ pub use bart::BartConfig;
 pub use bert::{Bert, BertBatch, BertPredictions};
 pub use bert::{BertConfig, BertHead, BertKind};
 pub use causal::{CausalFamily, CausalSizes, TextFamily};
+#[cfg(feature = "burn")]
+pub use causal::{Seq2SeqFamily, Seq2SeqSizes};
 pub use error::{ModelError, Result, ShapeMismatch, listed, names_differ};
 #[cfg(feature = "burn")]
 pub use gpt2::Gpt2;
@@ -76,7 +81,12 @@ pub use layers::Ids;
 #[cfg(feature = "burn")]
 pub use llama::Llama;
 pub use llama::LlamaConfig;
-pub use model_config::ModelConfig;
+pub use model_config::{ModelConfig, Seq2SeqSettings};
 pub use module_config::ModuleConfig;
+#[cfg(feature = "burn")]
+pub use seq2seq::Seq2SeqLm;
+#[cfg(feature = "burn")]
+pub use t5::T5;
+pub use t5::T5Config;
 #[cfg(feature = "burn")]
 pub use tiled::TiledLinear;

@@ -10,10 +10,13 @@ use serde_json::Value;
 pub use self::adapted::AdaptedModel;
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::error::io_at;
-use crate::hf_params::{AS_NAMED, Rules, parameters, rules, stored};
+#[cfg(feature = "burn")]
+use crate::generate::Sampling;
+use crate::hf_params::{AS_NAMED, Family, Rules, parameters, rules, stored};
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
 use crate::{
     BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result,
+    T5Config,
 };
 
 /// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
@@ -37,10 +40,25 @@ pub enum ModelConfig {
     Llama(LlamaConfig),
     /// A BART with its language-model head.
     Bart(BartConfig),
+    /// A T5 or an mT5 with its language-model head.
+    T5(T5Config),
     /// Any other module.
     Module(ModuleConfig),
     /// What LoRA trains of a model of any of these families.
     Adapted(AdaptedModel),
+}
+
+/// The texts that a model with an encoder and a decoder reads and makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seq2SeqSettings {
+    /// The token that fills up short rows.
+    pub pad_token: u32,
+    /// The token that ends a text.
+    pub end_token: u32,
+    /// True if texts begin with a token even where the tokenizer puts none before them.
+    pub has_begin: bool,
+    /// The most tokens of a text; `usize::MAX` if there is no limit.
+    pub positions: usize,
 }
 
 impl ModelConfig {
@@ -50,7 +68,12 @@ impl ModelConfig {
     /// As [`from_json`](Self::from_json), and when the file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
-        Self::from_json(&text).map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })
+        let read = Self::from_json(&text);
+        let config = read.map_err(|error| ModelError::InFile { path: path.to_path_buf(), error: Box::new(error) })?;
+        Ok(match (config, path.parent()) {
+            (Self::T5(config), Some(dir)) => Self::T5(config.with_weights_in(dir)),
+            (config, _) => config,
+        })
     }
 
     /// Reads the text of a Hugging Face `config.json`, of the family that its `model_type` names; without that, the one of its
@@ -77,6 +100,7 @@ impl ModelConfig {
         };
         match family {
             "bart" => BartConfig::from_json(text).map(Self::Bart),
+            "t5" | "mt5" => T5Config::from_json(text).map(Self::T5),
             "bert" | "roberta" | "xlm-roberta" | "camembert" | "distilbert" => {
                 BertConfig::from_json(text).map(Self::Bert)
             }
@@ -95,6 +119,7 @@ impl ModelConfig {
             Self::Bert(config) => parameters(config),
             Self::Llama(config) => parameters(config),
             Self::Bart(config) => parameters(config),
+            Self::T5(config) => parameters(config),
             Self::Module(module) => module.parameters.clone(),
             Self::Adapted(adapted) => adapted.parameters(),
         }
@@ -107,6 +132,7 @@ impl ModelConfig {
             Self::Bert(config) => config.num_hidden_layers,
             Self::Llama(config) => config.num_hidden_layers,
             Self::Bart(config) => config.encoder_layers + config.decoder_layers,
+            Self::T5(config) => config.num_layers + config.num_decoder_layers,
             Self::Module(_) => 0,
             Self::Adapted(adapted) => adapted.base.blocks(),
         }
@@ -119,6 +145,7 @@ impl ModelConfig {
             Self::Bert(config) => Some(config.hidden_size),
             Self::Llama(config) => Some(config.hidden_size),
             Self::Bart(config) => Some(config.d_model),
+            Self::T5(config) => Some(config.d_model),
             Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.hidden_size(),
         }
@@ -134,10 +161,40 @@ impl ModelConfig {
             Self::Bart(config) => {
                 vec![config.vocab_size, config.d_model, config.encoder_ffn_dim, config.decoder_ffn_dim]
             }
+            Self::T5(config) => vec![config.vocab_size, config.d_model, config.d_ff, config.inner_width()],
             Self::Llama(config) => {
                 vec![config.vocab_size, config.hidden_size, config.intermediate_size, config.query_width()]
             }
             Self::Module(_) | Self::Adapted(_) => Vec::new(),
+        }
+    }
+
+    /// The texts that a model with an encoder and a decoder reads and makes; `None` for one of another family.
+    pub fn seq2seq(&self) -> Option<Seq2SeqSettings> {
+        match self {
+            Self::Bart(config) => Some(Seq2SeqSettings {
+                pad_token: config.pad_token_id,
+                end_token: config.eos_token_id,
+                has_begin: true,
+                positions: config.max_position_embeddings,
+            }),
+            Self::T5(config) => Some(Seq2SeqSettings {
+                pad_token: config.pad_token_id,
+                end_token: config.eos_token_id,
+                has_begin: false,
+                positions: usize::MAX,
+            }),
+            _ => None,
+        }
+    }
+
+    /// How text is made greedily by what the configuration says.
+    #[cfg(feature = "burn")]
+    pub fn sampling(&self) -> Sampling {
+        match self {
+            Self::Bart(config) => config.sampling(),
+            Self::T5(config) => config.sampling(),
+            _ => Sampling::default(),
         }
     }
 
@@ -155,6 +212,7 @@ impl ModelConfig {
             Self::Bert(config) => Some(config.architecture()),
             Self::Llama(config) => Some(config.architecture()),
             Self::Bart(_) => Some("BartForConditionalGeneration"),
+            Self::T5(config) => Some(config.architecture()),
             Self::Module(module) => module.architecture.as_deref(),
             Self::Adapted(_) => None,
         }
@@ -169,6 +227,7 @@ impl ModelConfig {
             // PEFT knows none.
             Self::Llama(config) if config.is_fused() => Ok(&["qkv_proj"]),
             Self::Llama(_) | Self::Bart(_) => Ok(&["q_proj", "v_proj"]),
+            Self::T5(_) => Ok(&["q", "v"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
             Self::Module(_) => {
                 let problem = "target_modules is empty: name the layers of this module that are to be adapted".into();
@@ -186,7 +245,7 @@ impl ModelConfig {
                 let has_head = !matches!(config.head, BertHead::Classes(_));
                 Some(("embeddings.word_embeddings", config.tie_word_embeddings && has_head))
             }
-            Self::Bart(_) | Self::Module(_) => None,
+            Self::Bart(_) | Self::T5(_) | Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.adaptable_table(),
         }
     }
@@ -195,7 +254,7 @@ impl ModelConfig {
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {
             Self::Gpt2(_) | Self::Llama(_) => Some("CAUSAL_LM"),
-            Self::Bart(_) => Some("SEQ_2_SEQ_LM"),
+            Self::Bart(_) | Self::T5(_) => Some("SEQ_2_SEQ_LM"),
             Self::Bert(config) if matches!(config.head, BertHead::Classes(_)) => Some("SEQ_CLS"),
             Self::Adapted(adapted) => adapted.base.task_type(),
             _ => None,
@@ -225,6 +284,7 @@ impl ModelConfig {
             Self::Bert(config) => config.rules(),
             Self::Llama(_) => rules::<LlamaConfig>(),
             Self::Bart(_) => rules::<BartConfig>(),
+            Self::T5(_) => rules::<T5Config>(),
             Self::Module(_) | Self::Adapted(_) => AS_NAMED,
         }
     }
@@ -258,6 +318,7 @@ impl ModelConfig {
             Self::Adapted(adapted) => return adapted.to_peft(),
             Self::Bert(config) => return config.to_keys(),
             Self::Llama(config) => return config.to_keys(),
+            Self::T5(config) => return config.to_keys(),
             _ => {}
         }
         let mut value = serde_json::to_value(self).expect("a configuration is numbers and texts");
@@ -279,9 +340,11 @@ impl ModelConfig {
 }
 
 /// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
-const FAMILIES: [(&str, &str, &[&str]); 15] = [
+const FAMILIES: [(&str, &str, &[&str]); 17] = [
     ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
     ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
+    ("t5", "T5", &["relative_attention_num_buckets"]),
+    ("mt5", "MT5", &[]),
     ("bert", "Bert", &["type_vocab_size"]),
     ("roberta", "Roberta", &[]),
     ("xlm-roberta", "XLMRoberta", &[]),
@@ -331,7 +394,7 @@ macro_rules! from_family {
     )*};
 }
 
-from_family!(Gpt2: Gpt2Config, Bert: BertConfig, Llama: LlamaConfig, Bart: BartConfig);
+from_family!(Gpt2: Gpt2Config, Bert: BertConfig, Llama: LlamaConfig, Bart: BartConfig, T5: T5Config);
 from_family!(Module: ModuleConfig, Adapted: AdaptedModel);
 
 #[cfg(test)]
@@ -344,7 +407,8 @@ mod tests {
         let bert = ModelConfig::from(BertConfig::preset("bert-base").unwrap());
         let llama = ModelConfig::from(LlamaConfig::preset("llama-3-8b").unwrap());
         let bart = ModelConfig::from(BartConfig::preset("bart-large").unwrap());
-        for (config, family) in [(gpt2, "gpt2"), (bert, "bert"), (llama, "llama"), (bart, "bart")] {
+        let t5 = ModelConfig::from(T5Config::preset("flan-t5-xl").unwrap());
+        for (config, family) in [(gpt2, "gpt2"), (bert, "bert"), (llama, "llama"), (bart, "bart"), (t5, "t5")] {
             let value = serde_json::to_value(&config).unwrap();
             assert_eq!(value["family"], family);
             assert_eq!(value["config"]["model_type"], family);
@@ -366,7 +430,9 @@ mod tests {
         assert!(matches!(read(r#"{"model_type": "bert"}"#), Ok(ModelConfig::Bert(_))));
         assert!(matches!(read(r#"{"model_type": "bart"}"#), Ok(ModelConfig::Bart(_))));
         assert!(matches!(read(r#"{"model_type": "qwen2"}"#), Ok(ModelConfig::Llama(_))));
-        assert!(read(r#"{"model_type": "t5"}"#).unwrap_err().to_string().contains("t5"));
+        assert!(matches!(read(r#"{"model_type": "t5"}"#), Ok(ModelConfig::T5(_))));
+        assert!(matches!(read(r#"{"model_type": "mt5"}"#), Ok(ModelConfig::T5(_))));
+        assert!(read(r#"{"model_type": "umt5"}"#).unwrap_err().to_string().contains("umt5"));
         assert!(read(r#"{"model_type": "bert", "is_decoder": true}"#).unwrap_err().to_string().contains("is_decoder"));
     }
 }

@@ -25,7 +25,7 @@ print(f"torch {torch.__version__}, transformers {transformers.__version__}")
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
            "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "gemma": "GemmaForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3": "Gemma3ForCausalLM",
-           "phi3": "Phi3ForCausalLM", "bart": "BartForConditionalGeneration"}
+           "phi3": "Phi3ForCausalLM", "bart": "BartForConditionalGeneration", "t5": "T5ForConditionalGeneration", "mt5": "MT5ForConditionalGeneration"}
 
 
 def load(folder):

@@ -44,7 +44,7 @@ pub enum ExportError {
     /// What the checkpoint says of its model cannot be read.
     #[error(
         "the \"model\" in the state of {} is no configuration of a known model: {reason}; expected {{\"family\": \"gpt2\", \
-         \"bert\", \"llama\", \"bart\", \"adapted\" or \"module\", \"config\": {{...}}}}",
+         \"bert\", \"llama\", \"bart\", \"t5\", \"adapted\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]
     BadModel {

@@ -1,7 +1,7 @@
 //! `zero generate`: text by a trained model, from a Hugging Face folder or a checkpoint.
 //!
-//! * In: a folder and prompts. Out: for each prompt the text that follows it, or that a BART makes of it, on standard output, as it is
-//!   made where there is one.
+//! * In: a folder and prompts. Out: for each prompt the text that follows it, or that a BART or a T5 makes of it, on standard output, as
+//!   it is made where there is one.
 //! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
 //!   all prompts of a rank share each pass.
 
@@ -23,7 +23,7 @@ use zero_models::hf_export::ExportOptions;
 use zero_models::lora;
 use zero_models::quantize::{self, Format};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{ModelConfig, ModelError, TextFamily};
+use zero_models::{ModelConfig, ModelError, Seq2SeqSettings, TextFamily};
 use zero_ops::FusedBackend;
 
 use crate::data::{Cutting, Message, NO_TEMPLATE, Tokenizer};
@@ -63,7 +63,7 @@ pub struct Options {
     /// The folder with the weights that an adapter was trained for [default: what the adapter names]
     #[arg(long, value_name = "DIR")]
     pub base: Option<PathBuf>,
-    /// A text to go on with, or for a BART to make another of; may be given several times
+    /// A text to go on with, or for a BART or a T5 to make another of; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub prompt: Vec<String>,
     /// A file with a prompt in each line
@@ -112,7 +112,7 @@ pub struct Options {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub early_stopping: Option<bool>,
     /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
-    /// generation_config.json or config.json, and the tokenizer's end of text; a BART's own]
+    /// generation_config.json or config.json, and the tokenizer's end of text; the own one of a BART or a T5]
     #[arg(long, value_name = "TOKEN")]
     pub stop: Vec<String>,
     /// Where ranks compute: cpu, cuda or vulkan
@@ -210,8 +210,9 @@ pub fn run(options: &Options) -> Result<()> {
         ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         ModelConfig::Bart(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::T5(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         _ => {
-            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART";
+            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5";
             Err(wrong("model", options.model.display(), expected))
         }
     }
@@ -253,10 +254,10 @@ fn run_on_model<F: TextFamily>(
         let ids = tokenizer
             .encode(text)
             .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is that of {whose}")))?;
-        Ok::<_, TrainError>(match &config {
+        Ok::<_, TrainError>(match config.seq2seq() {
             // As in training.
-            ModelConfig::Bart(bart) => tokenizer.begin().into_iter().chain(ids).chain([bart.eos_token_id]).collect(),
-            _ => begun(&tokenizer, ids),
+            Some(settings) => [tokenizer.begin_of(&settings), ids, vec![settings.end_token]].concat(),
+            None => begun(&tokenizer, ids),
         })
     };
     if options.dialogue && !tokenizer.has_chat_template() {
@@ -266,8 +267,9 @@ fn run_on_model<F: TextFamily>(
     if let Some(file) = options.prompts.as_ref().filter(|_| prompts.is_empty()) {
         return Err(wrong_data(file, "is empty: expected a prompt in each line"));
     }
-    if options.chat && matches!(config, ModelConfig::Bart(_)) {
-        return Err(wrong("chat", options.model.display(), "expected a model that continues a text; this is a BART"));
+    if options.chat && config.seq2seq().is_some() {
+        let expected = "expected a model that continues a text; this one makes others of texts";
+        return Err(wrong("chat", options.model.display(), expected));
     }
     let how = sampling(options, dir, &config, &tokenizer)?;
     let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts, how };
@@ -319,16 +321,16 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
         let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
         tokenizer.id(token).ok_or_else(|| wrong("stop", token, expected))
     };
-    let mut how = match config {
-        ModelConfig::Bart(bart) => {
-            let default = bart.sampling();
-            Sampling { max_new_tokens: default.max_new_tokens.min(bart.max_position_embeddings - 1), ..default }
+    let default = config.sampling();
+    let mut how = match config.seq2seq() {
+        Some(Seq2SeqSettings { positions, .. }) => {
+            Sampling { max_new_tokens: default.max_new_tokens.min(positions - 1), ..default }
         }
-        _ if options.chat => Sampling { max_new_tokens: ANSWER, ..Sampling::default() },
-        _ => Sampling::default(),
+        _ if options.chat => Sampling { max_new_tokens: ANSWER, ..default },
+        _ => default,
     }
     .with_settings_of(dir)?;
-    if !matches!(config, ModelConfig::Bart(_)) {
+    if config.seq2seq().is_none() {
         let end = tokenizer.end().filter(|end| !how.stop.contains(end));
         how.stop.extend(end);
     }
@@ -390,7 +392,7 @@ struct Job<'a, F> {
 impl<F: TextFamily> Job<'_, F> {
     /// Returns true if the text continues the prompt, and is shown after it.
     fn goes_on(&self) -> bool {
-        !matches!(self.config, ModelConfig::Bart(_)) && !self.options.chat
+        self.config.seq2seq().is_none() && !self.options.chat
     }
 
     /// Returns true if tokens are printed as they are generated. Beam search prints at its end.

@@ -17,6 +17,7 @@ use clap::{CommandFactory, FromArgMatches, Parser};
 use serde_json::{Value, json};
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::launcher::started;
+use zero_models::BartConfig;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 use zero_train::data::{Source, Tokenizer};
 use zero_train::export::{Weights, export_checkpoint};
@@ -79,7 +80,7 @@ fn main() -> ExitCode {
     let trainer = Trainer::new(&options.train).allocator(&ALLOCATOR);
     let task = |setup: &Setup<'_>| {
         setup.local_main_process_first(|| write_data(&work, &lines))?;
-        Seq2SeqTask::new(&options, &PROGRAM)
+        Seq2SeqTask::<BartConfig>::new(&options, &PROGRAM)
     };
     trainer.main_then(task, |summary| told(&options, &lines, summary))
 }
@@ -191,7 +192,7 @@ fn make_base(work: &Path, steps: usize, train: &trainer::Options, ranks: usize) 
         ..language::Options::default()
     };
     let trainer = Trainer::new(&options.train).allocator(&ALLOCATOR);
-    trainer.run_with(|_| Seq2SeqTask::new(&options, &PROGRAM))?;
+    trainer.run_with(|_| Seq2SeqTask::<BartConfig>::new(&options, &PROGRAM))?;
     let whole = ExportOptions { dtype: ExportDtype::Fp32, ..ExportOptions::default() };
     let written = export_checkpoint(&at("base-checkpoints"), &at("base"), &whole, None, Weights::Trained);
     written.map_err(|error| TrainError::Run(error.to_string()))?;

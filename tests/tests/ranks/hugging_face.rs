@@ -19,10 +19,12 @@ use zero_core::{Partition, Stage};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, bart, bert, gpt2, llama};
+use zero_models::{
+    BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, T5Config, bart, bert, gpt2, llama, t5,
+};
 
 /// Sizes that no world divides.
-fn configs() -> [ModelConfig; 4] {
+fn configs() -> [ModelConfig; 5] {
     let gpt2 = Gpt2Config {
         vocab_size: 61,
         n_positions: 13,
@@ -58,7 +60,18 @@ fn configs() -> [ModelConfig; 4] {
         max_position_embeddings: 13,
         ..BartConfig::preset("bart-tiny").unwrap()
     };
-    [gpt2.into(), bert.into(), llama.into(), bart.into()]
+    let t5 = T5Config {
+        vocab_size: 61,
+        d_model: 20,
+        d_kv: 7,
+        d_ff: 33,
+        num_layers: 2,
+        num_decoder_layers: 1,
+        num_heads: 3,
+        tie_word_embeddings: false,
+        ..T5Config::preset("t5-small").unwrap()
+    };
+    [gpt2.into(), bert.into(), llama.into(), bart.into(), t5.into()]
 }
 
 /// A checkpoint whose every element is another number, in two files.
@@ -95,6 +108,7 @@ fn plain(config: &ModelConfig, dir: &Path) -> Vec<Vec<u32>> {
         ModelConfig::Gpt2(_) => bits(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => bits(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bart(_) => bits(&bart::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::T5(_) => bits(&t5::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Llama(_) => bits(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
@@ -119,6 +133,7 @@ fn sharded(config: &ModelConfig, dir: &Path, stage: Stage, world: usize) -> Vec<
             ModelConfig::Gpt2(config) => load!(config, gpt2),
             ModelConfig::Bert(config) => load!(config, bert),
             ModelConfig::Bart(config) => load!(config, bart),
+            ModelConfig::T5(config) => load!(config, t5),
             ModelConfig::Llama(config) => load!(config, llama),
             _ => unreachable!("the tests have none"),
         }

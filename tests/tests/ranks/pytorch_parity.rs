@@ -20,7 +20,8 @@ use zero_core::Stage;
 use zero_models::loss::cross_entropy_with_ignored;
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
-    Bart, Bert, BertBatch, CausalFamily, Gpt2, Gpt2Config, LlamaConfig, ModelConfig, bart, bert, gpt2, lora,
+    BartConfig, Bert, BertBatch, CausalFamily, Gpt2, Gpt2Config, LlamaConfig, ModelConfig, Seq2SeqFamily, T5Config,
+    bert, gpt2, lora,
 };
 
 const RANKS: usize = 2;
@@ -169,7 +170,16 @@ fn gpt2_trains_as_in_pytorch() {
 
 #[test]
 fn llama_mistral_and_qwen_train_as_in_pytorch() {
-    for name in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma2_tiny", "gemma3_tiny", "phi3_tiny"] {
+    for name in [
+        "llama_tiny",
+        "mistral_tiny",
+        "qwen2_tiny",
+        "qwen3_tiny",
+        "gemma_tiny",
+        "gemma2_tiny",
+        "gemma3_tiny",
+        "phi3_tiny",
+    ] {
         next_token_steps::<LlamaConfig>(name, name);
     }
 }
@@ -248,20 +258,39 @@ fn classifier_steps(name: &str, ids: Rows, types: Rows, mask: Rows) {
     }
 }
 
-#[test]
-fn bart_trains_as_in_pytorch() {
-    let name = "bart_tiny";
+/// A model that makes texts of texts, with the fixture's weights, and with its adapter, if it has one.
+fn seq2seq_steps<C: Seq2SeqFamily>(name: &str)
+where
+    C::Model<B>: AutodiffModule<B>,
+{
     let (batch, read) = (reference(name).batch, |tensor| rows(name, tensor));
     let (ids, mask, labels) = (read("input_ids"), read("attention_mask"), read("labels"));
-    let load = |device: &Device| bart::weights::from_pretrained::<B>(&fixture(name), device).unwrap();
-    let loss = |model: &Bart<B>, s, device: &Device| {
+    let described = ModelConfig::from_file(&fixture(name).join("config.json")).unwrap();
+    let load = |device: &Device| {
+        let config = C::of(described.clone()).expect("the fixture is of this family");
+        C::load(config.init::<B>(device), &Checkpoint::open(&fixture(name)).unwrap(), device).unwrap()
+    };
+    let loss = |model: &C::Model<B>, s, device: &Device| {
         let of = |rows: &Rows| rows.matrix(s, device.rank(), batch, device);
-        model.loss(of(&ids), Some(of(&mask)), of(&labels))
+        C::loss(model, of(&ids), Some(of(&mask)), of(&labels))
     };
     steps(name, name, load, loss);
-    let (described, adapter) = (ModelConfig::from_file(&fixture(name).join("config.json")).unwrap(), "bart_tiny/lora");
-    let adapted = |device: &Device| lora::load(load(device), &described, &fixture(adapter), device).unwrap();
-    steps(adapter, adapter, adapted, loss);
+    let adapter = format!("{name}/lora");
+    if fixture(&adapter).is_dir() {
+        let adapted = |device: &Device| lora::load(load(device), &described, &fixture(&adapter), device).unwrap();
+        steps(&adapter, &adapter, adapted, loss);
+    }
+}
+
+#[test]
+fn bart_trains_as_in_pytorch() {
+    seq2seq_steps::<BartConfig>("bart_tiny");
+}
+
+#[test]
+fn t5_trains_as_in_pytorch() {
+    seq2seq_steps::<T5Config>("t5_tiny");
+    seq2seq_steps::<T5Config>("flan_t5_tiny");
 }
 
 /// Global losses and gradient norms of BERT's 20 steps at every stage, with optimizers that `make` makes.

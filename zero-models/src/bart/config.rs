@@ -1,10 +1,10 @@
 //! The sizes of a BART: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
 
-use serde_json::Value;
+use serde_json::{Map, Value};
 
 #[cfg(feature = "burn")]
 use crate::generate::Sampling;
-use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
+use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
 use crate::{Activation, ModelError, Result};
 
 /// Rows of a table of positions before the first position's.
@@ -64,13 +64,11 @@ hf_config! {
     }
 }
 
-/// A `config.json` whose `eos_token_id` may be a list, as for generation: a text ends with the first.
 fn complete(text: &str) -> Result<String> {
-    let Ok(mut keys) = serde_json::from_str::<Value>(text) else { return Ok(text.to_string()) };
-    if let Some(first) = keys.get("eos_token_id").and_then(|ends| ends.get(0)).cloned() {
-        keys["eos_token_id"] = first;
-    }
-    Ok(keys.to_string())
+    let syntax = |source| ModelError::ConfigSyntax { model: BartConfig::FAMILY, source };
+    let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+    one_end(&mut keys);
+    Ok(Value::from(keys).to_string())
 }
 
 /// Layers, width, heads, feed-forward width, positions.
@@ -131,10 +129,7 @@ impl BartConfig {
         let forced =
             [("forced_bos_token_id", self.forced_bos_token_id), ("forced_eos_token_id", self.forced_eos_token_id)];
         let forced = forced.into_iter().filter_map(|(field, token)| Some((field, token?)));
-        if let Some((field, token)) = tokens.chain(forced).find(|(_, token)| *token as usize >= self.vocab_size) {
-            let expected = format!("a token of the {} there are", self.vocab_size);
-            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: token.to_string(), expected });
-        }
+        check_tokens(Self::FAMILY, self.vocab_size, &tokens.chain(forced).collect::<Vec<_>>())?;
         let deeper = if self.decoder_layers > self.encoder_layers { "decoder_layers" } else { "encoder_layers" };
         check_count(Self::FAMILY, deeper, self)
     }

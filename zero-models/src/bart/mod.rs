@@ -7,12 +7,11 @@
 mod config;
 #[cfg(feature = "burn")]
 mod model;
-#[cfg(feature = "burn")]
-mod text;
 pub mod weights;
 
 pub use config::BartConfig;
 #[cfg(feature = "burn")]
 pub use model::{Bart, BartAttention, BartLayer, BartStack};
+
 #[cfg(feature = "burn")]
-pub use text::{generate, generate_with};
+pub use crate::seq2seq::{generate, generate_with};

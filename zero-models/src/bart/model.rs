@@ -2,20 +2,21 @@
 //!
 //! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
-//! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `v` vocabulary,
-//! `n` = `b * t` rows, `m` = `b * u` rows.
+//! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `n` = `b * t` rows,
+//! `m` = `b * u` rows.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, s};
-use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, linear, linear_cross_entropy};
+use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding};
 
 use super::config::OFFSET;
 use crate::attention::{Masks, attend, is_active};
-use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
+use crate::generate::KvCache;
+use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
 use crate::lora::linear::{Adaptable, Linear, each_field};
-use crate::loss::IGNORED_LABEL;
+use crate::seq2seq::{Encoded, Seq2SeqLm};
 use crate::{Activation, BartConfig, init};
 
 /// torch's, which Hugging Face leaves as it is.
@@ -31,8 +32,8 @@ pub struct Bart<B: Backend> {
     /// What makes another of it.
     pub decoder: BartStack<B>,
     embedding_scale: f64,
-    pub(super) pad_token: u32,
-    pub(super) start_token: u32,
+    pad_token: u32,
+    start_token: u32,
 }
 
 /// One half of the model.
@@ -141,92 +142,7 @@ impl BartConfig {
     }
 }
 
-/// What the encoder has made of some texts.
-pub(super) struct Read<B: FusedBackend> {
-    /// `[m, d]`
-    pub(super) rows_md: Tensor<B, 2>,
-    /// 1 at tokens and 0 at padding, `[b, u]`, if there is any.
-    pub(super) mask_bu: Option<Ids<B>>,
-}
-
 impl<B: FusedBackend> Bart<B> {
-    /// Logits of the token that comes next, at every position of the decoder.
-    ///
-    /// # Shapes
-    /// - `ids_bu`: `[b, u]`, each id in `0..vocab_size`
-    /// - `mask_bu`: `[b, u]`, 1 at tokens and 0 at padding; `None` if there is no padding
-    /// - `decoder_ids_bt`: `[b, t]`
-    /// - returns `[b, t, v]`
-    ///
-    /// # Panics
-    /// If `t` or `u` is more than `max_position_embeddings`.
-    pub fn forward(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 3> {
-        let sizes = decoder_ids_bt.dims();
-        let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bt);
-        by_sequence(self.logits(hidden_nd), sizes)
-    }
-
-    /// The mean cross-entropy in nats of predicting each label of a row from the text and the labels before it, as Hugging Face
-    /// computes it with `labels`. Those equal to [`IGNORED_LABEL`] do not count. A label that is padding is read as any token: its
-    /// embedding is trained, which transformers leave as it is.
-    ///
-    /// # Shapes
-    /// - `ids_bu`, `mask_bu`: as for [`forward`](Self::forward)
-    /// - `labels_bt`: `[b, t]`
-    /// - returns `[1]`
-    ///
-    /// # Panics
-    /// If `t` or `u` is more than `max_position_embeddings`.
-    pub fn loss(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, labels_bt: Ids<B>) -> Tensor<B, 1> {
-        let [b, t] = labels_bt.dims();
-        let decoder_ids_bt = self.decoder_inputs(labels_bt.clone());
-        let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bt);
-        linear_cross_entropy(hidden_nd, self.shared.val(), labels_bt.reshape([b * t]), Some(IGNORED_LABEL.into()))
-    }
-
-    /// What the decoder reads to predict these labels `[b, t]`: the start token and all labels but the last.
-    pub fn decoder_inputs(&self, labels_bt: Ids<B>) -> Ids<B> {
-        let [_, t] = labels_bt.dims();
-        let ignored = labels_bt.clone().equal_elem(IGNORED_LABEL);
-        let labels_bt = labels_bt.mask_fill(ignored, self.pad_token as i32);
-        let start_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + self.start_token as i32;
-        Tensor::cat(vec![start_b1, labels_bt.slice(s![.., 0..t - 1])], 1)
-    }
-
-    fn hidden_rows(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2> {
-        let [b, _] = decoder_ids_bt.dims();
-        assert!(ids_bu.dims()[0] == b, "as many texts must be read as are made");
-        let Read { rows_md, mask_bu } = self.read(ids_bu, mask_bu);
-        let mut x_nd = self.embed(&self.decoder, decoder_ids_bt);
-        let (own, across) = (Masks::none(), Masks::padding(mask_bu, &x_nd));
-        for layer in &self.decoder.layers {
-            let forward = |x_nd| {
-                layer.forward(x_nd, |attn, x_nd, is_across| {
-                    let (others, masks) = if is_across { (&rows_md, &across) } else { (&x_nd, &own) };
-                    attend(attn.parts(&x_nd, others), masks, attn.options(b, &x_nd, !is_across), &attn.dropout)
-                })
-            };
-            x_nd = checkpoint_block(forward, x_nd);
-        }
-        x_nd
-    }
-
-    /// Reads texts.
-    pub(super) fn read(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Read<B> {
-        let [b, _] = ids_bu.dims();
-        let mut x_md = self.embed(&self.encoder, ids_bu);
-        let masks = Masks::padding(mask_bu.clone(), &x_md);
-        for layer in &self.encoder.layers {
-            let forward = |x_md| {
-                layer.forward(x_md, |attn, x_md, _| {
-                    attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
-                })
-            };
-            x_md = checkpoint_block(forward, x_md);
-        }
-        Read { rows_md: x_md, mask_bu }
-    }
-
     /// Rows `[n, d]` of texts that begin here.
     fn embed(&self, stack: &BartStack<B>, ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
@@ -239,26 +155,98 @@ impl<B: FusedBackend> Bart<B> {
     }
 
     /// Token embeddings `[n, d]`.
-    pub(super) fn tokens(&self, ids_n: Tensor<B, 1, Int>) -> Tensor<B, 2> {
+    fn tokens(&self, ids_n: Tensor<B, 1, Int>) -> Tensor<B, 2> {
         let tokens_nd = embedding(self.shared.val(), ids_n);
         if self.embedding_scale == 1.0 { tokens_nd } else { tokens_nd * self.embedding_scale }
     }
+}
 
-    /// `[n, d]` to `[n, v]`.
-    pub(super) fn logits(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
-        linear(hidden_nd, self.shared.val().transpose(), None, None)
+impl<B: FusedBackend> Seq2SeqLm<B> for Bart<B> {
+    fn positions(&self) -> usize {
+        self.decoder.embed_positions.lazy_shape()[0] - OFFSET
+    }
+
+    fn vocabulary(&self) -> usize {
+        self.shared.lazy_shape()[0]
+    }
+
+    fn pad_token(&self) -> u32 {
+        self.pad_token
+    }
+
+    fn start_token(&self) -> u32 {
+        self.start_token
+    }
+
+    fn head_weight(&self) -> Tensor<B, 2> {
+        self.shared.val()
+    }
+
+    fn encode(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Encoded<B> {
+        let [b, _] = ids_bu.dims();
+        let mut x_md = self.embed(&self.encoder, ids_bu);
+        let masks = Masks::padding(mask_bu.clone(), &x_md);
+        for layer in &self.encoder.layers {
+            let forward = |x_md| {
+                layer.forward(x_md, |attn, x_md, _| {
+                    attend(attn.parts(&x_md, &x_md), &masks, attn.options(b, &x_md, false), &attn.dropout)
+                })
+            };
+            x_md = checkpoint_block(forward, x_md);
+        }
+        Encoded { rows_md: x_md, mask_bu }
+    }
+
+    fn decode(&self, encoded: &Encoded<B>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2> {
+        let [b, _] = decoder_ids_bt.dims();
+        let mut x_nd = self.embed(&self.decoder, decoder_ids_bt);
+        let (own, across) = (Masks::none(), Masks::padding(encoded.mask_bu.clone(), &x_nd));
+        for layer in &self.decoder.layers {
+            let forward = |x_nd| {
+                layer.forward(x_nd, |attn, x_nd, is_across| {
+                    let (others, masks) = if is_across { (&encoded.rows_md, &across) } else { (&x_nd, &own) };
+                    attend(attn.parts(&x_nd, others), masks, attn.options(b, &x_nd, !is_across), &attn.dropout)
+                })
+            };
+            x_nd = checkpoint_block(forward, x_nd);
+        }
+        x_nd
+    }
+
+    fn decode_next(&self, encoded: &Encoded<B>, decoder_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
+        let [b, t] = decoder_ids_bt.dims();
+        let decoder = &self.decoder;
+        let positions: Vec<i32> = cache.numbers(t).map(|at| at + OFFSET as i32).collect();
+        let positions_n = Tensor::from_ints(&*positions, &decoder_ids_bt.device());
+        let tokens_nd = self.tokens(decoder_ids_bt.reshape([b * t]));
+        let mut x_nd = decoder.norm(tokens_nd + embedding(decoder.embed_positions.val(), positions_n));
+        if cache.is_empty() {
+            cache.hide_across(encoded.mask_bu.clone(), &x_nd);
+        }
+        for (number, layer) in decoder.layers.iter().enumerate() {
+            x_nd = layer.forward(x_nd, |attn, x_nd, is_across| {
+                let options = attn.options(b, &x_nd, !is_across);
+                if is_across {
+                    let of_text = || attn.keys_and_values(&encoded.rows_md);
+                    cache.attend_across(number, attn.queries(x_nd), of_text, options)
+                } else {
+                    cache.attend(number, attn.parts(&x_nd, &x_nd), options, None)
+                }
+            });
+        }
+        cache.end(x_nd, b)
     }
 }
 
 impl<B: FusedBackend> BartStack<B> {
-    pub(super) fn norm(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+    fn norm(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         self.dropout.forward(normed(&self.layernorm_embedding, EPSILON, x_nd))
     }
 }
 
 impl<B: FusedBackend> BartLayer<B> {
     /// Applies the layer to rows `[n, d]`; `look` computes attention, and is told whether it is to what the encoder has read.
-    pub(super) fn forward(
+    fn forward(
         &self,
         x_nd: Tensor<B, 2>,
         mut look: impl FnMut(&BartAttention<B>, Tensor<B, 2>, bool) -> Tensor<B, 2>,
@@ -280,20 +268,20 @@ impl<B: FusedBackend> BartLayer<B> {
 
 impl<B: FusedBackend> BartAttention<B> {
     /// Queries of some rows, keys and values of others.
-    pub(super) fn parts(&self, x_nd: &Tensor<B, 2>, others_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
+    fn parts(&self, x_nd: &Tensor<B, 2>, others_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
         let [k, v] = self.keys_and_values(others_md);
         [self.queries(x_nd.clone()), k, v]
     }
 
-    pub(super) fn queries(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
+    fn queries(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         dense(&self.q_proj, x_nd)
     }
 
-    pub(super) fn keys_and_values(&self, x_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
+    fn keys_and_values(&self, x_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
         [&self.k_proj, &self.v_proj].map(|layer| dense(layer, x_md.clone()))
     }
 
-    pub(super) fn options(&self, b: usize, x_nd: &Tensor<B, 2>, causal: bool) -> AttentionOptions {
+    fn options(&self, b: usize, x_nd: &Tensor<B, 2>, causal: bool) -> AttentionOptions {
         let [_, d] = x_nd.dims();
         let scale = ((d / self.heads) as f64).sqrt().recip();
         AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale, dropout: None }

@@ -165,17 +165,19 @@ impl<B: FusedBackend> KvCache<B> {
     }
 
     /// Adds the keys and values of layer `layer` for new positions, and lets these look at all so far, or at those in the window;
-    /// of what nobody will look at any more no more is kept than a window has.
+    /// of what nobody will look at any more no more is kept than a window has. A bias is added to the scores of each head.
     ///
     /// # Shapes
-    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before
+    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before, or there is a bias
     /// - `k_nd`, `v_nd`: `[n, c]`, of as many heads or fewer
+    /// - `bias_ht`: `[h, t]`, of all positions so far
     /// - returns `[n, d]`
     pub(crate) fn attend(
         &mut self,
         layer: usize,
         [q_nd, k_nd, v_nd]: [Tensor<B, 2>; 3],
         options: AttentionOptions,
+        bias_ht: Option<Tensor<B, 2>>,
     ) -> Tensor<B, 2> {
         let AttentionOptions { batch: b, window, .. } = options;
         let [n, d] = q_nd.dims();
@@ -193,19 +195,22 @@ impl<B: FusedBackend> KvCache<B> {
             let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
             kept.put(new, keys.start, 0);
             self.layers.push(kept);
-            let masks = Masks::of_keys(hidden_bt).capped(self.cap);
-            return attend([q_nd, k_nd, v_nd], &masks, options, &Dropout { prob: 0.0 });
+            if bias_ht.is_none() {
+                let masks = Masks::of_keys(hidden_bt).capped(self.cap);
+                return attend([q_nd, k_nd, v_nd], &masks, options, &Dropout { prob: 0.0 });
+            }
+        } else {
+            let kept = &mut self.layers[layer];
+            let [.., places, _] = kept.parts[0].dims();
+            // Where a window lets nothing go.
+            if end - kept.from > places && keys.len() >= places {
+                kept.grow(2 * places);
+            }
+            kept.put(new, end - 1, keys.len() - 1);
         }
-        assert_eq!(n, b, "after the first, positions are read one by one");
-        let kept = &mut self.layers[layer];
-        let [.., places, _] = kept.parts[0].dims();
-        // Where a window lets nothing go.
-        if end - kept.from > places && keys.len() >= places {
-            kept.grow(2 * places);
-        }
-        kept.put(new, end - 1, keys.len() - 1);
-        let kept = kept.of(keys.start, end, q_nd.dtype().into());
-        look(q_nd, kept, hidden_bt, self.cap, options)
+        assert_eq!(n, b, "after the first, and with a bias, positions are read one by one");
+        let kept = self.layers[layer].of(keys.start, end, q_nd.dtype().into());
+        look(q_nd, kept, hidden_bt, options, self.cap, bias_ht)
     }
 
     /// Hides where `mask_bu` is 0 in the texts that rows look at besides their own. `like` has the type of the activations.
@@ -227,7 +232,7 @@ impl<B: FusedBackend> KvCache<B> {
     ) -> Tensor<B, 2> {
         let hidden_bu = self.hidden_across.clone();
         if self.length > 0 {
-            return look(q_nd, self.across[layer].clone(), hidden_bu, None, options);
+            return look(q_nd, self.across[layer].clone(), hidden_bu, options, None, None);
         }
         let [_, d] = q_nd.dims();
         let [k_mc, v_mc] = of_text();
@@ -267,8 +272,9 @@ fn look<B: FusedBackend>(
     q_bd: Tensor<B, 2>,
     [keys_bkte, values_bkte]: [Tensor<B, 4>; 2],
     hidden_bt: Option<Tensor<B, 2>>,
-    cap: Option<f64>,
     options: AttentionOptions,
+    cap: Option<f64>,
+    bias_ht: Option<Tensor<B, 2>>,
 ) -> Tensor<B, 2> {
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
     // Heads of queries that share one of keys are its rows.
@@ -279,6 +285,9 @@ fn look<B: FusedBackend>(
     }
     if let Some(hidden_bt) = hidden_bt {
         scores_bkgt = scores_bkgt + hidden_bt.reshape([b, 1, 1, t]);
+    }
+    if let Some(bias_ht) = bias_ht {
+        scores_bkgt = scores_bkgt + bias_ht.reshape([1, k, d / (k * e), t]);
     }
     activation::softmax(scores_bkgt, 3).matmul(values_bkte).reshape([b, d])
 }

@@ -200,7 +200,7 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
         for (layer, block) in self.h.iter().enumerate() {
             x_nd = block.forward(x_nd, |attn, x_nd| {
                 let parts = dense(&attn.c_attn, x_nd).chunk(3, 1).try_into().expect("three thirds");
-                cache.attend(layer, parts, attn.options(b))
+                cache.attend(layer, parts, attn.options(b), None)
             });
         }
         self.logits(normed(&self.ln_f, self.layer_norm_epsilon, cache.end(x_nd, b)))

@@ -205,7 +205,13 @@ impl LlamaConfig {
                 || matches!(model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
                 || matches!(
                     name,
-                    "llama-tiny" | "phi-4-mini" | "qwen2.5-0.5b" | "qwen2.5-1.5b" | "qwen3-0.6b" | "qwen3-1.7b" | "qwen3-4b"
+                    "llama-tiny"
+                        | "phi-4-mini"
+                        | "qwen2.5-0.5b"
+                        | "qwen2.5-1.5b"
+                        | "qwen3-0.6b"
+                        | "qwen3-1.7b"
+                        | "qwen3-4b"
                 ),
             ..Self::published()
         })
@@ -761,7 +767,10 @@ mod tests {
                 r#"{"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}"#,
                 "long_factor = 1; change it to 48 numbers, one for each pair that is rotated",
             ),
-            (r#"{"model_type": "phi3", "partial_rotary_factor": 1.5}"#, "partial_rotary_factor = 1.5; change it to at most 1"),
+            (
+                r#"{"model_type": "phi3", "partial_rotary_factor": 1.5}"#,
+                "partial_rotary_factor = 1.5; change it to at most 1",
+            ),
             (r#"{"model_type": "phi3", "partial_rotary_factor": 0.0}"#, "partial_rotary_factor = 0"),
             (r#"{"model_type": "gemma2", "final_logit_softcapping": 0.0}"#, "final_logit_softcapping = 0"),
             (r#"{"model_type": "gemma", "final_logit_softcapping": 30.0}"#, "final_logit_softcapping = 30"),

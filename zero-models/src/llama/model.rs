@@ -6,8 +6,8 @@
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
-use burn::tensor::{Tensor, s};
 use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, s};
 use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block};
 
 use super::rotary::Angles;
@@ -356,7 +356,7 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         let angles = self.angles(|| cache.numbers(t), &reached, &x_nd);
         cache.cap_scores(self.score_cap);
         for (number, layer) in self.layers.iter().enumerate() {
-            x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b)));
+            x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
         }
         self.logits(self.normed(cache.end(x_nd, b)))
     }

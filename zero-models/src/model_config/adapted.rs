@@ -125,9 +125,7 @@ impl AdaptedModel {
         let adaptable: Vec<Layer> = linears(&self.base).into_iter().chain(table(&self.base)).collect();
         let tables = self.base.parameters().into_iter().filter(|param| param.shape.len() == 2).map(|param| param.name);
         // A classifier has no head for tokens.
-        let is_head = |name: &str| {
-            matches!(&*self.base, ModelConfig::Gpt2(_) | ModelConfig::Llama(_)) && name.contains("lm_head")
-        };
+        let is_head = |name: &str| !matches!(&*self.base, ModelConfig::Bert(_)) && name.contains("lm_head");
         let repeats = self.base.rules().repeats.iter().map(|(name, _)| name.to_string()).filter(|name| is_head(name));
         let names = tables.chain(repeats).filter_map(|name| name.strip_suffix(".weight").map(str::to_string));
         let mut others = names.filter(|name| !adaptable.iter().any(|layer| layer.name == *name));

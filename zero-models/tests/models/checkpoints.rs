@@ -147,6 +147,8 @@ fn a_family_is_found_without_a_model_type() {
         (r#"{"architectures": ["Qwen3Model"]}"#, "Qwen3ForCausalLM"),
         (r#"{"rms_norm_eps": 1e-6}"#, "LlamaForCausalLM"),
         (r#"{"encoder_layers": 2, "decoder_layers": 2}"#, "BartForConditionalGeneration"),
+        (r#"{"architectures": ["MT5ForConditionalGeneration"]}"#, "MT5ForConditionalGeneration"),
+        (r#"{"relative_attention_num_buckets": 32}"#, "T5ForConditionalGeneration"),
     ] {
         assert_eq!(of(config).unwrap().architecture(), Some(family), "{config}");
     }
@@ -157,7 +159,7 @@ fn a_family_is_found_without_a_model_type() {
         (r#"{"hidden_size": 8}"#, "no model_type"),
     ] {
         let told = of(config).unwrap_err().to_string();
-        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, bert, roberta, "]);
+        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, t5, mt5, bert, roberta, "]);
     }
 }
 

@@ -11,7 +11,10 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_models::generate::{CausalLm, Sampling, generate};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bart, BartConfig, Bert, BertConfig, Llama, LlamaConfig, ModelConfig, bart, bert, llama, lora};
+use zero_models::{
+    Bart, BartConfig, Bert, BertConfig, Llama, LlamaConfig, ModelConfig, ModelError, Seq2SeqLm, T5, T5Config, bart,
+    bert, llama, lora, t5,
+};
 
 use crate::common::{Entry, write_single};
 
@@ -84,7 +87,16 @@ pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<
 
 #[test]
 fn llama_mistral_and_qwens_are_hugging_faces() {
-    for folder in ["llama_tiny", "mistral_tiny", "qwen2_tiny", "qwen3_tiny", "gemma_tiny", "gemma2_tiny", "gemma3_tiny", "phi3_tiny"] {
+    for folder in [
+        "llama_tiny",
+        "mistral_tiny",
+        "qwen2_tiny",
+        "qwen3_tiny",
+        "gemma_tiny",
+        "gemma2_tiny",
+        "gemma3_tiny",
+        "phi3_tiny",
+    ] {
         let model: Llama<B> = llama::weights::from_pretrained(&fixture(folder), &Default::default()).unwrap();
         same_logits(folder, model.forward(rows(folder, "input_ids", 2)), &json(folder, "generated.json"));
         same_loss(folder, model.loss(rows(folder, "input_ids", 4)), &json(folder, "reference.json"));
@@ -154,19 +166,124 @@ fn an_encoders_head_may_be_fresh() {
     }
 }
 
-#[test]
-fn bart_is_hugging_faces() {
-    let folder = "bart_tiny";
-    let device = Default::default();
-    let config = BartConfig::from_file(&fixture(folder).join("config.json")).unwrap();
-    let model: Bart<B> = bart::weights::load(config.init(&device), &fixture(folder), &device).unwrap();
+/// Logits, a loss and texts of a model that makes texts of texts.
+fn same_seq2seq(folder: &str, model: &impl Seq2SeqLm<B>) {
     let of = |name: &str, count: usize| rows(folder, name, count);
     let (ids, mask, labels) = (of("input_ids", 2), of("attention_mask", 2), of("labels", 2));
     let logits = model.forward(ids, Some(mask), model.decoder_inputs(labels));
     same_logits(folder, logits, &json(folder, "generated.json"));
     let loss = model.loss(of("input_ids", 4), Some(of("attention_mask", 4)), of("labels", 4));
     same_loss(folder, loss, &json(folder, "reference.json"));
-    same_text(folder, |texts, how| bart::generate(&model, texts, how, &device).unwrap());
+    same_text(folder, |texts, how| bart::generate(model, texts, how, &Default::default()).unwrap());
+}
+
+#[test]
+fn bart_is_hugging_faces() {
+    let device = Default::default();
+    let config = BartConfig::from_file(&fixture("bart_tiny").join("config.json")).unwrap();
+    let model: Bart<B> = bart::weights::load(config.init(&device), &fixture("bart_tiny"), &device).unwrap();
+    same_seq2seq("bart_tiny", &model);
+}
+
+#[test]
+fn t5s_are_hugging_faces() {
+    for (folder, is_tied) in [("t5_tiny", true), ("flan_t5_tiny", false)] {
+        let model: T5<B> = t5::weights::from_pretrained(&fixture(folder), &Default::default()).unwrap();
+        assert_eq!(model.lm_head.is_none(), is_tied);
+        same_seq2seq(folder, &model);
+    }
+}
+
+/// The files of a fixture in a folder, with other keys in `config.json`, and other tensors.
+fn changed(folder: &str, keys: &[(&str, Value)], tensors: impl Fn(&mut Vec<Entry>)) -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = json(folder, "config.json");
+    for (key, value) in keys {
+        config[*key] = value.clone();
+    }
+    std::fs::write(dir.path().join("config.json"), config.to_string()).unwrap();
+    let bytes = std::fs::read(fixture(folder).join("model.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let entry = |(name, tensor): (String, safetensors::tensor::TensorView<'_>)| Entry {
+        name,
+        dtype: tensor.dtype(),
+        shape: tensor.shape().to_vec(),
+        bytes: tensor.data().to_vec(),
+    };
+    let mut entries: Vec<Entry> = file.tensors().into_iter().map(entry).collect();
+    tensors(&mut entries);
+    write_single(dir.path(), &entries);
+    dir
+}
+
+/// What published files of a T5 have, and what those of transformers 5 have.
+#[test]
+fn the_weights_of_a_t5_decide_whether_its_head_is_tied() {
+    let again = |entries: &mut Vec<Entry>, name: &str| {
+        let shared = entries.iter().find(|entry| entry.name == "shared.weight").unwrap();
+        let (dtype, shape, bytes) = (shared.dtype, shared.shape.clone(), shared.bytes.clone());
+        entries.push(Entry { name: name.into(), dtype, shape, bytes });
+    };
+    let unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight";
+    let flan = changed(
+        "flan_t5_tiny",
+        &[("tie_word_embeddings", false.into()), ("scale_decoder_outputs", Value::Null)],
+        |_| (),
+    );
+    // mT5 is never scaled, whatever its file says.
+    let mt5 = [("model_type", "mt5".into()), ("scale_decoder_outputs", true.into())];
+    let mt5 = changed("flan_t5_tiny", &mt5, |entries| again(entries, "encoder.embed_tokens.weight"));
+    let old = changed("t5_tiny", &[("scale_decoder_outputs", Value::Null)], |entries| {
+        for name in ["lm_head.weight", "decoder.embed_tokens.weight", unused] {
+            again(entries, name);
+        }
+        entries.retain(|entry| entry.name != "shared.weight");
+    });
+    let device = Default::default();
+    for (dir, folder, is_tied) in [(flan, "flan_t5_tiny", false), (mt5, "flan_t5_tiny", false), (old, "t5_tiny", true)]
+    {
+        let config = ModelConfig::from_file(&dir.path().join("config.json")).unwrap();
+        config.check(dir.path()).unwrap();
+        let ModelConfig::T5(config) = config else { panic!("{config:?}") };
+        assert_eq!(config.tie_word_embeddings, is_tied);
+        let model: T5<B> = t5::weights::load(config.init(&device), dir.path(), &device).unwrap();
+        same_seq2seq(folder, &model);
+    }
+    // An embedding of a half that is another one.
+    let other = changed("t5_tiny", &[], |entries| {
+        again(entries, "encoder.embed_tokens.weight");
+        entries.last_mut().unwrap().bytes[2] ^= 1;
+    });
+    let told = t5::weights::from_pretrained::<B>(other.path(), &device).unwrap_err();
+    assert!(matches!(told, ModelError::Untied { .. }), "{told}");
+}
+
+/// Where probabilities are dropped out, attention is computed otherwise.
+#[test]
+fn attention_of_a_t5_without_kernels_is_the_same() {
+    type A = burn::backend::Autodiff<Flex>;
+    let device = Default::default();
+    for folder in ["t5_tiny", "flan_t5_tiny"] {
+        let config = T5Config::from_file(&fixture(folder).join("config.json")).unwrap();
+        let config = T5Config { dropout_rate: 1e-12, ..config };
+        let model = t5::weights::load(config.init::<A>(&device), &fixture(folder), &device).unwrap();
+        let of = |name: &str| Tensor::<A, 2, Int>::from_data(rows(folder, name, 2).into_data(), &device);
+        let logits = model.forward(of("input_ids"), Some(of("attention_mask")), model.decoder_inputs(of("labels")));
+        same_logits(folder, Tensor::from_data(logits.into_data(), &device), &json(folder, "generated.json"));
+    }
+}
+
+#[test]
+fn parameters_of_a_t5_are_those_of_its_configuration() {
+    let device = Default::default();
+    for folder in ["t5_tiny", "flan_t5_tiny"] {
+        let config = T5Config::from_file(&fixture(folder).join("config.json")).unwrap();
+        let model = config.init::<B>(&device);
+        assert_eq!(model.num_params(), config.num_params());
+        let shapes: Vec<_> =
+            t5::weights::hf_params(&model).into_iter().map(|param| (param.name, param.shape)).collect();
+        assert_eq!(shapes, config.parameter_shapes());
+    }
 }
 
 #[test]
@@ -186,22 +303,10 @@ fn what_a_bart_cannot_read_is_told() {
     assert!(bart::generate(&model, &[], &how, &device).unwrap().is_empty());
 
     // Weights whose head has a bias.
-    let bytes = std::fs::read(folder.join("model.safetensors")).unwrap();
-    let file = SafeTensors::deserialize(&bytes).unwrap();
-    let entries: Vec<Entry> = file
-        .tensors()
-        .into_iter()
-        .map(|(name, tensor)| {
-            let mut bytes = tensor.data().to_vec();
-            if name == "final_logits_bias" {
-                bytes[..4].copy_from_slice(&1f32.to_le_bytes());
-            }
-            Entry { name, dtype: tensor.dtype(), shape: tensor.shape().to_vec(), bytes }
-        })
-        .collect();
-    let dir = tempfile::tempdir().unwrap();
-    write_single(dir.path(), &entries);
-    std::fs::copy(folder.join("config.json"), dir.path().join("config.json")).unwrap();
+    let dir = changed("bart_tiny", &[], |entries| {
+        let bias = entries.iter_mut().find(|entry| entry.name == "final_logits_bias").unwrap();
+        bias.bytes[..4].copy_from_slice(&1f32.to_le_bytes());
+    });
     let told = bart::weights::from_pretrained::<B>(dir.path(), &device).unwrap_err().to_string();
     assert!(told.contains("final_logits_bias = numbers that are not 0 is not implemented"), "{told}");
 }

@@ -20,9 +20,10 @@ use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, Exported, ReadError, export};
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
+use zero_models::t5::T5Kind;
 use zero_models::{
-    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bart,
-    bert, gpt2, llama,
+    Activation, BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError,
+    ModelParam, T5Config, bart, bert, gpt2, llama, t5,
 };
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
@@ -61,6 +62,27 @@ fn bart_config() -> BartConfig {
     }
 }
 
+/// With a head of its own or without, with a gate or without; of halves that differ.
+fn t5_config(model_type: T5Kind, is_gated_act: bool, tied: bool) -> ModelConfig {
+    let config = T5Config {
+        model_type,
+        vocab_size: 31,
+        d_model: 12,
+        d_kv: 5,
+        d_ff: 10,
+        num_layers: 1,
+        num_decoder_layers: 2,
+        num_heads: 2,
+        relative_attention_num_buckets: 6,
+        is_gated_act,
+        activation: if is_gated_act { Activation::GeluTanh } else { Activation::Relu },
+        tie_word_embeddings: tied,
+        scale_decoder_outputs: model_type == T5Kind::T5 && tied,
+        ..T5Config::preset("t5-small").unwrap()
+    };
+    config.into()
+}
+
 fn configs() -> Vec<ModelConfig> {
     let gpt2 = [true, false].map(|tied| gpt2_config(tied).into());
     let bert = [true, false].map(|tied| bert_config(tied).into());
@@ -91,7 +113,9 @@ fn configs() -> Vec<ModelConfig> {
             let tie_word_embeddings = model_type != BertKind::Camembert;
             BertConfig { model_type, head, pad_token_id: 1, tie_word_embeddings, ..bert_config(true) }.into()
         });
-    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain([bart_config().into()]).collect()
+    let t5 = [(T5Kind::T5, false, true), (T5Kind::T5, true, false), (T5Kind::Mt5, true, false)];
+    let t5 = t5.map(|(kind, is_gated, tied)| t5_config(kind, is_gated, tied));
+    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain([bart_config().into()]).chain(t5).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -103,6 +127,7 @@ fn values(config: &ModelConfig) -> Values {
         ModelConfig::Gpt2(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Bert(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Bart(config) => by_path(&noisy(config.init::<Flex>(&device))),
+        ModelConfig::T5(config) => by_path(&noisy(config.init::<Flex>(&device))),
         ModelConfig::Llama(config) => by_path(&noisy(config.init::<Flex>(&device))),
         _ => unreachable!("the tests have none"),
     }
@@ -114,6 +139,7 @@ fn loaded(config: &ModelConfig, dir: &Path) -> Values {
         ModelConfig::Gpt2(_) => by_path(&gpt2::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bert(_) => by_path(&bert::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Bart(_) => by_path(&bart::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
+        ModelConfig::T5(_) => by_path(&t5::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         ModelConfig::Llama(_) => by_path(&llama::weights::from_pretrained::<Flex>(dir, &device).unwrap()),
         _ => unreachable!("the tests have none"),
     }
@@ -166,6 +192,10 @@ fn parameters_of_a_configuration_are_those_of_its_module() {
             ModelConfig::Bart(config) => {
                 let model = config.init::<Flex>(&device);
                 shapes(&model, bart::weights::hf_params(&model))
+            }
+            ModelConfig::T5(config) => {
+                let model = config.init::<Flex>(&device);
+                shapes(&model, t5::weights::hf_params(&model))
             }
             ModelConfig::Llama(config) => {
                 let model = config.init::<Flex>(&device);

@@ -12,13 +12,15 @@ use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::lora::{AdaptedModel, LoraConfig, adapt, load, merge, merge_with};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bert, BertConfig, BertHead, Gpt2, Gpt2Config, Llama, ModelConfig, bert, gpt2, llama};
+use zero_models::{
+    Bert, BertConfig, BertHead, Gpt2, Gpt2Config, Llama, ModelConfig, Seq2SeqLm, T5, bert, gpt2, llama, t5,
+};
 
 use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
-/// The last one's table of embeddings is adapted too.
-const CASES: [&str; 3] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny"];
+/// Of the Llama the table of embeddings is adapted too.
+const CASES: [&str; 4] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny"];
 
 fn config(case: &str) -> ModelConfig {
     ModelConfig::from_file(&fixture(case).join("config.json")).unwrap()
@@ -52,16 +54,29 @@ fn llama_with(dir: &Path, adapter: Option<&Path>) -> Llama<Flex> {
     }
 }
 
+fn t5_with(dir: &Path, adapter: Option<&Path>) -> T5<Flex> {
+    let model = t5::weights::from_pretrained(dir, &Default::default()).unwrap();
+    match adapter {
+        Some(adapter) => load(model, &config("t5_tiny"), adapter, &Default::default()).unwrap(),
+        None => model,
+    }
+}
+
 /// As the script takes them.
 fn logits(case: &str, dir: &Path, adapter: Option<&Path>) -> Vec<Vec<f32>> {
     let rows = |logits: Tensor<Flex, 2>| -> Vec<Vec<f32>> {
         logits.iter_dim(0).map(|row| row.into_data().to_vec().unwrap()).collect()
     };
     match case {
-        "gpt2_tiny" | "llama_tiny" => {
-            let ids = first_rows::<2>(case, "input_ids", 1);
+        "gpt2_tiny" | "llama_tiny" | "t5_tiny" => {
+            let rows_of = |name| first_rows::<2>(case, name, 1);
+            let ids = rows_of("input_ids");
             let out = match case {
                 "gpt2_tiny" => gpt2_with(dir, adapter).forward(ids),
+                "t5_tiny" => {
+                    let model = t5_with(dir, adapter);
+                    model.forward(ids, Some(rows_of("attention_mask")), model.decoder_inputs(rows_of("labels")))
+                }
                 _ => llama_with(dir, adapter).forward(ids),
             };
             [0, 5].into_iter().flat_map(|t| rows(out.clone().slice(s![0, t..t + 1, 0..8]).squeeze_dim(0))).collect()
@@ -109,6 +124,7 @@ fn an_adapter_is_written_as_it_was_read() {
         let values = match case {
             "gpt2_tiny" => by_path(&gpt2_with(&dir, Some(&adapter))),
             "llama_tiny" => by_path(&llama_with(&dir, Some(&adapter))),
+            "t5_tiny" => by_path(&t5_with(&dir, Some(&adapter))),
             _ => by_path(&bert_with(&dir, Some(&adapter))),
         };
         let lora = LoraConfig::from_dir(&adapter).unwrap();
@@ -234,6 +250,10 @@ fn layers_are_named_as_peft_names_them() {
     assert_eq!(paths(&gpt2, &["all-linear"]), 8);
     assert_eq!(paths(&gpt2, &[".*\\.h\\.1\\.(attn|mlp)\\.c_proj"]), 2);
     assert_eq!(paths(&config("bert_tiny_classes"), &[]), 4);
+    // q and v of the seven attentions of three and two layers; all seven attentions, and two matrices in each layer.
+    assert_eq!((paths(&config("t5_tiny"), &[]), paths(&config("t5_tiny"), &["all-linear"])), (14, 38));
+    // With a gate, and a head of its own that has no adapter.
+    assert_eq!(paths(&config("flan_t5_tiny"), &["all-linear"]), 6 * 4 + 4 * 3);
     // Nor has it by name, where it is a layer of its own.
     let roberta = config("roberta_tiny_classes");
     let targets = |saved: &[&str]| -> Vec<String> {
@@ -252,9 +272,18 @@ fn layers_are_named_as_peft_names_them() {
     assert!(targets(&[]).iter().any(|name| name.contains("classifier.dense.lora_A")));
     assert!(targets(&["classifier", "score"]).iter().all(|name| !name.contains("classifier.dense.lora_A")));
     // What PEFT would adapt beside them and this program does not.
-    for (case, target) in [("llama_tiny", "lm_head"), ("qwen2_tiny", "lm_head"), ("bert_tiny", "position_embeddings")] {
+    for (case, target) in [
+        ("llama_tiny", "lm_head"),
+        ("qwen2_tiny", "lm_head"),
+        ("bert_tiny", "position_embeddings"),
+        ("bart_tiny", "lm_head"),
+        ("t5_tiny", "lm_head"),
+        ("flan_t5_tiny", "lm_head"),
+        ("t5_tiny", "relative_attention_bias"),
+        ("t5_tiny", "shared"),
+    ] {
         let lora = LoraConfig {
-            target_modules: vec!["q_proj".into(), "query".into(), target.into()],
+            target_modules: vec!["q_proj".into(), "query".into(), "q".into(), target.into()],
             ..LoraConfig::default()
         };
         let told = AdaptedModel::new(config(case), lora, None).unwrap_err().to_string();

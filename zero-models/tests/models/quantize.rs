@@ -7,7 +7,7 @@ use serde_json::Value;
 use zero_models::lora::Adaptable;
 use zero_models::quantize::{Format, Quantized, load};
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{BartConfig, Gpt2Config, LlamaConfig, ModelError, bart, gpt2, llama};
+use zero_models::{BartConfig, Gpt2Config, LlamaConfig, ModelError, Seq2SeqLm, T5Config, bart, gpt2, llama, t5};
 use zero_ops::FusedBackend;
 
 use crate::hf_parity::{first_rows, fixture};
@@ -91,6 +91,11 @@ fn a_quantised_model_computes_with_the_values_that_its_weights_stand_for() {
     )));
     check!("bart_tiny", BartConfig, bart, |model: bart::Bart<Flex>| {
         let [ids, labels] = ["input_ids", "labels"].map(|name| first_rows::<2>("bart_tiny", name, 1));
+        let from = model.decoder_inputs(labels);
+        model.forward(ids, None, from)
+    });
+    check!("flan_t5_tiny", T5Config, t5, |model: t5::T5<Flex>| {
+        let [ids, labels] = ["input_ids", "labels"].map(|name| first_rows::<2>("flan_t5_tiny", name, 1));
         let from = model.decoder_inputs(labels);
         model.forward(ids, None, from)
     });

@@ -47,7 +47,7 @@ pub struct Cutting<'a> {
     pub seq: Option<usize>,
     /// Tokens that the model knows.
     pub vocab_size: usize,
-    /// The longest row of the model.
+    /// The longest row of the model; `usize::MAX` if there is no limit.
     pub n_positions: usize,
     /// A `tokenizer.json`, or the folder that it is in. `None`: one in `folders`, else GPT-2's own for a GPT-2 or a preset.
     pub tokenizer: Option<&'a Path>,
@@ -72,7 +72,14 @@ impl Cutting<'_> {
         if (least..=self.n_positions).contains(&seq) {
             return Ok(seq);
         }
-        Err(wrong("seq", seq, format!("expected {least} to {}, the positions of the model", self.n_positions)))
+        Err(wrong(
+            "seq",
+            seq,
+            match self.n_positions {
+                usize::MAX => format!("expected at least {least}"),
+                most => format!("expected {least} to {most}, the positions of the model"),
+            },
+        ))
     }
 }
 

@@ -7,6 +7,7 @@ use std::ops::Range;
 use std::path::Path;
 
 use rayon::prelude::*;
+use zero_models::Seq2SeqSettings;
 
 use super::Cutting;
 use super::documents::{self, FieldOf, Holds, RowOf};
@@ -57,8 +58,8 @@ pub struct TextPairBatch {
 }
 
 impl TextPairs {
-    /// Reads, cuts and checks. Of each text the beginning is kept, with the tokens that begin one (where the tokenizer has one) and
-    /// end one (`end`); `pad` fills up. The last rows may have no text to be made.
+    /// Reads, cuts and checks. Of each text the beginning is kept, with the tokens that begin and end one by the model's settings. The
+    /// last rows may have no text to be made.
     ///
     /// # Errors
     ///
@@ -68,10 +69,10 @@ impl TextPairs {
         fields: Fields<'_>,
         cutting: &Cutting<'_>,
         tokenizer: Tokenizer,
-        [pad, end]: [u32; 2],
+        settings: &Seq2SeqSettings,
     ) -> Result<Self> {
         let seq = cutting.row_length(3)?;
-        let begin = tokenizer.begin();
+        let (begin, end) = (tokenizer.begin_of(settings), settings.end_token);
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
             FieldOf { name: fields.label, option: "label-field", holds: Holds::LabelOrNothing },
@@ -89,7 +90,7 @@ impl TextPairs {
             };
             let ids = tokenizer.encode(&text)?;
             let target = marked(&ids, cutting.n_positions);
-            if target.len() < ids.len() + 1 + usize::from(begin.is_some()) {
+            if target.len() < begin.len() + ids.len() + 1 {
                 return Err(format!(
                     "row {number}: the text to be made has more tokens than the model's {} positions: shorten it",
                     cutting.n_positions
@@ -110,7 +111,7 @@ impl TextPairs {
         }
         let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
         let unlabelled = rows.len() - labelled;
-        Ok(Self { rows, held_out, tokenizer, seq, pad: pad as i32, longest_target, unlabelled })
+        Ok(Self { rows, held_out, tokenizer, seq, pad: settings.pad_token as i32, longest_target, unlabelled })
     }
 
     /// Number of rows.

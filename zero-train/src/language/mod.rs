@@ -52,7 +52,9 @@ use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
 #[cfg(feature = "burn")]
 use zero_models::Ids;
-use zero_models::{BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError};
+use zero_models::{
+    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, T5Config,
+};
 
 pub use self::bert::BertTask;
 pub use self::causal::{CausalRows, CausalTask};
@@ -78,7 +80,7 @@ pub enum TaskChoice {
     BertPretraining,
     /// Which class a text is of: BERT.
     TextClassification,
-    /// A text that is made of another: BART.
+    /// A text that is made of another: BART, T5.
     #[value(name = "seq2seq")]
     Seq2Seq,
 }
@@ -90,7 +92,7 @@ pub struct Options {
     #[arg(long, value_name = "TASK")]
     pub task: Option<TaskChoice>,
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large; llama-tiny,
-    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a Hugging Face config.json
+    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b, t5-small and so on), or a folder with a Hugging Face config.json
     #[arg(long, value_name = "PRESET|DIR")]
     pub model: Option<String>,
     /// Start from the Hugging Face weights in this folder (model.safetensors or a sharded index); without --model, its
@@ -168,7 +170,10 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     let trainer = program.allocator.map_or(trainer, |allocator| trainer.allocator(allocator));
     match options.task_for(program) {
         TaskChoice::BertPretraining => trainer.main_with(|_| BertTask::new(options, program)),
-        TaskChoice::Seq2Seq => trainer.main_with(|_| Seq2SeqTask::new(options, program)),
+        TaskChoice::Seq2Seq if options.is_t5(program) => {
+            trainer.main_with(|_| Seq2SeqTask::<T5Config>::new(options, program))
+        }
+        TaskChoice::Seq2Seq => trainer.main_with(|_| Seq2SeqTask::<BartConfig>::new(options, program)),
         TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::new(options, program)),
         TaskChoice::CausalLm if options.is_llama(program) => {
             trainer.main_with(|setup| CausalTask::<LlamaConfig>::new(options, program, setup))
@@ -197,11 +202,22 @@ impl Options {
                 TaskChoice::TextClassification
             }
             Ok(Some((_, ModelConfig::Bert(_)))) => TaskChoice::BertPretraining,
-            Ok(Some((_, ModelConfig::Bart(_)))) => TaskChoice::Seq2Seq,
-            Ok(None) if BartConfig::PRESETS.contains(&program.model) => TaskChoice::Seq2Seq,
+            Ok(Some((_, ModelConfig::Bart(_) | ModelConfig::T5(_)))) => TaskChoice::Seq2Seq,
+            Ok(None) if [BartConfig::PRESETS, T5Config::PRESETS].concat().contains(&program.model) => {
+                TaskChoice::Seq2Seq
+            }
             Ok(None) if BertConfig::PRESETS.contains(&program.model) => TaskChoice::BertPretraining,
             _ => TaskChoice::CausalLm,
         })
+    }
+
+    #[cfg(feature = "burn")]
+    fn is_t5(&self, program: &Program<'_>) -> bool {
+        match self.chosen() {
+            Ok(Some((_, config))) => matches!(config, ModelConfig::T5(_)),
+            Ok(None) => T5Config::PRESETS.contains(&program.model),
+            Err(_) => false,
+        }
     }
 
     #[cfg(feature = "burn")]
@@ -265,6 +281,7 @@ pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
         folder if folder.is_dir() => ModelConfig::from_file(&folder.join("config.json"))?,
         _ if begins(&["bert"]) => BertConfig::preset(name)?.into(),
         _ if begins(&["bart"]) => BartConfig::preset(name)?.into(),
+        _ if begins(&["t5", "flan-t5"]) => T5Config::preset(name)?.into(),
         _ if begins(&["llama", "mistral", "qwen", "gemma", "phi"]) => LlamaConfig::preset(name)?.into(),
         _ => Gpt2Config::preset(name)?.into(),
     })

@@ -42,6 +42,17 @@ pub fn json_lines(path: &Path) -> Vec<Value> {
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
+/// The files of a tiny model of the fixtures with a tokenizer, in a folder `name` of `dir`.
+pub fn fixture(dir: &Path, name: &str) {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
+    std::fs::create_dir(dir.join(name)).unwrap();
+    for from in [fixtures.join("texts").join(name), fixtures.join(name)] {
+        for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
+            std::fs::copy(entry.path(), dir.join(name).join(entry.file_name())).unwrap();
+        }
+    }
+}
+
 /// A folder with a `config.json`.
 pub fn model(dir: &Path, name: &str, config: &Value) {
     std::fs::create_dir(dir.join(name)).unwrap();
@@ -98,6 +109,19 @@ pub fn bart(dir: &Path) {
             "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 2, "encoder_ffn_dim": 64,
             "decoder_ffn_dim": 48, "dropout": 0.1, "pad_token_id": 0, "eos_token_id": 3, "decoder_start_token_id": 3,
             "forced_bos_token_id": 2, "forced_eos_token_id": 3
+        }),
+    );
+}
+
+/// A small T5 for [`labelled`], of version 1.1: `t5`.
+pub fn t5(dir: &Path) {
+    model(
+        dir,
+        "t5",
+        &json!({
+            "model_type": "t5", "vocab_size": 61, "d_model": 32, "d_kv": 12, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+            "relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "feed_forward_proj": "gated-gelu",
+            "tie_word_embeddings": false, "dropout_rate": 0.1, "eos_token_id": 3
         }),
     );
 }

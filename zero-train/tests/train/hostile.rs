@@ -45,7 +45,7 @@ fn case(file: impl Into<String>, args: &[&str]) -> Case {
 fn inputs(dir: &Path) -> Vec<Case> {
     let fixtures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
     let mut cases = Vec::new();
-    for name in ["llama_tiny", "mistral_tiny", "qwen3_tiny", "gpt2_tiny", "bart_tiny"] {
+    for name in ["llama_tiny", "mistral_tiny", "qwen3_tiny", "gpt2_tiny", "bart_tiny", "t5_tiny"] {
         for from in [fixtures.join(name), fixtures.join("texts").join(name)] {
             copy(&from, &dir.join(name));
         }

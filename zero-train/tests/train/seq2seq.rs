@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train --test train seq2seq`
 //!
-//! Training of a BART to make texts of texts, by the command; and LoRA on it.
+//! Training of a BART and a T5 to make texts of texts, by the command; and LoRA on them.
 
 use std::path::Path;
 
@@ -12,6 +12,7 @@ use crate::common::{assert_stages_agree, trajectory};
 fn inputs(dir: &Path) {
     texts::labelled(dir);
     texts::bart(dir);
+    texts::t5(dir);
 }
 
 const DATA: [&str; 8] = ["--tokenizer", "tok", "--data", "rows.jsonl", "--label-field", "answer", "--seq", "16"];
@@ -22,11 +23,20 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
 
 #[test]
 fn stages_and_a_resume_give_the_same_bits_and_adapters_too() {
+    same_bits("bart");
+}
+
+#[test]
+fn stages_and_a_resume_give_the_same_bits_of_a_t5_too() {
+    same_bits("t5");
+}
+
+fn same_bits(model: &str) {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
-    train(dir.path(), "base", &["--model", "bart", "--steps", "3"]);
+    train(dir.path(), "base", &["--model", model, "--steps", "3"]);
     ok(&["export", "base/checkpoints", "hf", "--dtype", "fp32"], dir.path());
-    let whole: &[&str] = &["--model", "bart"];
+    let whole: &[&str] = &["--model", model];
     let adapter: &[&str] = &["--weights", "hf", "--lora-r", "4", "--lora-dropout", "0.1"];
     for (what, options) in [("whole-", whole), ("adapter-", adapter)] {
         let train = |run: &str, more: &[&str]| train(dir.path(), run, &[options, more].concat());
@@ -41,11 +51,20 @@ fn stages_and_a_resume_give_the_same_bits_and_adapters_too() {
 
 #[test]
 fn it_learns_what_it_is_to_make_and_every_row_counts_once() {
+    learns("bart", "24 tensors", "q_proj and v_proj of six attentions", &["q_proj", "v_proj"]);
+}
+
+#[test]
+fn a_t5_learns_what_it_is_to_make() {
+    learns("t5", "24 tensors", "q and v of six attentions", &["q", "v"]);
+}
+
+fn learns(model: &str, tensors: &str, which: &str, targets: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
     inputs(dir.path());
     for ranks in ["1", "3"] {
         let options =
-            ["--model", "bart", "--ranks", ranks, "--steps", "220", "--lr", "4e-3", "--predictions", "told.jsonl"];
+            ["--model", model, "--ranks", ranks, "--steps", "220", "--lr", "4e-3", "--predictions", "told.jsonl"];
         let summary = train(dir.path(), &format!("run-{ranks}"), &options);
         let told = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].clone();
         assert_eq!((&told[0][0], &told[1][0]), (&json!("loss"), &json!("accuracy")));
@@ -60,13 +79,10 @@ fn it_learns_what_it_is_to_make_and_every_row_counts_once() {
     let summary = train(dir.path(), "lora", &["--weights", "hf", "--lora-r", "4", "--steps", "5", "--ranks", "2"]);
     assert!(summary["loss_first"].as_f64().unwrap() < 1.0, "{summary}");
     let told = ok(&["export", "lora/checkpoints", "adapter"], dir.path());
-    assert!(told.contains("an adapter with 24 tensors"), "q_proj and v_proj of six attentions: {told}");
+    assert!(told.contains(&format!("an adapter with {tensors}")), "{which}: {told}");
     let config: Value =
         serde_json::from_slice(&std::fs::read(dir.path().join("adapter/adapter_config.json")).unwrap()).unwrap();
-    assert_eq!(
-        (&config["task_type"], &config["target_modules"]),
-        (&json!("SEQ_2_SEQ_LM"), &json!(["q_proj", "v_proj"]))
-    );
+    assert_eq!((&config["task_type"], &config["target_modules"]), (&json!("SEQ_2_SEQ_LM"), &json!(targets)));
 }
 
 /// The last rows have no label: nothing is measured of them, and each is told once, on any number of ranks.
@@ -162,7 +178,8 @@ fn what_does_not_fit_is_told() {
     let told = |options: &[&str]| refused(&[&["train", "--tokenizer", "tok"], options].concat(), dir.path());
     let rows = ["--data", "rows.jsonl"];
     for (options, expected) in [
-        (&["--task", "seq2seq", "--model", "tiny"][..], "--model tiny: expected a BART for --task seq2seq"),
+        (&["--task", "seq2seq", "--model", "tiny"][..], "--model tiny: expected a BART or a T5 for --task seq2seq"),
+        (&["--model", "t5", "--seq", "2"], "--seq 2: expected at least 3"),
         (
             &["--model", "bart", "--label-field", "answer", "--seq", "25"],
             "--seq 25: expected 3 to 24, the positions of the model",
@@ -182,6 +199,34 @@ fn what_does_not_fit_is_told() {
     assert!(told(&rows).contains("line 1: its \"label\" is null"));
     let long = json!({ "text": "cat", "label": "cat ".repeat(30) }).to_string();
     std::fs::write(dir.path().join("long.jsonl"), long).unwrap();
+    // A T5 knows distances, and no positions.
+    ok(&["train", "--tokenizer", "tok", "--model", "t5", "--data", "long.jsonl", "--dry-run"], dir.path());
     let text = told(&["--model", "bart", "--data", "long.jsonl"]);
     assert!(text.contains("row 0: the text to be made has more tokens than the model's 24 positions"), "{text}");
+}
+
+/// Both forms that a T5's tokenizer has.
+#[test]
+fn an_export_of_a_t5_has_its_tokenizer_and_generates_the_same() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let row = |text: &str| json!({ "text": text, "label": "a rose" }).to_string() + "\n";
+    std::fs::write(dir.join("rows.jsonl"), ["a rose is", "to be", "or not to be"].map(row).concat().repeat(4)).unwrap();
+    for (name, file) in [("t5_tiny", "tokenizer.json"), ("flan_t5_tiny", "spiece.model")] {
+        texts::fixture(dir, name);
+        let (saved, out) = (format!("{name}-saves"), format!("{name}-out"));
+        let train =
+            ["train", "--weights", name, "--data", "rows.jsonl", "--steps", "3", "--lr", "1e-2", "--ranks", "2"];
+        ok(&[&train[..], &["--save", &saved]].concat(), dir);
+        ok(&["export", &saved, &out, "--dtype", "fp32"], dir);
+        for file in [file, "tokenizer_config.json", "generation_config.json"] {
+            let read = |folder: &str| std::fs::read(dir.join(folder).join(file)).unwrap();
+            assert!(read(&out) == read(name), "{out}/{file}");
+        }
+        let made = |model: &str| {
+            ok(&["generate", model, "--prompt", "a rose", "--prompt", "to be or", "--beams", "2", "--json"], dir)
+        };
+        assert_eq!(made(&saved), made(&out));
+        assert_ne!(made(name), made(&out));
+    }
 }

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 use zero_train::data::{Cutting, Message, Tokenizer};
 
-use crate::common::texts::{ok, refused};
+use crate::common::texts::{fixture as folder, ok, refused};
 
 fn fixtures() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/tokenizers")
@@ -53,16 +53,6 @@ fn ids_and_texts_are_those_of_transformers() {
     assert!(wrong.is_empty(), "{} differ: {:#?}", wrong.len(), &wrong[..wrong.len().min(12)]);
 }
 
-/// The files of a tiny model with a tokenizer, in a folder `name` of `dir`.
-fn folder(dir: &Path, name: &str) {
-    std::fs::create_dir(dir.join(name)).unwrap();
-    for from in [fixtures().join("../texts").join(name), fixtures().join("..").join(name)] {
-        for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
-            std::fs::copy(entry.path(), dir.join(name).join(entry.file_name())).unwrap();
-        }
-    }
-}
-
 fn generated(dir: &Path, model: &str, prompts: &[&str], options: &[&str]) -> Vec<Value> {
     let prompts = prompts.iter().flat_map(|prompt| ["--prompt", prompt]).collect::<Vec<_>>();
     let args = [&["generate", model, "--json", "--max-new-tokens", "14"][..], &prompts, options].concat();
@@ -100,6 +90,30 @@ fn generated_texts_are_those_of_transformers() {
             let all = row["all"].as_str().unwrap();
             let shown = if ended.is_some_and(|end| end > 2 && end < 60) { &all[..all.len() - 1] } else { all };
             assert_eq!(text, shown, "{name}: {row}");
+        }
+    }
+}
+
+/// Models that make texts of texts: the prompts, and the texts and tokens that are made.
+const SEQ2SEQ: [&str; 3] = ["bart_tiny", "t5_tiny", "flan_t5_tiny"];
+
+#[test]
+fn texts_of_texts_are_those_of_transformers() {
+    let dir = tempfile::tempdir().unwrap();
+    for name in SEQ2SEQ {
+        folder(dir.path(), name);
+        let made = json_of(&dir.path().join(name).join("made.json"));
+        let made = made.as_array().unwrap();
+        let ends = numbers(&json_of(&dir.path().join(name).join("generation_config.json"))["eos_token_id"]);
+        let cutting = Cutting { vocab_size: 61, tokenizer: Some(&dir.path().join(name)), ..Cutting::default() };
+        let tokenizer = Tokenizer::find(dir.path(), &cutting).unwrap();
+        let prompts: Vec<&str> = made.iter().map(|row| row["prompt"].as_str().unwrap()).collect();
+        for (got, row) in generated(dir.path(), name, &prompts, &[]).iter().zip(made) {
+            let all = numbers(&row["made"]);
+            let without = all.strip_suffix(&[*all.last().unwrap()]).filter(|_| ends.contains(all.last().unwrap()));
+            assert_eq!(numbers(&got["tokens"]), without.unwrap_or(&all), "{name}: {row}");
+            assert_eq!(got["text"], tokenizer.decode(without.unwrap_or(&all)), "{name}: {row}");
+            assert_eq!(tokenizer.decode(&all), row["all"].as_str().unwrap(), "{name}: {row}");
         }
     }
 }
@@ -207,7 +221,7 @@ fn settings_of_a_folder_are_those_of_transformers() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let mut ended = 0;
-    for name in MODELS.into_iter().chain(["bart_tiny"]) {
+    for name in MODELS.into_iter().chain(SEQ2SEQ) {
         folder(dir, name);
         let config = json_of(&dir.join(name).join("config.json"));
         let prompts = json_of(&dir.join(name).join("made.json"));

@@ -13,6 +13,7 @@ use serde_json::json;
 use tokenizers::NormalizerWrapper;
 use unicode_segmentation::UnicodeSegmentation;
 use zero_core::checkpoint::SideFile;
+use zero_models::Seq2SeqSettings;
 
 pub use self::chat::Message;
 pub(super) use self::chat::{ChatTemplate, MARK};
@@ -246,6 +247,14 @@ impl Tokenizer {
     /// The token that begins a text, if it has one.
     pub fn begin(&self) -> Option<u32> {
         self.begin.first().copied().or_else(|| BEGINS.iter().find_map(|token| self.id(token)))
+    }
+
+    /// The tokens that begin a text for a model with an encoder.
+    pub(crate) fn begin_of(&self, settings: &Seq2SeqSettings) -> Vec<u32> {
+        match settings.has_begin {
+            true => self.begin().into_iter().collect(),
+            false => self.put_before().to_vec(),
+        }
     }
 
     /// The token that a text made of nothing begins with (`bos_token`), if it has one.

@@ -26,8 +26,11 @@ pub(super) const FILES: [&str; 3] = ["tokenizer.model", "spiece.model", "sentenc
 /// The character that stands for a blank.
 const BLANK: char = '▁';
 
-/// Tokens that stand for what was cut out of a text, in T5's vocabulary behind those of the file.
-const SENTINELS: usize = 100;
+/// Tokens that stand for what was cut out of a text, in T5's vocabulary behind those of the file, where `extra_ids` says no number.
+const SENTINELS: u64 = 100;
+
+/// The most of them.
+const MOST_SENTINELS: u64 = 1 << 16;
 
 /// A model, by the numbers of its fields, <https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto>.
 #[derive(Message)]
@@ -107,7 +110,7 @@ pub(super) fn read(
     let added: Vec<AddedToken> =
         control.map(|piece| AddedToken::from(piece.text.clone(), piece.kind == CONTROL).normalized(false)).collect();
     let (mut tokenizer, named) = match (is_unigram, class) {
-        (true, class) if class.starts_with("t5") || class.starts_with("mt5") => (t5(&model)?, T5),
+        (true, class) if class.starts_with("t5") || class.starts_with("mt5") => (t5(&model, settings)?, T5),
         (true, class) if class.starts_with("xlm-roberta") || class.starts_with("xlmroberta") => {
             (xlm_roberta(&model)?, ROBERTA)
         }
@@ -173,9 +176,15 @@ pub(super) fn with_blanks(tokenizer: &mut Tokenizer, settings: &Map<String, Valu
     Ok(())
 }
 
-fn t5(model: &Model) -> tokenizers::Result<Tokenizer> {
+fn t5(model: &Model, settings: &Map<String, Value>) -> tokenizers::Result<Tokenizer> {
+    let count = match settings.get("extra_ids") {
+        None | Some(Value::Null) => SENTINELS,
+        Some(given) => given.as_u64().filter(|&count| count <= MOST_SENTINELS).ok_or_else(|| {
+            format!("extra_ids of its tokenizer_config.json is {given}: expected a whole number up to {MOST_SENTINELS}")
+        })?,
+    };
     let own = model.pieces.iter().map(|piece| (piece.text.clone(), f64::from(piece.score)));
-    let sentinels = (0..SENTINELS).rev().map(|number| format!("<extra_id_{number}>"));
+    let sentinels = (0..count).rev().map(|number| format!("<extra_id_{number}>"));
     let pieces = own.chain(sentinels.clone().map(|token| (token, 0.0))).collect();
     let mut tokenizer = unigram(pieces, model.trainer.unk.unwrap_or(0) as usize, model)?;
     tokenizer.add_special_tokens(&sentinels.map(|token| AddedToken::from(token, true)).collect::<Vec<_>>());

@@ -1,0 +1,317 @@
+//! The sizes of a T5: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
+
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::error::check_each;
+#[cfg(feature = "burn")]
+use crate::generate::Sampling;
+use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
+use crate::{Activation, ModelError, Result};
+
+/// Which of the models that differ in little, by `model_type`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum T5Kind {
+    /// T5, of version 1.0 and 1.1, and Flan-T5.
+    T5,
+    /// mT5: as T5 of version 1.1, for many languages.
+    Mt5,
+}
+
+hf_config! {
+    /// The configuration of a T5 or an mT5.
+    pub struct T5Config of "T5" {
+        /// Which of them it is.
+        model_type: T5Kind = T5Kind::T5,
+        /// Number of tokens in the vocabulary.
+        vocab_size: usize = 32128,
+        /// Width of the model.
+        d_model: usize = 512,
+        /// Width of a head; the heads need not add up to `d_model`.
+        d_kv: usize = 64,
+        /// Width of the feed-forward layers.
+        d_ff: usize = 2048,
+        /// Number of layers of the encoder.
+        num_layers: usize = 6,
+        /// Number of layers of the decoder; those of the encoder if a file does not say.
+        num_decoder_layers: usize = 6,
+        /// Number of attention heads.
+        num_heads: usize = 8,
+        /// Number of buckets that distances are in, each with a bias for each head.
+        relative_attention_num_buckets: usize = 32,
+        /// The distance from which on all are in the last bucket.
+        relative_attention_max_distance: usize = 128,
+        /// Dropout probability of embeddings, attention probabilities and what layers give.
+        dropout_rate: f64 = 0.1,
+        /// What norms add to the mean square.
+        layer_norm_epsilon: f64 = 1e-6,
+        /// Factor of the standard deviations of fresh weights.
+        initializer_factor: f64 = 1.0,
+        /// True if the activation of the feed-forward layers is a gate.
+        is_gated_act: bool = false,
+        /// True if the head's weight is the token embedding. The weights beside a `config.json` decide, as in transformers.
+        tie_word_embeddings: bool = true,
+        /// True if what the head reads is divided by the square root of the width: of version 1.0.
+        scale_decoder_outputs: bool = true,
+        /// The token that fills up short rows.
+        pad_token_id: u32 = 0,
+        /// The token that ends a text.
+        eos_token_id: u32 = 1,
+        /// The token that the decoder begins with; the padding if a file does not say.
+        decoder_start_token_id: u32 = 0,
+    }
+    /// The activation of the feed-forward layers (`dense_act_fn` in JSON).
+    activation activation = "dense_act_fn": Activation::Relu;
+    given complete;
+    refused {
+        is_encoder_decoder: bool = true,
+    }
+}
+
+/// A `config.json` of any year, with the keys of [`T5Config`].
+fn complete(text: &str) -> Result<String> {
+    let syntax = |source| ModelError::ConfigSyntax { model: T5Config::FAMILY, source };
+    let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+    keys.retain(|_, value| !value.is_null());
+    let is_mt5 = keys.get("model_type").is_some_and(|kind| kind == "mt5");
+    let defaults: &[(&str, usize)] = match is_mt5 {
+        true => &[("vocab_size", 250_112), ("d_ff", 1024), ("num_layers", 8), ("num_heads", 6)],
+        false => &[("num_layers", 6)],
+    };
+    for &(key, default) in defaults {
+        keys.entry(key).or_insert(default.into());
+    }
+    one_end(&mut keys);
+    for (key, from, default) in [
+        ("num_decoder_layers", "num_layers", Value::Null),
+        ("decoder_start_token_id", "pad_token_id", 0.into()),
+        // An mT5 is never scaled, and a T5 unless its file says that the head is not tied.
+        ("scale_decoder_outputs", "tie_word_embeddings", true.into()),
+    ] {
+        let of_another = keys.get(from).cloned().unwrap_or(default);
+        keys.entry(key).or_insert(of_another);
+    }
+    if is_mt5 {
+        keys.insert("scale_decoder_outputs".into(), false.into());
+    }
+    let named = keys.remove("feed_forward_proj").unwrap_or(if is_mt5 { GATED_GELU } else { "relu" }.into());
+    let (is_gated, activation) = feed_forward(&named)?;
+    keys.entry("is_gated_act").or_insert(is_gated.into());
+    keys.entry("dense_act_fn").or_insert(activation.hf_name().into());
+    Ok(Value::from(keys).to_string())
+}
+
+/// The name of what newer versions have, whose activation is `gelu_new`.
+const GATED_GELU: &str = "gated-gelu";
+
+/// Reads a `feed_forward_proj`: whether there is a gate, and the activation.
+fn feed_forward(named: &Value) -> Result<(bool, Activation)> {
+    let (model, key) = (T5Config::FAMILY, "feed_forward_proj");
+    let read = |name: &str| Activation::from_hf_name(model, key, name).ok();
+    let found = named.as_str().and_then(|text| match text.strip_prefix("gated-") {
+        _ if text == GATED_GELU => Some((true, Activation::GeluTanh)),
+        Some(name) => Some((true, read(name)?)),
+        None => Some((false, read(text)?)),
+    });
+    let (got, supported) = (named.to_string(), "relu, gelu or gelu_new, alone or behind gated-".to_string());
+    found.ok_or(ModelError::Unsupported { model, key, got, supported })
+}
+
+/// Layers of each half, width, width of a head, heads, feed-forward width; version 1.1 or Flan.
+const PRESETS: [(&str, ([usize; 5], bool)); 7] = [
+    ("t5-small", ([6, 512, 64, 8, 2048], false)),
+    ("flan-t5-small", ([8, 512, 64, 6, 1024], true)),
+    ("t5-base", ([12, 768, 64, 12, 3072], false)),
+    ("flan-t5-base", ([12, 768, 64, 12, 2048], true)),
+    ("t5-large", ([24, 1024, 64, 16, 4096], false)),
+    ("flan-t5-large", ([24, 1024, 64, 16, 2816], true)),
+    ("flan-t5-xl", ([24, 2048, 64, 32, 5120], true)),
+];
+
+impl T5Config {
+    /// The names that [`preset`](Self::preset) knows, small to large.
+    pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
+
+    /// A configuration by name.
+    ///
+    /// | preset | parameters | layers of each half | width | heads |
+    /// |---|---|---|---|---|
+    /// | `t5-small` | 61 M | 6 | 512 | 8 |
+    /// | `flan-t5-small` | 77 M | 8 | 512 | 6 |
+    /// | `t5-base` | 223 M | 12 | 768 | 12 |
+    /// | `flan-t5-base` | 248 M | 12 | 768 | 12 |
+    /// | `t5-large` | 738 M | 24 | 1024 | 16 |
+    /// | `flan-t5-large` | 783 M | 24 | 1024 | 16 |
+    /// | `flan-t5-xl` | 2.85 B | 24 | 2048 | 32 |
+    ///
+    /// The published models have dropout 0.1; presets have none, as for GPT-2. What is read from a `config.json` is taken as it
+    /// stands there.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the list of names.
+    pub fn preset(name: &str) -> Result<Self> {
+        let (sizes, is_newer) = find_preset(Self::FAMILY, &PRESETS, Self::PRESETS, name)?;
+        let [layers, d_model, d_kv, num_heads, d_ff] = sizes;
+        Ok(Self {
+            d_model,
+            d_kv,
+            d_ff,
+            num_layers: layers,
+            num_decoder_layers: layers,
+            num_heads,
+            dropout_rate: 0.0,
+            is_gated_act: is_newer,
+            tie_word_embeddings: !is_newer,
+            scale_decoder_outputs: !is_newer,
+            activation: if is_newer { Activation::GeluTanh } else { Activation::Relu },
+            ..Self::published()
+        })
+    }
+
+    /// Whether a model can have these sizes.
+    ///
+    /// # Errors
+    /// [`ModelError::ConfigValue`] for the first field that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        let sizes = named!(self: vocab_size, d_model, d_kv, d_ff, num_layers, num_decoder_layers, num_heads,
+            relative_attention_num_buckets, relative_attention_max_distance);
+        // Any number of heads goes with any width.
+        let heads = ("num_heads", self.num_heads);
+        let above_0 = named!(self: layer_norm_epsilon, initializer_factor);
+        check_values(Self::FAMILY, &sizes, [heads, heads], &named!(self: dropout_rate), &above_0)?;
+        let (buckets, distance) = (self.relative_attention_num_buckets, self.relative_attention_max_distance);
+        let farther = format!("more than {}, half of relative_attention_num_buckets", buckets / 2);
+        check_each(
+            Self::FAMILY,
+            [
+                (buckets >= 4, "relative_attention_num_buckets", buckets.to_string(), "at least 4"),
+                (distance > buckets / 2, "relative_attention_max_distance", distance.to_string(), &*farther),
+            ],
+        )?;
+        let tokens = named!(self: pad_token_id, eos_token_id, decoder_start_token_id);
+        check_tokens(Self::FAMILY, self.vocab_size, &tokens)?;
+        let is_deeper = self.num_decoder_layers > self.num_layers;
+        check_count(Self::FAMILY, if is_deeper { "num_decoder_layers" } else { "num_layers" }, self)
+    }
+
+    /// Width of all heads.
+    pub fn inner_width(&self) -> usize {
+        self.num_heads.saturating_mul(self.d_kv)
+    }
+
+    /// How text is made greedily: where it ends.
+    #[cfg(feature = "burn")]
+    pub fn sampling(&self) -> Sampling {
+        Sampling { stop: vec![self.eos_token_id], ..Sampling::default() }
+    }
+
+    /// The class of Hugging Face's transformers.
+    pub(crate) fn architecture(&self) -> &'static str {
+        match self.model_type {
+            T5Kind::T5 => "T5ForConditionalGeneration",
+            T5Kind::Mt5 => "MT5ForConditionalGeneration",
+        }
+    }
+
+    /// The keys of `config.json`.
+    pub(crate) fn to_keys(&self) -> Value {
+        let mut keys = serde_json::to_value(self).expect("a configuration is numbers and texts");
+        let gate = if self.is_gated_act { "gated-" } else { "" };
+        keys["feed_forward_proj"] = match (self.is_gated_act, self.activation) {
+            (true, Activation::GeluTanh) => GATED_GELU.into(),
+            (_, activation) => format!("{gate}{}", activation.hf_name()).into(),
+        };
+        keys
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn presets_have_the_published_sizes() {
+        for (name, params) in [
+            ("t5-small", 60_506_624),
+            ("flan-t5-small", 76_961_152),
+            ("t5-base", 222_903_552),
+            ("flan-t5-base", 247_577_856),
+            ("t5-large", 737_668_096),
+            ("flan-t5-large", 783_150_080),
+            ("flan-t5-xl", 2_849_757_184),
+        ] {
+            let config = T5Config::preset(name).unwrap();
+            config.validate().unwrap();
+            assert_eq!(config.num_params(), params, "{name}");
+            let text = config.to_keys().to_string();
+            assert!(text.contains("\"model_type\":\"t5\"") && text.contains("\"is_encoder_decoder\":true"), "{text}");
+            assert_eq!(T5Config::from_json(&text).unwrap(), config);
+        }
+    }
+
+    #[test]
+    fn files_of_any_year_are_read() {
+        // As published: T5, T5 of version 1.1, and mT5.
+        let small = T5Config::preset("t5-small").unwrap();
+        let read = |text: &str| T5Config::from_json(text).unwrap();
+        let published = r#"{"model_type": "t5", "n_positions": 512, "feed_forward_proj": null}"#;
+        assert_eq!(read(published), T5Config { dropout_rate: 0.1, ..small });
+        let flan = read(
+            r#"{"model_type": "t5", "d_ff": 1024, "num_heads": 6, "num_layers": 8, "feed_forward_proj": "gated-gelu",
+                "tie_word_embeddings": false, "eos_token_id": [1, 2]}"#,
+        );
+        let preset = T5Config::preset("flan-t5-small").unwrap();
+        assert_eq!(flan, T5Config { dropout_rate: 0.1, ..preset.clone() });
+        let mt5 =
+            read(r#"{"model_type": "mt5", "tie_word_embeddings": false, "vocab_size": 32128, "dropout_rate": 0}"#);
+        assert_eq!(mt5, T5Config { model_type: T5Kind::Mt5, ..preset.clone() });
+        let tied = read(r#"{"model_type": "mt5"}"#);
+        assert!(tied.tie_word_embeddings && !tied.scale_decoder_outputs && tied.vocab_size == 250_112);
+        // As transformers writes since version 5, which ties in name and scales by a key.
+        let newer = read(r#"{"tie_word_embeddings": true, "scale_decoder_outputs": false, "num_layers": 3}"#);
+        assert!(newer.tie_word_embeddings && !newer.scale_decoder_outputs && newer.num_decoder_layers == 3);
+        // The resolved keys win over the name.
+        for (keys, expected) in [
+            (r#"{"feed_forward_proj": "gated-relu"}"#, (true, Activation::Relu)),
+            (r#"{"feed_forward_proj": "gelu"}"#, (false, Activation::GeluErf)),
+            (r#"{"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}"#, (true, Activation::GeluErf)),
+            (r#"{"dense_act_fn": "gelu_new", "is_gated_act": true}"#, (true, Activation::GeluTanh)),
+        ] {
+            let config = read(keys);
+            assert_eq!((config.is_gated_act, config.activation), expected, "{keys}");
+            assert_eq!(read(&config.to_keys().to_string()), config);
+        }
+    }
+
+    #[test]
+    fn refuses_what_would_change_the_results() {
+        for (text, expected) in [
+            (r#"{"model_type": "umt5"}"#, "unknown variant `umt5`"),
+            (r#"{"is_encoder_decoder": false}"#, "is_encoder_decoder = false is not implemented"),
+            (
+                r#"{"feed_forward_proj": "gated-silu"}"#,
+                "feed_forward_proj = \"gated-silu\" is not implemented (supported: relu, gelu or gelu_new, alone or behind gated-)",
+            ),
+            (r#"{"feed_forward_proj": "relu-gated"}"#, "feed_forward_proj = \"relu-gated\""),
+            (r#"{"feed_forward_proj": 3}"#, "feed_forward_proj = 3"),
+            (r#"{"dense_act_fn": "swish"}"#, "dense_act_fn = \"swish\""),
+            (r#"{"d_kv": 0}"#, "d_kv = 0; change it to at least 1"),
+            (r#"{"num_heads": 0}"#, "num_heads = 0; change it to at least 1"),
+            (r#"{"d_model": 99999999999}"#, "d_model = 99999999999; change it to 1 to"),
+            (r#"{"num_decoder_layers": 4000000000}"#, "num_decoder_layers = 4000000000; change it to at most"),
+            (r#"{"d_kv": 4000000000, "num_heads": 4000000000}"#, "a number of parameters = "),
+            (r#"{"relative_attention_num_buckets": 3}"#, "relative_attention_num_buckets = 3; change it to at least 4"),
+            (
+                r#"{"relative_attention_max_distance": 16}"#,
+                "relative_attention_max_distance = 16; change it to more than 16",
+            ),
+            (r#"{"dropout_rate": 1}"#, "dropout_rate = 1"),
+            (r#"{"layer_norm_epsilon": 0}"#, "layer_norm_epsilon = 0; change it to above 0"),
+            (r#"{"vocab_size": 1}"#, "eos_token_id = 1; change it to a token of the 1 there are"),
+        ] {
+            let error = T5Config::from_json(text).unwrap_err().to_string();
+            assert!(error.contains(expected), "{text}: {error}");
+        }
+    }
+}
