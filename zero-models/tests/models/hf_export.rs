@@ -21,8 +21,8 @@ use zero_models::hf_export::{ExportDtype, ExportOptions, Exported, ReadError, ex
 use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
-    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam, bart,
-    bert, gpt2, llama,
+    BartConfig, BartHead, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, ModelParam,
+    ProblemType, bart, bert, gpt2, llama,
 };
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
@@ -89,7 +89,9 @@ fn configs() -> Vec<ModelConfig> {
             let tie_word_embeddings = model_type != BertKind::Camembert;
             BertConfig { model_type, head, pad_token_id: 1, tie_word_embeddings, ..bert_config(true) }.into()
         });
-    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain([bart_config().into()]).collect()
+    let bart = [BartHead::Generation, BartHead::Classes(["a", "b"].map(String::from).into())];
+    let bart = bart.map(|head| BartConfig { head, ..bart_config() }.into());
+    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain(bart).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -250,10 +252,15 @@ fn files_are_named_and_indexed_as_transformers_does() {
 #[test]
 fn the_config_is_hugging_faces() {
     let llama = |model_type| LlamaConfig { model_type, ..llama_config() }.into();
+    let problem_type = Some(ProblemType::MultiLabelClassification);
     for (config, architecture) in [
         (ModelConfig::from(gpt2_config(false)), "GPT2LMHeadModel"),
         (bert_config(true).into(), "BertForPreTraining"),
         (bart_config().into(), "BartForConditionalGeneration"),
+        (
+            BartConfig { head: BartHead::Classes(vec!["a".into()]), problem_type, ..bart_config() }.into(),
+            "BartForSequenceClassification",
+        ),
         (llama(LlamaKind::Llama), "LlamaForCausalLM"),
         (llama(LlamaKind::Mistral), "MistralForCausalLM"),
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),
