@@ -8,6 +8,7 @@
 mod cache;
 mod documents;
 mod labelled;
+mod labels;
 mod pairs;
 mod rows;
 mod text_pairs;
@@ -20,6 +21,7 @@ mod wordpiece;
 use std::path::Path;
 
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
+pub use self::labels::KnownHead;
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::TokenRows;
 pub use self::text_pairs::{TextPairBatch, TextPairs};

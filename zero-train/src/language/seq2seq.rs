@@ -6,7 +6,7 @@ use burn::tensor::Tensor;
 use serde_json::{Value, json};
 use zero_models::bart::{generate_with, weights};
 use zero_models::generate::{Hooks, Sampling};
-use zero_models::{Bart, BartConfig, ModelConfig};
+use zero_models::{Bart, BartConfig, BartHead, ModelConfig};
 
 use super::start::Start;
 use super::{Options, Program, tokens};
@@ -32,7 +32,9 @@ impl Seq2SeqTask {
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         let default = if BartConfig::PRESETS.contains(&program.model) { program.model } else { "bart-base" };
         let (name, config) = match options.chosen()? {
-            Some((name, ModelConfig::Bart(config))) => (name, config),
+            Some((name, ModelConfig::Bart(config))) => {
+                (name, BartConfig { head: BartHead::Generation, problem_type: None, ..config })
+            }
             Some((name, _)) => return Err(wrong("model", name, "expected a BART for --task seq2seq")),
             None => (default.into(), BartConfig::preset(default)?),
         };
@@ -124,30 +126,41 @@ impl Task for Seq2SeqTask {
 
     /// For rows of which text and target are as long as they may be.
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        let config = &self.config;
-        let (width, seq, target) = (config.d_model, self.texts.seq(), self.texts.longest_target());
-        // Floats that are kept per token and layer, in widths: as BERT's, and as many again for attention to the text.
-        let [encoder, decoder] =
-            [(config.encoder_layers, config.encoder_ffn_dim), (config.decoder_layers, config.decoder_ffn_dim)];
-        let read = encoder.0 * (9 * width + 2 * encoder.1) * seq;
-        let made = decoder.0 * (9 * width + 2 * decoder.1) * target + decoder.0 * (5 * target + 2 * seq) * width;
-        let logits = 2 * target * config.vocab_size;
-        // Of a block on average.
-        let bytes = |floats: usize| (4 * floats * micro_batch) as u64;
-        let weights = |(layers, inner): (usize, usize), attentions: usize| {
-            layers * (4 * attentions * width * width + 2 * width * inner)
-        };
-        let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + config.vocab_size * width * target;
-        let activations = Activations {
-            blocks: encoder.0 + decoder.0,
-            block: bytes((read + made) / (encoder.0 + decoder.0).max(1)),
-            input: bytes((encoder.0 * seq + decoder.0 * target) * width / (encoder.0 + decoder.0).max(1)),
-            rest: bytes(logits),
-        };
-        Some(self.start.profile(Profile::of_all(&config.clone().into(), activations, 6.0 * products as f64)))
+        let lengths = [self.texts.seq(), self.texts.longest_target()];
+        Some(self.start.profile(profile(&self.config, micro_batch, lengths, self.config.vocab_size)))
     }
 
     fn settings(&self) -> Value {
         self.start.settings()
     }
+}
+
+/// What `config` takes on `micro_batch` texts, of so many tokens that the encoder and the decoder read, with logits of so many tokens
+/// of the vocabulary at each position of the decoder.
+pub(super) fn profile(
+    config: &BartConfig,
+    micro_batch: usize,
+    [seq, target]: [usize; 2],
+    vocabulary: usize,
+) -> Profile {
+    let width = config.d_model;
+    // Floats that are kept per token and layer, in widths: as BERT's, and as many again for attention to the text.
+    let [encoder, decoder] =
+        [(config.encoder_layers, config.encoder_ffn_dim), (config.decoder_layers, config.decoder_ffn_dim)];
+    let read = encoder.0 * (9 * width + 2 * encoder.1) * seq;
+    let made = decoder.0 * (9 * width + 2 * decoder.1) * target + decoder.0 * (5 * target + 2 * seq) * width;
+    let logits = 2 * target * vocabulary;
+    // Of a block on average.
+    let bytes = |floats: usize| (4 * floats * micro_batch) as u64;
+    let weights = |(layers, inner): (usize, usize), attentions: usize| {
+        layers * (4 * attentions * width * width + 2 * width * inner)
+    };
+    let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + vocabulary * width * target;
+    let activations = Activations {
+        blocks: encoder.0 + decoder.0,
+        block: bytes((read + made) / (encoder.0 + decoder.0).max(1)),
+        input: bytes((encoder.0 * seq + decoder.0 * target) * width / (encoder.0 + decoder.0).max(1)),
+        rest: bytes(logits),
+    };
+    Profile::of_all(&config.clone().into(), activations, 6.0 * products as f64)
 }
