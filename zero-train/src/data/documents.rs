@@ -702,7 +702,7 @@ fn text_parts(file: &DataFile, each: Each<'_>) -> Result<()> {
 mod tests {
     use std::sync::Arc;
 
-    use parquet::data_type::{ByteArray, ByteArrayType, Int32Type};
+    use parquet::data_type::{ByteArray, ByteArrayType, FloatType, Int32Type};
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
 
@@ -917,5 +917,36 @@ mod tests {
         assert!(told.contains("no column \"text\" of texts (there are [\"n\", \"body\"])"), "{told}");
         std::fs::write(&path, "PAR1").unwrap();
         assert!(ids(&path, None).unwrap_err().contains("is no Parquet that can be read"));
+    }
+
+    #[test]
+    fn lists_and_fractions_of_a_parquet_file_are_labels() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("all.parquet");
+        let schema = "message schema { required group tags (LIST) { repeated group list { required byte_array element (utf8); } } \
+                      required float score; }";
+        let schema = Arc::new(parse_message_type(schema).unwrap());
+        let mut writer = SerializedFileWriter::new(File::create(&path).unwrap(), schema, Arc::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let tags = ["a", "b", "c"].map(ByteArray::from);
+        // Of the second row there are none.
+        let levels = [[1, 1, 0, 1], [0, 1, 0, 0]];
+        column.typed::<ByteArrayType>().write_batch(&tags, Some(&levels[0]), Some(&levels[1])).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<FloatType>().write_batch(&[0.1, 2.0, f32::NAN], None, None).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+        writer.close().unwrap();
+        let read = |name, holds| -> Result<Vec<String>, String> {
+            let (rows, _) = read_rows(&path, &[FieldOf { name, option: "label-field", holds }], None)
+                .map_err(|error| error.to_string())?;
+            Ok(rows.into_iter().flatten().flatten().map(|cell| cell.to_string()).collect())
+        };
+        assert_eq!(read("tags", Holds::Label).unwrap(), ["[\"a\", \"b\"]", "[]", "[\"c\"]"]);
+        assert_eq!(read("score", Holds::Label).unwrap(), ["0.1", "2.0", "NaN"]);
+        assert!(read("tags", Holds::TextOrNothing).unwrap_err().contains("has no column \"tags\" of labels"));
+        assert!(read("score", Holds::TextOrNothing).unwrap_err().contains("its \"score\" is a number with a fraction"));
     }
 }

@@ -103,7 +103,7 @@ impl Labels {
         if kind != Kind::List {
             let (row, cell) = values[0];
             return Err(format!(
-                "row {row} has the label {cell}: expected a list of classes, as the head tells several classes of a text \
+                "row {row} has the label {cell}: expected a list of classes, as the head predicts several classes of a text \
                  (multi_label_classification)"
             ));
         }
@@ -151,7 +151,7 @@ impl Labels {
         let fractions = values.first().filter(|_| kind == Kind::Fraction && head.problem.is_none());
         if let Some((row, cell)) = values.iter().find(other).or(fractions) {
             return Err(format!(
-                "row {row} has the label {cell}, and the head tells one of the classes {:?}: expected the name or the number of one, or \
+                "row {row} has the label {cell}, and the head predicts one of the classes {:?}: expected the name or the number of one, or \
                  another problem_type in the model's config.json",
                 head.names
             ));
@@ -407,7 +407,7 @@ mod tests {
         // The head has classes.
         told(
             of(&fractions(&[0.5]), &["a", "b"], false),
-            "row 0 has the label 0.5, and the head tells one of the classes",
+            "row 0 has the label 0.5, and the head predicts one of the classes",
         );
         told(of(&table(&["0.5"]), &["a", "b"], false), "another problem_type in the model's config.json");
     }
@@ -451,7 +451,7 @@ mod tests {
         let given = Some(ProblemType::SingleLabelClassification);
         told(
             for_problem(&by_name, &["a", "b"], false, given),
-            "row 0 has the label [\"b\", \"a\"], and the head tells one",
+            "row 0 has the label [\"b\", \"a\"], and the head predicts one",
         );
     }
 }

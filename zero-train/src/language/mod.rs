@@ -78,7 +78,7 @@ pub enum TaskChoice {
     CausalLm,
     /// Masked tokens, and whether one text follows another: BERT.
     BertPretraining,
-    /// Which classes a text is of, or a number for it: BERT, BART.
+    /// Labels of a text: a class, several classes, or numbers: BERT, BART.
     TextClassification,
     /// A text that is made of another: BART.
     #[value(name = "seq2seq")]
@@ -110,8 +110,8 @@ pub struct Options {
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
     #[arg(long, value_name = "NAME")]
     pub second_field: Option<String>,
-    /// The key or column with the class as a text or a whole number, with a list of classes, or with a number to be told, for
-    /// --task text-classification; or with the text that is to be made, for --task seq2seq [default: label]
+    /// The key or column with the class as a text or a whole number, a list of classes, or a number to predict, for --task
+    /// text-classification; or with the text that is to be made, for --task seq2seq [default: label]
     #[arg(long, value_name = "NAME")]
     pub label_field: Option<String>,
     /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,

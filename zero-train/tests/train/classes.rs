@@ -445,7 +445,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     problem("single_label_classification");
     let text = told(&bert, "rows.jsonl", &rows(["[\"a\"]", "[\"b\"]"]));
     assert!(
-        text.contains("row 0 has the label [\"a\"], and the head tells one of the classes [\"a\", \"b\"]"),
+        text.contains("row 0 has the label [\"a\"], and the head predicts one of the classes [\"a\", \"b\"]"),
         "{text}"
     );
     problem("ranking");
