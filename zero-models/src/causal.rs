@@ -17,7 +17,7 @@ use crate::safetensors_file::Checkpoint;
 use crate::seq2seq::{self, Seq2SeqLm};
 #[cfg(feature = "burn")]
 use crate::{Bart, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
-use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
+use crate::{BartConfig, BartHead, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
 /// A family of models that make text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
@@ -126,7 +126,7 @@ pub trait Seq2SeqFamily: TextFamily {
     /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
     fn preset(name: &str) -> Result<Self>;
 
-    /// This family's configuration, if it is one.
+    /// This family's configuration, if it is one, with a head that makes texts.
     fn of(config: ModelConfig) -> Option<Self>;
 
     /// The mean loss `[1]` of labels `[b, t]`, as [`Seq2SeqLm::loss`].
@@ -197,7 +197,7 @@ macro_rules! text_family {
 
 /// As [`text_family`], with what a configuration has of one that makes texts of texts.
 macro_rules! seq2seq_family {
-    ($config:ident, $model:ident, $family:ident, $default:literal, |$c:ident| $sizes:expr) => {
+    ($config:ident, $model:ident, $family:ident, $default:literal, |$of:ident| $with_head:expr, |$c:ident| $sizes:expr) => {
         text_family!($config, $model, $family, seq2seq::generate_with);
 
         #[cfg(feature = "burn")]
@@ -210,7 +210,7 @@ macro_rules! seq2seq_family {
             }
 
             fn of(config: ModelConfig) -> Option<Self> {
-                if let ModelConfig::$model(config) = config { Some(config) } else { None }
+                if let ModelConfig::$model($of) = config { Some($with_head) } else { None }
             }
 
             fn loss<B: FusedBackend>(
@@ -230,17 +230,24 @@ macro_rules! seq2seq_family {
     };
 }
 
-seq2seq_family!(BartConfig, Bart, bart, "bart-base", |c| Seq2SeqSizes {
-    vocabulary: c.vocab_size,
-    width: c.d_model,
-    inner: c.d_model,
-    encoder: [c.encoder_layers, c.encoder_ffn_dim],
-    decoder: [c.decoder_layers, c.decoder_ffn_dim],
-    matrices: 2,
-    scores: 0,
-});
+seq2seq_family!(
+    BartConfig,
+    Bart,
+    bart,
+    "bart-base",
+    |of| BartConfig { head: BartHead::Generation, problem_type: None, ..of },
+    |c| Seq2SeqSizes {
+        vocabulary: c.vocab_size,
+        width: c.d_model,
+        inner: c.d_model,
+        encoder: [c.encoder_layers, c.encoder_ffn_dim],
+        decoder: [c.decoder_layers, c.decoder_ffn_dim],
+        matrices: 2,
+        scores: 0,
+    }
+);
 
-seq2seq_family!(T5Config, T5, t5, "t5-small", |c| Seq2SeqSizes {
+seq2seq_family!(T5Config, T5, t5, "t5-small", |of| of, |c| Seq2SeqSizes {
     vocabulary: c.vocab_size,
     width: c.d_model,
     inner: c.inner_width(),

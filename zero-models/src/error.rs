@@ -72,7 +72,7 @@ pub enum ModelError {
     },
 
     /// A configuration that is not the JSON of a configuration.
-    #[error("the {model} configuration cannot be read as JSON; pass the text of a Hugging Face config.json")]
+    #[error("the {model} configuration cannot be read as JSON ({source}); pass the text of a Hugging Face config.json")]
     ConfigSyntax {
         /// The model family.
         model: &'static str,

@@ -41,6 +41,7 @@ mod hf_params;
 #[cfg(feature = "burn")]
 mod init;
 mod key_map;
+mod labels;
 #[cfg(feature = "burn")]
 mod layers;
 pub mod llama;
@@ -61,7 +62,7 @@ mod tiled;
 pub use activation::Activation;
 #[cfg(feature = "burn")]
 pub use bart::Bart;
-pub use bart::BartConfig;
+pub use bart::{BartConfig, BartHead};
 #[cfg(feature = "burn")]
 pub use bert::{Bert, BertBatch, BertPredictions};
 pub use bert::{BertConfig, BertHead, BertKind};
@@ -76,6 +77,7 @@ pub use gpt2::Gpt2Config;
 pub use hf_load::{HfParam, load_module};
 pub use hf_params::ModelParam;
 pub use key_map::KeyMap;
+pub use labels::{ProblemType, unnamed_labels};
 #[cfg(feature = "burn")]
 pub use layers::Ids;
 #[cfg(feature = "burn")]

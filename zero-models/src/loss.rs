@@ -146,12 +146,18 @@ pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n:
     losses_n.sum() / counted
 }
 
+/// Logits of 16 bit in fp32, others as they are.
+#[cfg(feature = "burn")]
+pub(crate) fn in_fp32<B: Backend>(logits_nv: Tensor<B, 2>) -> Tensor<B, 2> {
+    if logits_nv.dtype().size() < 4 { logits_nv.cast(FloatDType::F32) } else { logits_nv }
+}
+
 /// The cross-entropy of each row, `[n]`. Of logits in 16 bit it is computed in fp32: a mean over thousands of rows needs
 /// more digits than they have.
 #[cfg(feature = "burn")]
 fn row_losses<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let [n, _] = logits_nv.dims();
-    let logits_nv = if logits_nv.dtype().size() < 4 { logits_nv.cast(FloatDType::F32) } else { logits_nv };
+    let logits_nv = in_fp32(logits_nv);
     // The last use of the logits is the subtraction, so that it and the exponential may reuse their memory.
     let largest_n1 = logits_nv.clone().detach().max_dim(1);
     let picked_n1 = logits_nv.clone().gather(1, targets_n.reshape([n, 1]));

@@ -38,7 +38,7 @@ pub enum ModelConfig {
     Bert(BertConfig),
     /// A Llama or one of its kin with its language-model head.
     Llama(LlamaConfig),
-    /// A BART with its language-model head.
+    /// A BART with its head.
     Bart(BartConfig),
     /// A T5 or an mT5 with its language-model head.
     T5(T5Config),
@@ -211,10 +211,20 @@ impl ModelConfig {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
             Self::Bert(config) => Some(config.architecture()),
             Self::Llama(config) => Some(config.architecture()),
-            Self::Bart(_) => Some("BartForConditionalGeneration"),
+            Self::Bart(config) => Some(config.architecture()),
             Self::T5(config) => Some(config.architecture()),
             Self::Module(module) => module.architecture.as_deref(),
             Self::Adapted(_) => None,
+        }
+    }
+
+    /// Names of the labels of a classification head; empty for a model with another head.
+    pub fn classes(&self) -> &[String] {
+        match self {
+            Self::Bert(BertConfig { head: BertHead::Classes(classes), .. }) => classes,
+            Self::Bart(config) => config.classes(),
+            Self::Adapted(adapted) => adapted.base.classes(),
+            _ => &[],
         }
     }
 
@@ -242,8 +252,7 @@ impl ModelConfig {
             Self::Gpt2(config) => Some(("wte", config.tie_word_embeddings)),
             Self::Llama(config) => Some(("embed_tokens", config.tie_word_embeddings)),
             Self::Bert(config) => {
-                let has_head = !matches!(config.head, BertHead::Classes(_));
-                Some(("embeddings.word_embeddings", config.tie_word_embeddings && has_head))
+                Some(("embeddings.word_embeddings", config.tie_word_embeddings && self.classes().is_empty()))
             }
             Self::Bart(_) | Self::T5(_) | Self::Module(_) => None,
             Self::Adapted(adapted) => adapted.base.adaptable_table(),
@@ -253,9 +262,9 @@ impl ModelConfig {
     /// What PEFT calls the model's task.
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {
+            _ if !self.classes().is_empty() => Some("SEQ_CLS"),
             Self::Gpt2(_) | Self::Llama(_) => Some("CAUSAL_LM"),
             Self::Bart(_) | Self::T5(_) => Some("SEQ_2_SEQ_LM"),
-            Self::Bert(config) if matches!(config.head, BertHead::Classes(_)) => Some("SEQ_CLS"),
             Self::Adapted(adapted) => adapted.base.task_type(),
             _ => None,
         }

@@ -209,10 +209,12 @@ pub fn run(options: &Options) -> Result<()> {
     match ModelConfig::from_file(&dir.join("config.json"))? {
         ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
-        ModelConfig::Bart(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::Bart(config) if config.classes().is_empty() => {
+            run_on_model(options, &dir, adapter, exported, &config, config.vocab_size)
+        }
         ModelConfig::T5(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         _ => {
-            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5";
+            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5 without a classification head";
             Err(wrong("model", options.model.display(), expected))
         }
     }

@@ -5,7 +5,8 @@ use serde_json::{Map, Value};
 #[cfg(feature = "burn")]
 use crate::generate::Sampling;
 use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
-use crate::{Activation, ModelError, Result};
+use crate::labels::{HeadKeys, check_labels};
+use crate::{Activation, ModelError, ProblemType, Result};
 
 /// Rows of a table of positions before the first position's.
 pub(super) const OFFSET: usize = 2;
@@ -38,6 +39,8 @@ hf_config! {
         attention_dropout: f64 = 0.0,
         /// Dropout probability after the activation.
         activation_dropout: f64 = 0.0,
+        /// Dropout probability before each layer of a classifier's head.
+        classifier_dropout: f64 = 0.0,
         /// Standard deviation of fresh weights.
         init_std: f64 = 0.02,
         /// Whether token embeddings are multiplied by the square root of the width.
@@ -52,6 +55,12 @@ hf_config! {
         forced_bos_token_id: Option<u32> = None,
         /// The last token of a text that is cut off, if there is one.
         forced_eos_token_id: Option<u32> = Some(2),
+        /// The kind of labels of a classifier; without it, the number of labels or the labels decide.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        problem_type: Option<ProblemType> = None,
+        /// The head that reads the decoder's last layer.
+        #[serde(flatten)]
+        head: BartHead = BartHead::Generation,
     }
     /// The activation of the feed-forward layers (`activation_function` in JSON).
     activation activation = "activation_function": Activation::GeluErf;
@@ -64,6 +73,43 @@ hf_config! {
     }
 }
 
+/// The head of a BART: which of transformers' classes it is.
+///
+/// In a `config.json` it is `architectures`, and for a classifier the names of its labels, `id2label`. What names another class, or
+/// none, is taken for `BartForConditionalGeneration`.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
+#[serde(from = "HeadKeys", into = "HeadKeys")]
+pub enum BartHead {
+    /// `BartForConditionalGeneration`: the next token, by the token embedding.
+    #[default]
+    Generation,
+    /// `BartForSequenceClassification`: which of these classes a text is of, or a number for each of these labels.
+    Classes(Vec<String>),
+}
+
+impl BartHead {
+    /// The class of transformers.
+    fn class(&self) -> &'static str {
+        match self {
+            Self::Generation => "BartForConditionalGeneration",
+            Self::Classes(_) => "BartForSequenceClassification",
+        }
+    }
+}
+
+impl From<HeadKeys> for BartHead {
+    fn from(keys: HeadKeys) -> Self {
+        keys.labels(3).map_or(Self::Generation, Self::Classes)
+    }
+}
+
+impl From<BartHead> for HeadKeys {
+    fn from(head: BartHead) -> Self {
+        Self::new(head.class().into(), if let BartHead::Classes(classes) = &head { classes } else { &[] })
+    }
+}
+
+/// A `config.json` whose `eos_token_id` may be a list, as for generation: a text ends with the first.
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: BartConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
@@ -120,7 +166,10 @@ impl BartConfig {
         let [words, width, positions] = named!(self: vocab_size, d_model, max_position_embeddings);
         let encoder = named!(self: encoder_attention_heads, encoder_layers, encoder_ffn_dim);
         let decoder = named!(self: decoder_attention_heads, decoder_layers, decoder_ffn_dim);
-        let dropouts = named!(self: dropout, attention_dropout, activation_dropout);
+        let dropouts = named!(self: dropout, attention_dropout, activation_dropout, classifier_dropout);
+        if let BartHead::Classes(classes) = &self.head {
+            check_labels(Self::FAMILY, self.problem_type, classes)?;
+        }
         for [heads, layers, inner] in [encoder, decoder] {
             let sizes = [words, width, positions, heads, layers, inner];
             check_values(Self::FAMILY, &sizes, [heads, width], &dropouts, &named!(self: init_std))?;
@@ -132,6 +181,16 @@ impl BartConfig {
         check_tokens(Self::FAMILY, self.vocab_size, &tokens.chain(forced).collect::<Vec<_>>())?;
         let deeper = if self.decoder_layers > self.encoder_layers { "decoder_layers" } else { "encoder_layers" };
         check_count(Self::FAMILY, deeper, self)
+    }
+
+    /// The class of transformers.
+    pub fn architecture(&self) -> &'static str {
+        self.head.class()
+    }
+
+    /// Names of a classifier's labels; empty for another head.
+    pub fn classes(&self) -> &[String] {
+        if let BartHead::Classes(classes) = &self.head { classes } else { &[] }
     }
 
     /// How text is made greedily: where it ends, and what it must begin and end with.
@@ -172,6 +231,37 @@ mod tests {
         assert_eq!(config, BartConfig { forced_bos_token_id: Some(0), ..BartConfig::published() });
         let how = config.sampling();
         assert_eq!((how.stop, how.forced_first, how.forced_last), (vec![2], Some(0), Some(2)));
+    }
+
+    #[test]
+    fn a_classifier_has_labels() {
+        let read = |keys: &str| {
+            let text = format!(r#"{{"architectures": ["BartForSequenceClassification"], {keys}}}"#);
+            BartConfig::from_json(&text)
+        };
+        // As bart-large-mnli's file has them.
+        let mnli = read(
+            r#""id2label": {"0": "contradiction", "1": "neutral", "2": "entailment"}, "classifier_dropout": 0.1, "_num_labels": 3"#,
+        );
+        let mnli = mnli.unwrap();
+        assert_eq!(
+            (mnli.classes(), mnli.classifier_dropout),
+            (&["contradiction", "neutral", "entailment"].map(String::from)[..], 0.1)
+        );
+        assert_eq!(BartConfig::from_json(&serde_json::to_string(&mnli).unwrap()).unwrap(), mnli);
+        assert_eq!(
+            mnli.num_params(),
+            BartConfig::preset("bart-large").unwrap().num_params() + 1024 * 1024 + 1024 + 3 * 1025
+        );
+        // As many as transformers takes where a file has none, and one of a reranker.
+        assert_eq!(read(r#""problem_type": null"#).unwrap().classes().len(), 3);
+        let ranked = read(r#""num_labels": 1, "problem_type": "regression""#).unwrap();
+        assert_eq!((ranked.classes().len(), ranked.problem_type), (1, Some(ProblemType::Regression)));
+        let told = read(r#""num_labels": 1, "problem_type": "single_label_classification""#).unwrap_err().to_string();
+        assert!(told.contains("BART cannot have id2label = 1 classes"), "{told}");
+        // Labels of a model with another head are nothing.
+        let cnn = BartConfig::from_json(r#"{"architectures": ["BartModel"], "id2label": {"0": "a"}}"#).unwrap();
+        assert_eq!(cnn, BartConfig::published());
     }
 
     #[test]

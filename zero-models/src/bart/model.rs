@@ -22,7 +22,8 @@ use crate::{Activation, BartConfig, init};
 /// torch's, which Hugging Face leaves as it is.
 const EPSILON: f64 = 1e-5;
 
-/// A BART with its language-model head, as Hugging Face's `BartForConditionalGeneration`.
+/// A BART with the head that its [`BartHead`](crate::BartHead) names: as Hugging Face's `BartForConditionalGeneration`, or as
+/// `BartForSequenceClassification`.
 #[derive(Module, Debug)]
 pub struct Bart<B: Backend> {
     /// Token embedding `[vocab_size, d_model]`, of both halves and of the head.
@@ -31,9 +32,22 @@ pub struct Bart<B: Backend> {
     pub encoder: BartStack<B>,
     /// What makes another of it.
     pub decoder: BartStack<B>,
+    /// A classifier's head.
+    pub classification_head: Option<BartClassificationHead<B>>,
     embedding_scale: f64,
     pad_token: u32,
     start_token: u32,
+    end_token: u32,
+}
+
+/// The head of a classifier, which reads one row for each text.
+#[derive(Module, Debug)]
+pub struct BartClassificationHead<B: Backend> {
+    /// `[d_model, d_model]`, with a tanh behind it.
+    pub dense: Linear<B>,
+    /// `[d_model, labels]`
+    pub out_proj: Linear<B>,
+    dropout: Dropout,
 }
 
 /// One half of the model.
@@ -99,9 +113,15 @@ impl BartConfig {
             shared: init::normal([self.vocab_size, self.d_model], self.init_std, device),
             encoder: self.init_stack(encoder, false, device),
             decoder: self.init_stack(decoder, true, device),
+            classification_head: (!self.classes().is_empty()).then(|| BartClassificationHead {
+                dense: init::linear(self.d_model, self.d_model, self.init_std, device),
+                out_proj: init::linear(self.d_model, self.classes().len(), self.init_std, device),
+                dropout: DropoutConfig::new(self.classifier_dropout).init(),
+            }),
             embedding_scale: if self.scale_embedding { (self.d_model as f64).sqrt() } else { 1.0 },
             pad_token: self.pad_token_id,
             start_token: self.decoder_start_token_id,
+            end_token: self.eos_token_id,
         }
     }
 
@@ -143,6 +163,31 @@ impl BartConfig {
 }
 
 impl<B: FusedBackend> Bart<B> {
+    /// Logits of the labels of each text, as Hugging Face's `BartForSequenceClassification`: the decoder reads the text too, and the
+    /// head what the decoder gives at the last `<eos>` of the text. Of a text without one, which Hugging Face refuses, it reads what
+    /// the decoder gives at the first token.
+    ///
+    /// # Shapes
+    /// - `ids_bu`, `mask_bu`: as for [`encode`](Seq2SeqLm::encode)
+    /// - returns `[b, labels]`
+    ///
+    /// # Panics
+    /// If `u` is more than `max_position_embeddings`, or the model has no classification head.
+    pub fn classify(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Tensor<B, 2> {
+        let head = self.classification_head.as_ref();
+        let head =
+            head.unwrap_or_else(|| panic!("this BART has no classifier: set BartConfig::head to one with classes"));
+        let ([b, u], device) = (ids_bu.dims(), ids_bu.device());
+        let count = |range| Tensor::<B, 1, Int>::arange(range, &device);
+        let is_end_bu = ids_bu.clone().equal_elem(self.end_token as i32).int();
+        let last_b = (is_end_bu * count(0..u as i64).reshape([1, u])).max_dim(1).reshape([b]);
+        let decoder_ids_bu = self.decoder_inputs(ids_bu.clone());
+        let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bu);
+        let read_bd = hidden_nd.select(0, last_b + count(0..b as i64) * u as i64);
+        let inner_bd = dense(&head.dense, head.dropout.forward(read_bd)).tanh();
+        dense(&head.out_proj, head.dropout.forward(inner_bd))
+    }
+
     /// Rows `[n, d]` of texts that begin here.
     fn embed(&self, stack: &BartStack<B>, ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
@@ -300,6 +345,9 @@ impl<B: Backend> Adaptable<B> for Bart<B> {
                 }
                 each_field!(each, format!("{part}.layers.{i}"), layer.fc1, layer.fc2);
             }
+        }
+        if let Some(head) = &mut self.classification_head {
+            each_field!(each, "classification_head", head.dense, head.out_proj);
         }
     }
 }

@@ -1,6 +1,7 @@
 //! BART checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
 //!
-//! Names are those of `BartForConditionalGeneration`; a checkpoint of `BartModel` lacks the prefix `model.` and is read too.
+//! Names are those of `BartForConditionalGeneration` and `BartForSequenceClassification`; a checkpoint of `BartModel` lacks the prefix
+//! `model.` and is read too. A classification head that the model has not is left out.
 //! Linear weights are `[out, in]` there and transposed on loading.
 //!
 //! Not loaded are `lm_head.weight` and the `embed_tokens.weight` of both halves, which are the token embedding again: they are
@@ -20,10 +21,25 @@ use crate::{ModelError, Result};
 const PREFIX: &str = "model.";
 const SHARED: &str = "model.shared.weight";
 const HEAD: &str = "lm_head.weight";
+const CLASSIFIER: &str = "classification_head.";
 const HEAD_BIAS: &str = "final_logits_bias";
 
 #[cfg(feature = "burn")]
 hf_weights!(Bart, BartConfig, "BartForConditionalGeneration");
+
+/// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
+/// the names of these parameters too.
+///
+/// # Errors
+/// As [`load`].
+#[cfg(feature = "burn")]
+pub fn load_beneath_head<B: zero_ops::FusedBackend>(
+    model: Bart<B>,
+    checkpoint: &Checkpoint,
+    device: &B::Device,
+) -> Result<(Bart<B>, Vec<String>)> {
+    crate::hf_load::load_beneath_head::<BartConfig, B, _>(model, checkpoint, device)
+}
 
 /// From the width of the model to the same: most layers.
 const WIDTH: fn(&BartConfig) -> [usize; 2] = |c| [c.d_model; 2];
@@ -48,6 +64,8 @@ macro_rules! stacks {
                 stacks!(@ $part, "layers.*.fc2", Linear, |c| [c.$ffn, c.d_model]),
                 stacks!(@ $part, "layers.*.final_layer_norm", Norm, WIDTH),
             )*
+            layer("classification_head.dense", "classification_head.dense", Linear, WIDTH),
+            layer("classification_head.out_proj", "classification_head.out_proj", Linear, |c| [c.d_model, c.classes().len()]),
         ]
     };
     (@ $part:literal, $name:expr, $kind:ident, $sizes:expr) => {
@@ -71,6 +89,14 @@ impl Family for BartConfig {
         true
     }
 
+    fn has(&self, layer: &str) -> bool {
+        !layer.starts_with(CLASSIFIER) || !self.classes().is_empty()
+    }
+
+    fn is_of_head(name: &str) -> bool {
+        name.starts_with(CLASSIFIER)
+    }
+
     fn check(checkpoint: &Checkpoint) -> Result<()> {
         let Some(bias) = checkpoint.get(HEAD_BIAS) else { return Ok(()) };
         bias.check_dtype()?;
@@ -83,7 +109,7 @@ impl Family for BartConfig {
 
     fn in_state_dict(name: &str) -> Option<String> {
         match name {
-            HEAD => Some(name.to_string()),
+            _ if name == HEAD || name.starts_with(CLASSIFIER) => Some(name.to_string()),
             HEAD_BIAS => None,
             _ => Some(format!("{PREFIX}{}", name.strip_prefix(PREFIX).unwrap_or(name))),
         }

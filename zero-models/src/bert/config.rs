@@ -1,13 +1,12 @@
 //! The sizes of a BERT: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
 //! floating-point operations.
 
-use std::collections::BTreeMap;
-
 use serde_json::{Map, Value, json};
 
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::hf_params::fresh;
-use crate::{Activation, ModelError, ModelParam, Result};
+use crate::labels::{CLASSIFIER, HeadKeys, check_labels};
+use crate::{Activation, ModelError, ModelParam, ProblemType, Result};
 
 /// Which of the models that differ in little, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -57,9 +56,9 @@ hf_config! {
         tie_word_embeddings: bool = true,
         /// Dropout probability before a classifier; that after the layers if it is absent.
         classifier_dropout: Option<f64> = None,
-        /// Only `single_label_classification` is implemented.
+        /// The kind of labels of a classifier; without it, the number of labels or the labels decide.
         #[serde(skip_serializing_if = "Option::is_none")]
-        problem_type: Option<String> = None,
+        problem_type: Option<ProblemType> = None,
         /// Id of the padding token; the first position of a RoBERTa is row `pad_token_id + 1` of its table.
         pad_token_id: usize = 0,
         /// What reads the last layer.
@@ -88,22 +87,8 @@ pub enum BertHead {
     PreTraining,
     /// `BertForMaskedLM`: masked tokens.
     MaskedLm,
-    /// `BertForSequenceClassification`: which of these classes a text is of.
+    /// `BertForSequenceClassification`: which of these classes a text is of, or a number for each of these labels.
     Classes(Vec<String>),
-}
-
-/// The keys of `config.json` that say it.
-#[derive(Default, serde::Serialize, serde::Deserialize)]
-#[serde(default)]
-struct HeadKeys {
-    architectures: Option<Vec<String>>,
-    /// Names are texts; some files have numbers.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
-    id2label: BTreeMap<String, Value>,
-    #[serde(skip_serializing_if = "BTreeMap::is_empty", skip_deserializing)]
-    label2id: BTreeMap<String, usize>,
-    #[serde(skip_serializing)]
-    num_labels: Option<usize>,
 }
 
 impl BertHead {
@@ -112,39 +97,25 @@ impl BertHead {
         match self {
             Self::PreTraining => "ForPreTraining",
             Self::MaskedLm => "ForMaskedLM",
-            Self::Classes(_) => "ForSequenceClassification",
+            Self::Classes(_) => CLASSIFIER,
         }
     }
 }
 
 impl From<HeadKeys> for BertHead {
     fn from(keys: HeadKeys) -> Self {
-        let is = |head: &Self| keys.architectures.iter().flatten().any(|name| name.ends_with(head.class()));
-        // As transformers: two, where a file names none.
-        let unnamed = || (0..keys.num_labels.unwrap_or(2)).map(|class| format!("LABEL_{class}")).collect();
-        // Numbers are texts in JSON's keys.
-        let number = |id: &String| id.parse::<usize>().unwrap_or(usize::MAX);
-        let name = |class: &Value| class.as_str().map_or_else(|| class.to_string(), str::to_string);
-        let mut named: Vec<_> = keys.id2label.iter().map(|(id, class)| (number(id), name(class))).collect();
-        named.sort();
-        let classes: Vec<String> = named.into_iter().map(|(_, class)| class).collect();
-        let classes = Self::Classes(if classes.is_empty() { unnamed() } else { classes });
-        [classes, Self::MaskedLm].into_iter().find(is).unwrap_or_default()
+        match keys.labels(2) {
+            Some(classes) => Self::Classes(classes),
+            None if keys.is(Self::MaskedLm.class()) => Self::MaskedLm,
+            None => Self::PreTraining,
+        }
     }
 }
 
 impl From<BertHead> for HeadKeys {
     fn from(head: BertHead) -> Self {
         // The name of the kind is put before it where the kind is known.
-        let architectures = Some(vec![format!("Bert{}", head.class())]);
-        let BertHead::Classes(classes) = head else { return Self { architectures, ..Self::default() } };
-        let label2id = classes.iter().cloned().enumerate().map(|(id, class)| (class, id)).collect();
-        Self {
-            architectures,
-            id2label: classes.into_iter().enumerate().map(|(id, class)| (id.to_string(), class.into())).collect(),
-            label2id,
-            num_labels: None,
-        }
+        Self::new(format!("Bert{}", head.class()), if let BertHead::Classes(classes) = &head { classes } else { &[] })
     }
 }
 
@@ -326,12 +297,6 @@ impl BertConfig {
             named!(self: vocab_size, hidden_size, num_hidden_layers, num_attention_heads);
         let [inner, positions, types] = named!(self: intermediate_size, max_position_embeddings, type_vocab_size);
         let dropout = ("classifier_dropout", self.classifier_dropout.unwrap_or_default());
-        const SINGLE: &str = "single_label_classification";
-        let problem = self.problem_type.as_deref().filter(|problem| self.classes() > 0 && *problem != SINGLE);
-        if let Some(problem) = problem {
-            let (key, got, supported) = ("problem_type", format!("\"{problem}\""), format!("\"{SINGLE}\" or none"));
-            return Err(ModelError::Unsupported { model: Self::FAMILY, key, got, supported });
-        }
         let offset = self.position_offset();
         if self.max_position_embeddings <= offset {
             let (field, expected) = ("max_position_embeddings", format!("above {offset}, as positions begin there"));
@@ -343,11 +308,8 @@ impl BertConfig {
             let expected = format!("{}ForMaskedLM, or a classifier", self.model_type.class());
             return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected });
         }
-        if let BertHead::Classes(classes) = &self.head
-            && classes.len() < 2
-        {
-            let (field, got) = ("id2label", format!("{} classes", classes.len()));
-            return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected: "at least 2".into() });
+        if let BertHead::Classes(classes) = &self.head {
+            check_labels(Self::FAMILY, self.problem_type, classes)?;
         }
         check_values(
             Self::FAMILY,
@@ -439,6 +401,10 @@ mod tests {
         assert_eq!(read(r#""id2label": {"0": 0, "1": 1}, "label2id": {"0": 0, "1": 1}"#), classes(&["0", "1"]));
         assert_eq!(read(r#""id2label": {"10": "k", "9": "j"}, "label2id": {"j": "9"}"#), classes(&["j", "k"]));
         assert_eq!(BertConfig::from_json(r#"{"architectures": null}"#).unwrap().head, BertHead::PreTraining);
+        // A reranker's one label.
+        assert_eq!(read(r#""id2label": {"0": "LABEL_0"}"#), classes(&["LABEL_0"]));
+        assert_eq!(read(r#""num_labels": 1"#), classes(&["LABEL_0"]));
+        assert_eq!(read(r#""problem_type": null"#), classes(&["LABEL_0", "LABEL_1"]));
     }
 
     #[test]
@@ -448,7 +414,8 @@ mod tests {
             BertHead::MaskedLm,
             BertHead::Classes(["no", "so-so", "yes"].map(String::from).into()),
         ] {
-            let config = BertConfig { head, ..BertConfig::preset("bert-large").unwrap() };
+            let problem_type = Some(ProblemType::MultiLabelClassification);
+            let config = BertConfig { head, problem_type, ..BertConfig::preset("bert-large").unwrap() };
             let text = serde_json::to_string(&config).unwrap();
             assert_eq!(BertConfig::from_json(&text).unwrap(), config);
         }
@@ -465,8 +432,12 @@ mod tests {
                 "position_embedding_type = \"relative_key\" is not implemented",
             ),
             (
-                r#"{"architectures": ["BertForSequenceClassification"], "problem_type": "regression"}"#,
-                "problem_type = \"regression\" is not implemented",
+                r#"{"architectures": ["BertForSequenceClassification"], "num_labels": 1, "problem_type": "single_label_classification"}"#,
+                "id2label = 1 classes; change it to at least 2 with problem_type \"single_label_classification\"",
+            ),
+            (
+                r#"{"architectures": ["BertForSequenceClassification"], "num_labels": 0}"#,
+                "id2label = 0 classes; change it to at least 1",
             ),
             (r#"{"hidden_act": "silu"}"#, "hidden_act = \"silu\""),
             (r#"{"hidden_size": 0}"#, "hidden_size = 0"),

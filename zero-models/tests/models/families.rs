@@ -12,11 +12,12 @@ use serde_json::Value;
 use zero_models::generate::{CausalLm, Sampling, generate};
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
-    Bart, BartConfig, Bert, BertConfig, Llama, LlamaConfig, ModelConfig, ModelError, Seq2SeqLm, T5, T5Config, bart,
-    bert, llama, lora, t5,
+    Bart, BartConfig, BartHead, Bert, BertConfig, BertHead, Llama, LlamaConfig, ModelConfig, ModelError, ProblemType,
+    Seq2SeqLm, T5, T5Config, bart, bert, llama, lora, t5,
 };
 
 use crate::common::{Entry, write_single};
+use crate::hf_parity::first_rows;
 
 type B = Flex;
 
@@ -144,6 +145,73 @@ fn encoders_are_hugging_faces() {
         let reference = json(&format!("{name}/lora"), "reference.json");
         same_logits(name, logits.unsqueeze(), &serde_json::json!({ "logits": [reference["logits"]] }));
     }
+}
+
+/// One label and none in `problem_type`, as rerankers have; and losses of other kinds of labels on a head with classes.
+#[test]
+fn heads_for_numbers_and_several_labels_are_hugging_faces() {
+    let device = Default::default();
+    for (name, kind, given) in [
+        ("bert_tiny_score", "regression", None),
+        ("bert_tiny_classes", "regression", Some(ProblemType::Regression)),
+        ("bert_tiny_classes", "multi_label", Some(ProblemType::MultiLabelClassification)),
+    ] {
+        let config = BertConfig::from_file(&fixture(name).join("config.json")).unwrap();
+        let BertHead::Classes(labels) = &config.head else { panic!("it is a classifier") };
+        let problem = ProblemType::of_head(given.or(config.problem_type), labels.len()).unwrap();
+        let model: Bert<B> = bert::weights::load(config.init(&device), &fixture(name), &device).unwrap();
+        let [ids, types, mask] =
+            ["input_ids", "token_type_ids", "attention_mask"].map(|tensor| rows("bert_tiny", tensor, 4));
+        let logits = model.classify(ids, types, Some(mask));
+        let reference = json(name, &format!("{kind}.json"));
+        let what = format!("{name}, {kind}");
+        same_logits(&what, logits.clone().unsqueeze(), &serde_json::json!({ "logits": [reference["logits"]] }));
+        let targets: Vec<f64> = reference["labels"].as_array().unwrap()[..4]
+            .iter()
+            .flat_map(|row| row.as_array().cloned().unwrap_or_else(|| vec![row.clone()]))
+            .map(|x| x.as_f64().unwrap())
+            .collect();
+        same_loss(&what, problem.loss(logits, &targets), &reference);
+    }
+}
+
+#[test]
+fn a_bart_with_a_classification_head_is_hugging_faces() {
+    let (name, device) = ("bart_tiny_classes", Default::default());
+    let config = ModelConfig::from_file(&fixture(name).join("config.json")).unwrap();
+    assert_eq!((config.architecture(), config.classes().len()), (Some("BartForSequenceClassification"), 3));
+    let model: Bart<B> = bart::weights::from_pretrained(&fixture(name), &device).unwrap();
+    let (ids, mask) = (rows(name, "input_ids", 4), rows(name, "attention_mask", 4));
+    let classes: Vec<f64> = first_rows::<1>(name, "labels", 4).into_data().iter().collect();
+    let loss = ProblemType::SingleLabelClassification.loss(model.classify(ids.clone(), Some(mask.clone())), &classes);
+    let reference = json(&format!("{name}/lora"), "reference.json");
+    same_loss(name, loss, &serde_json::json!({ "losses": reference["full_losses"] }));
+    let model = lora::load(model, &config, &fixture(name).join("lora"), &device).unwrap();
+    let logits = model.classify(ids, Some(mask));
+    same_logits(name, logits.unsqueeze(), &serde_json::json!({ "logits": [reference["logits"]] }));
+}
+
+/// Saves of the model alone, of one that generates, and of one with a classification head, for each other.
+#[test]
+fn a_barts_head_may_be_fresh_or_left_out() {
+    let (device, dir) = (Default::default(), tempfile::tempdir().unwrap());
+    let bytes = std::fs::read(fixture("bart_tiny").join("model.safetensors")).unwrap();
+    let all = SafeTensors::deserialize(&bytes).unwrap();
+    let bare = all.iter().filter_map(|(name, tensor)| Some((name.strip_prefix("model.")?.to_string(), tensor)));
+    let bare: Vec<_> = bare.collect();
+    safetensors::serialize_to_file(bare, None, &dir.path().join("model.safetensors")).unwrap();
+    let config = BartConfig::from_file(&fixture("bart_tiny_classes").join("config.json")).unwrap();
+    let mut loaded = Vec::new();
+    for folder in [dir.path().to_path_buf(), fixture("bart_tiny")] {
+        assert!(bart::weights::load(config.init::<B>(&device), &folder, &device).is_err());
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let (model, fresh) = bart::weights::load_beneath_head(config.init::<B>(&device), &checkpoint, &device).unwrap();
+        assert!(fresh.len() == 4 && fresh.iter().all(|name| name.starts_with("classification_head.")), "{fresh:?}");
+        loaded.push(model.shared.val().into_data());
+    }
+    assert_eq!(loaded[0], loaded[1]);
+    let generation = BartConfig { head: BartHead::Generation, ..config };
+    bart::weights::load(generation.init::<B>(&device), &fixture("bart_tiny_classes"), &device).unwrap();
 }
 
 /// Saves of the encoder alone, and of a model with a pooler, have no head.

@@ -22,8 +22,8 @@ use zero_models::llama::LlamaKind;
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::t5::T5Kind;
 use zero_models::{
-    Activation, BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError,
-    ModelParam, T5Config, bart, bert, gpt2, llama, t5,
+    Activation, BartConfig, BartHead, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError,
+    ModelParam, ProblemType, T5Config, bart, bert, gpt2, llama, t5,
 };
 
 fn gpt2_config(tied: bool) -> Gpt2Config {
@@ -115,7 +115,9 @@ fn configs() -> Vec<ModelConfig> {
         });
     let t5 = [(T5Kind::T5, false, true), (T5Kind::T5, true, false), (T5Kind::Mt5, true, false)];
     let t5 = t5.map(|(kind, is_gated, tied)| t5_config(kind, is_gated, tied));
-    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain([bart_config().into()]).chain(t5).collect()
+    let bart = [BartHead::Generation, BartHead::Classes(["a", "b"].map(String::from).into())];
+    let bart = bart.map(|head| BartConfig { head, ..bart_config() }.into());
+    gpt2.into_iter().chain(bert).chain(encoders).chain(llama).chain(bart).chain(t5).collect()
 }
 
 type Values = Vec<(String, Vec<f32>)>;
@@ -282,10 +284,15 @@ fn files_are_named_and_indexed_as_transformers_does() {
 #[test]
 fn the_config_is_hugging_faces() {
     let llama = |model_type| LlamaConfig { model_type, ..llama_config() }.into();
+    let problem_type = Some(ProblemType::MultiLabelClassification);
     for (config, architecture) in [
         (ModelConfig::from(gpt2_config(false)), "GPT2LMHeadModel"),
         (bert_config(true).into(), "BertForPreTraining"),
         (bart_config().into(), "BartForConditionalGeneration"),
+        (
+            BartConfig { head: BartHead::Classes(vec!["a".into()]), problem_type, ..bart_config() }.into(),
+            "BartForSequenceClassification",
+        ),
         (llama(LlamaKind::Llama), "LlamaForCausalLM"),
         (llama(LlamaKind::Mistral), "MistralForCausalLM"),
         (llama(LlamaKind::Qwen2), "Qwen2ForCausalLM"),

@@ -13,14 +13,14 @@ use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::lora::{AdaptedModel, LoraConfig, adapt, load, merge, merge_with};
 use zero_models::safetensors_file::Checkpoint;
 use zero_models::{
-    Bert, BertConfig, BertHead, Gpt2, Gpt2Config, Llama, ModelConfig, Seq2SeqLm, T5, bert, gpt2, llama, t5,
+    Bart, Bert, BertConfig, BertHead, Gpt2, Gpt2Config, Llama, ModelConfig, Seq2SeqLm, T5, bart, bert, gpt2, llama, t5,
 };
 
 use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
-/// Of the Llama the table of embeddings is adapted too.
-const CASES: [&str; 4] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny"];
+/// The table of embeddings of the third is adapted too.
+const CASES: [&str; 5] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny", "bart_tiny_classes"];
 
 fn config(case: &str) -> ModelConfig {
     ModelConfig::from_file(&fixture(case).join("config.json")).unwrap()
@@ -62,6 +62,14 @@ fn t5_with(dir: &Path, adapter: Option<&Path>) -> T5<Flex> {
     }
 }
 
+fn bart_with(dir: &Path, adapter: Option<&Path>) -> Bart<Flex> {
+    let model = bart::weights::from_pretrained(dir, &Default::default()).unwrap();
+    match adapter {
+        Some(adapter) => load(model, &config("bart_tiny_classes"), adapter, &Default::default()).unwrap(),
+        None => model,
+    }
+}
+
 /// As the script takes them.
 fn logits(case: &str, dir: &Path, adapter: Option<&Path>) -> Vec<Vec<f32>> {
     let rows = |logits: Tensor<Flex, 2>| -> Vec<Vec<f32>> {
@@ -80,6 +88,10 @@ fn logits(case: &str, dir: &Path, adapter: Option<&Path>) -> Vec<Vec<f32>> {
                 _ => llama_with(dir, adapter).forward(ids),
             };
             [0, 5].into_iter().flat_map(|t| rows(out.clone().slice(s![0, t..t + 1, 0..8]).squeeze_dim(0))).collect()
+        }
+        "bart_tiny_classes" => {
+            let [ids, mask] = ["input_ids", "attention_mask"].map(|name| first_rows::<2>(case, name, 4));
+            rows(bart_with(dir, adapter).classify(ids, Some(mask)))
         }
         _ => {
             let [ids, types, mask] =
@@ -125,6 +137,7 @@ fn an_adapter_is_written_as_it_was_read() {
             "gpt2_tiny" => by_path(&gpt2_with(&dir, Some(&adapter))),
             "llama_tiny" => by_path(&llama_with(&dir, Some(&adapter))),
             "t5_tiny" => by_path(&t5_with(&dir, Some(&adapter))),
+            "bart_tiny_classes" => by_path(&bart_with(&dir, Some(&adapter))),
             _ => by_path(&bert_with(&dir, Some(&adapter))),
         };
         let lora = LoraConfig::from_dir(&adapter).unwrap();

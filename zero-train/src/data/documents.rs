@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader, ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-use parquet::basic::Type as Physical;
+use parquet::basic::{ConvertedType, Type as Physical};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader, SerializedFileReader};
 use parquet::record::Field;
@@ -292,17 +292,41 @@ pub(super) fn encode(
 
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<()>;
 
-/// A value of a row.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Cell {
-    pub(super) text: String,
-    /// True if the file has it as a whole number.
-    pub(super) is_number: bool,
+/// A value of a row, by its type in the file.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Cell {
+    Text(String),
+    /// A whole number, as the file has it.
+    Whole(String),
+    /// A number with a fraction.
+    Fraction(f64),
+    /// A cell of a table whose columns have no types.
+    Untyped(String),
+    List(Vec<Cell>),
 }
 
 impl Cell {
-    fn text(text: String) -> Self {
-        Self { text, is_number: false }
+    /// The text, or the number as a text.
+    pub(super) fn into_text(self) -> String {
+        match self {
+            Self::Text(text) | Self::Whole(text) | Self::Untyped(text) => text,
+            other => other.to_string(),
+        }
+    }
+}
+
+impl std::fmt::Display for Cell {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Text(text) | Self::Untyped(text) => write!(f, "{text:?}"),
+            Self::Whole(number) => f.write_str(number),
+            // With its point where it is whole.
+            Self::Fraction(number) => write!(f, "{number:?}"),
+            Self::List(items) => {
+                let items: Vec<String> = items.iter().map(Self::to_string).collect();
+                write!(f, "[{}]", items.join(", "))
+            }
+        }
     }
 }
 
@@ -315,10 +339,10 @@ type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<()>;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holds {
     Text,
-    /// Whole numbers and booleans will do too.
+    /// A text, a boolean, a number, or a list of these.
     Label,
-    /// The same, or nothing in rows that follow one with a label.
-    LabelOrNothing,
+    /// A text, a boolean or a whole number, or nothing in rows that follow one with a label.
+    TextOrNothing,
 }
 
 /// A key of a JSON line, or a column of a Parquet file.
@@ -336,7 +360,7 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
         return text_parts(file, each);
     }
     let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", holds: Holds::Text };
-    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.text)))
+    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.into_text())))
 }
 
 /// These fields of every row of a file, or of the files of a folder, and how many of the last rows are of a validation split: at
@@ -537,11 +561,9 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
     let mut row = Vec::with_capacity(fields.len());
     for FieldOf { name, option, holds } in fields {
         row.push(match value.get_mut(*name).map(Value::take) {
-            Some(Value::String(text)) => Some(Cell::text(text)),
-            Some(found @ (Value::Number(_) | Value::Bool(_))) if *holds != Holds::Text && !found.is_f64() => {
-                Some(Cell { text: found.to_string(), is_number: found.is_number() })
-            }
-            None | Some(Value::Null) if *holds == Holds::LabelOrNothing && labelled => None,
+            Some(Value::String(text)) => Some(Cell::Text(text)),
+            None | Some(Value::Null) if *holds == Holds::TextOrNothing && labelled => None,
+            Some(found) if *holds != Holds::Text && json_cell(&found, *holds).is_some() => json_cell(&found, *holds),
             found => {
                 let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
                 let keys: Vec<_> = value.as_object().into_iter().flat_map(|object| object.keys()).collect();
@@ -551,6 +573,21 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
         });
     }
     Ok(row)
+}
+
+/// The value as a label, if it can be one.
+fn json_cell(value: &Value, holds: Holds) -> Option<Cell> {
+    Some(match value {
+        Value::String(text) => Cell::Text(text.clone()),
+        Value::Bool(is) => Cell::Text(is.to_string()),
+        Value::Number(number) if !number.is_f64() => Cell::Whole(number.to_string()),
+        Value::Number(number) if holds == Holds::Label => Cell::Fraction(number.as_f64()?),
+        Value::Array(items) if holds == Holds::Label => {
+            let item = |item: &Value| json_cell(item, holds).filter(|item| !matches!(item, Cell::List(_)));
+            Cell::List(items.iter().map(item).collect::<Option<_>>()?)
+        }
+        _ => return None,
+    })
 }
 
 fn bad_table(path: &Path, error: csv::Error) -> TrainError {
@@ -582,11 +619,11 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
             let text = record.get(place).unwrap_or_default();
             // An empty cell is a text, and no label.
             match (text.is_empty(), field.holds) {
-                (true, Holds::LabelOrNothing) if number > 0 => Ok(None),
-                (true, Holds::Label | Holds::LabelOrNothing) => {
+                (true, Holds::TextOrNothing) if number > 0 => Ok(None),
+                (true, Holds::Label | Holds::TextOrNothing) => {
                     Err(wrong_data(path, format!("row {number}: its \"{}\" is empty: expected a label", field.name)))
                 }
-                _ => Ok(Some(Cell::text(text.to_string()))),
+                _ => Ok(Some(Cell::Untyped(text.to_string()))),
             }
         };
         each(fields.iter().zip(&places).map(cell).collect::<Result<_>>()?)?;
@@ -595,16 +632,22 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
 }
 
 fn expected(holds: Holds) -> &'static str {
-    if holds == Holds::Text { "a text" } else { "a text or a whole number" }
+    match holds {
+        Holds::Text => "a text",
+        Holds::Label => "a text, a finite number, or a list of these",
+        Holds::TextOrNothing => "a text or a whole number",
+    }
 }
 
 /// What a value is, for messages.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
-        Value::Null => "null",
+        // NaN of JSON is read as null.
+        Value::Null => "null or NaN",
         Value::Bool(_) => "a boolean",
         Value::Number(_) => "a number",
         Value::String(_) => "a text",
+        Value::Array(items) if items.iter().any(Value::is_null) => "a list with null or NaN",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
     }
@@ -652,7 +695,12 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
     let columns: Vec<&str> = schema.get_fields().iter().map(|column| column.name()).collect();
     for FieldOf { name, option, holds } in fields {
         let label = *holds != Holds::Text;
-        let fits = |column: &Type| column.name() == *name && (is_bytes(column) || label && column.is_primitive());
+        let is_list =
+            |column: &Type| column.is_group() && column.get_basic_info().converted_type() == ConvertedType::LIST;
+        let fits = |column: &Type| {
+            column.name() == *name
+                && (is_bytes(column) || label && column.is_primitive() || *holds == Holds::Label && is_list(column))
+        };
         if !schema.get_fields().iter().any(|column| fits(column)) {
             let what = if label { "labels" } else { "texts" };
             let problem =
@@ -666,18 +714,9 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
         for FieldOf { name, holds, .. } in fields {
             let field = found.iter().find(|(column, _)| column == name).map_or(&Field::Null, |(_, field)| field);
             row.push(match field {
-                Field::Str(text) => Some(Cell::text(text.clone())),
-                Field::Null if *holds == Holds::LabelOrNothing && number > 0 => None,
-                value
-                    if *holds != Holds::Text && !matches!(value, Field::Null | Field::Float(_) | Field::Double(_)) =>
-                {
-                    use Field::{Byte, Int, Long, Short, UByte, UInt, ULong, UShort};
-                    let is_number = matches!(
-                        value,
-                        Byte(_) | Short(_) | Int(_) | Long(_) | UByte(_) | UShort(_) | UInt(_) | ULong(_)
-                    );
-                    Some(Cell { text: value.to_string(), is_number })
-                }
+                Field::Str(text) => Some(Cell::Text(text.clone())),
+                Field::Null if *holds == Holds::TextOrNothing && number > 0 => None,
+                value if *holds != Holds::Text && field_cell(value, *holds).is_some() => field_cell(value, *holds),
                 other => {
                     let got = match other {
                         Field::Null => "null".into(),
@@ -690,6 +729,27 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
             });
         }
         each(row)
+    })
+}
+
+/// The value as a label, if it can be one.
+fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
+    use Field::{Byte, Int, Long, Short, UByte, UInt, ULong, UShort};
+    Some(match value {
+        Field::Null => return None,
+        Field::Str(text) => Cell::Text(text.clone()),
+        Byte(_) | Short(_) | Int(_) | Long(_) | UByte(_) | UShort(_) | UInt(_) | ULong(_) => {
+            Cell::Whole(value.to_string())
+        }
+        Field::Float(_) | Field::Double(_) | Field::ListInternal(_) if holds != Holds::Label => return None,
+        // With the digits of the shorter type.
+        Field::Float(number) => Cell::Fraction(number.to_string().parse().expect("it is a number")),
+        Field::Double(number) => Cell::Fraction(*number),
+        Field::ListInternal(items) => {
+            let item = |item: &Field| field_cell(item, holds).filter(|item| !matches!(item, Cell::List(_)));
+            Cell::List(items.elements().iter().map(item).collect::<Option<_>>()?)
+        }
+        other => Cell::Text(other.to_string()),
     })
 }
 
@@ -743,7 +803,7 @@ fn text_parts(file: &DataFile, each: Each<'_>) -> Result<()> {
 mod tests {
     use std::sync::Arc;
 
-    use parquet::data_type::{ByteArray, ByteArrayType, Int32Type};
+    use parquet::data_type::{ByteArray, ByteArrayType, FloatType, Int32Type};
     use parquet::file::writer::SerializedFileWriter;
     use parquet::schema::parser::parse_message_type;
 
@@ -828,7 +888,7 @@ mod tests {
         let fields = [FieldOf { name: "text", option: "text-field", holds: Holds::Text }];
         let read = |most| {
             let (rows, held_out) = read_rows(&folder, &fields, most)?;
-            let text = |row: RowOf| row.into_iter().flatten().map(|cell| cell.text).collect::<String>();
+            let text = |row: RowOf| row.into_iter().flatten().map(Cell::into_text).collect::<String>();
             Ok::<_, crate::TrainError>((rows.into_iter().map(text).collect::<String>(), held_out))
         };
         assert_eq!(read(None).unwrap(), ("abwv".to_string(), 2));
@@ -958,5 +1018,36 @@ mod tests {
         assert!(told.contains("no column \"text\" of texts (there are [\"n\", \"body\"])"), "{told}");
         std::fs::write(&path, "PAR1").unwrap();
         assert!(ids(&path, None).unwrap_err().contains("is no Parquet that can be read"));
+    }
+
+    #[test]
+    fn lists_and_fractions_of_a_parquet_file_are_labels() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("all.parquet");
+        let schema = "message schema { required group tags (LIST) { repeated group list { required byte_array element (utf8); } } \
+                      required float score; }";
+        let schema = Arc::new(parse_message_type(schema).unwrap());
+        let mut writer = SerializedFileWriter::new(File::create(&path).unwrap(), schema, Arc::default()).unwrap();
+        let mut group = writer.next_row_group().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let tags = ["a", "b", "c"].map(ByteArray::from);
+        // Of the second row there are none.
+        let levels = [[1, 1, 0, 1], [0, 1, 0, 0]];
+        column.typed::<ByteArrayType>().write_batch(&tags, Some(&levels[0]), Some(&levels[1])).unwrap();
+        column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        column.typed::<FloatType>().write_batch(&[0.1, 2.0, f32::NAN], None, None).unwrap();
+        column.close().unwrap();
+        group.close().unwrap();
+        writer.close().unwrap();
+        let read = |name, holds| -> Result<Vec<String>, String> {
+            let (rows, _) = read_rows(&path, &[FieldOf { name, option: "label-field", holds }], None)
+                .map_err(|error| error.to_string())?;
+            Ok(rows.into_iter().flatten().flatten().map(|cell| cell.to_string()).collect())
+        };
+        assert_eq!(read("tags", Holds::Label).unwrap(), ["[\"a\", \"b\"]", "[]", "[\"c\"]"]);
+        assert_eq!(read("score", Holds::Label).unwrap(), ["0.1", "2.0", "NaN"]);
+        assert!(read("tags", Holds::TextOrNothing).unwrap_err().contains("has no column \"tags\" of labels"));
+        assert!(read("score", Holds::TextOrNothing).unwrap_err().contains("its \"score\" is a number with a fraction"));
     }
 }

@@ -10,6 +10,7 @@ mod cache;
 mod conversations;
 mod documents;
 mod labelled;
+mod labels;
 mod pairs;
 mod rows;
 mod text_pairs;
@@ -23,6 +24,7 @@ use std::path::Path;
 
 pub use self::conversations::{ChatFormat, Conversations, LossOn};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
+pub use self::labels::KnownHead;
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::{TokenBatch, TokenRows};
 pub use self::text_pairs::{TextPairBatch, TextPairs};

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use zero_models::Seq2SeqSettings;
 
 use super::Cutting;
-use super::documents::{self, FieldOf, Holds, RowOf};
+use super::documents::{self, Cell, FieldOf, Holds, RowOf};
 use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
 use crate::error::{Result, wrong_data};
@@ -75,7 +75,7 @@ impl TextPairs {
         let (begin, end) = (tokenizer.begin_of(settings), settings.end_token);
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
-            FieldOf { name: fields.label, option: "label-field", holds: Holds::LabelOrNothing },
+            FieldOf { name: fields.label, option: "label-field", holds: Holds::TextOrNothing },
         ];
         let (read, held_out) = documents::read_rows(path, &fields, cutting.held_out)?;
         let marked = |ids: &[u32], most: usize| -> Vec<i32> {
@@ -84,8 +84,8 @@ impl TextPairs {
         };
         let row = |(number, row): (usize, RowOf)| -> Result<Row, String> {
             let [text, made] = <[_; 2]>::try_from(row).expect("two fields were asked for");
-            let source = marked(&tokenizer.encode(&text.map_or_else(String::new, |cell| cell.text))?, seq);
-            let Some(text) = made.map(|cell| cell.text) else {
+            let source = marked(&tokenizer.encode(&text.map_or_else(String::new, Cell::into_text))?, seq);
+            let Some(text) = made.map(Cell::into_text) else {
                 return Ok(Row { source, target: Vec::new(), made: None });
             };
             let ids = tokenizer.encode(&text)?;

@@ -1,153 +1,327 @@
-//! Fine-tuning of a BERT to tell classes of texts: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! Fine-tuning of a model with a classification head, which predicts classes of texts or numbers: a [`Task`] of the
+//! [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
 
 use burn::tensor::Tensor;
 use serde_json::{Value, json};
-use zero_models::bert::weights;
-use zero_models::loss::cross_entropy_with_ignored;
+use zero_models::lora::Adaptable;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{Bert, BertConfig, BertHead, BertKind, ModelConfig};
+use zero_models::{
+    Bart, BartConfig, BartHead, Bert, BertConfig, BertHead, BertKind, Ids, ModelConfig, ModelError, ProblemType, bart,
+    bert,
+};
 
-use super::bert::profile;
 use super::start::Start;
-use super::{Options, Program, tokens};
-use crate::data::{LabelledBatch, LabelledTexts, Tokenizer};
-use crate::error::{Result, wrong};
+use super::{Options, Program, figures, tokens};
+use crate::data::{KnownHead, LabelledBatch, LabelledTexts, Tokenizer};
+use crate::error::{Result, wrong, wrong_data};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
 
-/// A BERT with a classifier, and the texts that it learns to tell.
-pub struct ClassesTask {
+/// A family of models that can have a classification head, by its configuration.
+pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
+    /// The module.
+    type Model<B: FusedBackend>: Adaptable<B>;
+
+    /// The names that [`preset`](Self::preset) knows, and the one that is trained where no model is named.
+    const PRESETS: (&'static [&'static str], &'static str);
+
+    /// A configuration by name.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the list of names.
+    fn preset(name: &str) -> Result<Self, ModelError>;
+
+    /// This family's configuration, if it is one.
+    fn of(config: ModelConfig) -> Option<Self>;
+
+    /// The `problem_type` in the model's `config.json`.
+    fn problem_type(&self) -> Option<ProblemType>;
+
+    /// The same model with a head for these labels.
+    fn with_head(self, labels: Vec<String>, problem_type: Option<ProblemType>) -> Self;
+
+    /// Modules of the head, by their names in transformers. Weights have a head if they have the first.
+    fn head_modules(&self) -> &'static [&'static str];
+
+    /// Number of tokens in the vocabulary, and the longest sequence.
+    fn sizes(&self) -> [usize; 2];
+
+    /// The token that the head reads, of which all texts must have equally many.
+    fn end_token(&self) -> Option<u32> {
+        None
+    }
+
+    /// Returns the parameters, activations and operations of training on `micro_batch` rows of `seq` tokens.
+    fn profile(&self, micro_batch: usize, seq: usize) -> Profile;
+
+    /// A model with fresh parameters.
+    fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
+
+    /// The model with the weights of a checkpoint; what the checkpoint does not have of the head stays fresh.
+    ///
+    /// # Errors
+    /// As [`bert::weights::load_beneath_head`].
+    fn load<B: FusedBackend>(
+        model: Self::Model<B>,
+        checkpoint: &Checkpoint,
+        device: &B::Device,
+    ) -> Result<Self::Model<B>, ModelError>;
+
+    /// Logits `[b, labels]` of texts: of ids, numbers of segments, and a mask of padding, each `[b, t]`.
+    fn classify<B: FusedBackend>(&self, model: &Self::Model<B>, inputs_bt: [Ids<B>; 3]) -> Tensor<B, 2>;
+}
+
+impl ClassesFamily for BertConfig {
+    type Model<B: FusedBackend> = Bert<B>;
+
+    const PRESETS: (&'static [&'static str], &'static str) = (Self::PRESETS, "bert-base");
+
+    fn preset(name: &str) -> Result<Self, ModelError> {
+        Self::preset(name)
+    }
+
+    fn of(config: ModelConfig) -> Option<Self> {
+        if let ModelConfig::Bert(config) = config { Some(config) } else { None }
+    }
+
+    fn problem_type(&self) -> Option<ProblemType> {
+        self.problem_type
+    }
+
+    fn with_head(self, labels: Vec<String>, problem_type: Option<ProblemType>) -> Self {
+        Self { head: BertHead::Classes(labels), problem_type, ..self }
+    }
+
+    fn head_modules(&self) -> &'static [&'static str] {
+        match self.model_type {
+            BertKind::Bert => &["classifier", "pooler"],
+            BertKind::DistilBert => &["classifier", "pre_classifier"],
+            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => &["classifier"],
+        }
+    }
+
+    fn sizes(&self) -> [usize; 2] {
+        [self.vocab_size, self.positions()]
+    }
+
+    fn profile(&self, micro_batch: usize, seq: usize) -> Profile {
+        super::bert::profile(self, micro_batch, seq, 0.0)
+    }
+
+    fn init<B: FusedBackend>(&self, device: &B::Device) -> Bert<B> {
+        self.init(device)
+    }
+
+    fn load<B: FusedBackend>(model: Bert<B>, from: &Checkpoint, device: &B::Device) -> Result<Bert<B>, ModelError> {
+        Ok(bert::weights::load_beneath_head(model, from, device)?.0)
+    }
+
+    fn classify<B: FusedBackend>(&self, model: &Bert<B>, [ids, types, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
+        // Only BERT knows segments.
+        let types = if self.model_type == BertKind::Bert { types } else { types.zeros_like() };
+        model.classify(ids, types, Some(mask))
+    }
+}
+
+impl ClassesFamily for BartConfig {
+    type Model<B: FusedBackend> = Bart<B>;
+
+    const PRESETS: (&'static [&'static str], &'static str) = (Self::PRESETS, "bart-base");
+
+    fn preset(name: &str) -> Result<Self, ModelError> {
+        Self::preset(name)
+    }
+
+    fn of(config: ModelConfig) -> Option<Self> {
+        if let ModelConfig::Bart(config) = config { Some(config) } else { None }
+    }
+
+    fn problem_type(&self) -> Option<ProblemType> {
+        self.problem_type
+    }
+
+    fn with_head(self, labels: Vec<String>, problem_type: Option<ProblemType>) -> Self {
+        Self { head: BartHead::Classes(labels), problem_type, ..self }
+    }
+
+    fn head_modules(&self) -> &'static [&'static str] {
+        &["classification_head"]
+    }
+
+    fn sizes(&self) -> [usize; 2] {
+        [self.vocab_size, self.max_position_embeddings]
+    }
+
+    fn end_token(&self) -> Option<u32> {
+        Some(self.eos_token_id)
+    }
+
+    fn profile(&self, micro_batch: usize, seq: usize) -> Profile {
+        super::seq2seq::profile(self, micro_batch, [seq, seq], 0)
+    }
+
+    fn init<B: FusedBackend>(&self, device: &B::Device) -> Bart<B> {
+        self.init(device)
+    }
+
+    fn load<B: FusedBackend>(model: Bart<B>, from: &Checkpoint, device: &B::Device) -> Result<Bart<B>, ModelError> {
+        Ok(bart::weights::load_beneath_head(model, from, device)?.0)
+    }
+
+    fn classify<B: FusedBackend>(&self, model: &Bart<B>, [ids, _, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
+        model.classify(ids, Some(mask))
+    }
+}
+
+/// A model with a classification head, and the texts whose labels it learns to predict.
+pub struct ClassesTask<C> {
     /// The preset's or folder's name.
     name: String,
-    config: BertConfig,
+    config: C,
     start: Start,
     texts: LabelledTexts,
     /// Why its head is not the weights'.
     notice: Option<String>,
 }
 
-impl ClassesTask {
-    /// The model by name, folder or weights, and the data's classes.
+impl<C: ClassesFamily> ClassesTask<C> {
+    /// The model by name, folder or weights, and the data's labels.
     ///
     /// # Errors
     ///
     /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
-        let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
+        let (presets, default) = C::PRESETS;
+        let default = if presets.contains(&program.model) { program.model } else { default };
         let (name, config) = match options.chosen()? {
-            Some((name, ModelConfig::Bert(config))) => (name, config),
-            Some((name, _)) => return Err(wrong("model", name, "expected a BERT for --task text-classification")),
-            None => (default.into(), BertConfig::preset(default)?),
+            Some((name, config)) => match C::of(config) {
+                Some(config) => (name, config),
+                None => {
+                    return Err(wrong("model", name, "expected a BERT or a BART for --task text-classification"));
+                }
+            },
+            None => (default.into(), C::preset(default)?),
         };
         let Some(path) = &options.data else {
             let expected = "expected --data beside it: .jsonl or .parquet with a text and a label in each row";
             return Err(wrong("task", "text-classification", expected));
         };
-        let folders = options.folders();
-        let cutting = options.cutting(config.vocab_size, config.positions(), &folders);
+        let (folders, [vocabulary, positions]) = (options.folders(), config.sizes());
+        let cutting = options.cutting(vocabulary, positions, &folders);
         let tokenizer = Tokenizer::find(path, &cutting)?;
-        let known: &[String] = if let BertHead::Classes(classes) = &config.head { classes } else { &[] };
+        let heads = config.head_modules();
         let has_head = match &options.weights {
-            Some(dir) => Checkpoint::open(dir)?.names().any(|name| name.starts_with("classifier.")),
+            Some(dir) => {
+                let is_of_head = |name: &str| name.strip_prefix(heads[0]).is_some_and(|rest| rest.starts_with('.'));
+                Checkpoint::open(dir)?.names().any(is_of_head)
+            }
             None => false,
         };
-        let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, (known, !has_head))?;
-        let config = BertConfig { head: BertHead::Classes(texts.classes().to_vec()), ..config };
-        let heads: &[&str] = match config.model_type {
-            _ if has_head => &[],
-            BertKind::Bert => &["classifier", "pooler"],
-            BertKind::DistilBert => &["classifier", "pre_classifier"],
-            BertKind::Roberta | BertKind::XlmRoberta | BertKind::Camembert => &["classifier"],
-        };
-        let start = Start::new(options, Some(&tokenizer), config.clone().into(), heads)?;
-        let notice = (options.weights.is_some() && !has_head).then(|| {
-            format!(
-                "The weights of {name} have no classifier: one of {} classes is trained from fresh.",
-                texts.classes().len()
-            )
+        let described: ModelConfig = config.clone().into();
+        let head = KnownHead { names: described.classes(), problem: config.problem_type(), fresh: !has_head };
+        let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, head)?;
+        if let Some(end) = config.end_token()
+            && let Some(row) = texts.odd_count(end)
+        {
+            let problem = format!(
+                "row {row} has none of the model's eos_token_id {end} in its tokens, or another number of them than row 0: expected a \
+                 tokenizer that ends texts with it, and no text with it"
+            );
+            return Err(wrong_data(path, problem));
+        }
+        let (labels, problem) = (texts.names().len(), texts.problem());
+        // As it stands in the file where it says nothing else.
+        let given = config.problem_type().or((problem != ProblemType::SingleLabelClassification).then_some(problem));
+        let config = config.with_head(texts.names().to_vec(), given);
+        let start = Start::new(options, Some(&tokenizer), config.clone().into(), if has_head { &[] } else { heads })?;
+        let notice = (options.weights.is_some() && !has_head).then(|| match problem {
+            ProblemType::Regression => {
+                format!("The weights of {name} have no head for a regression: one of {labels} numbers is trained from fresh.")
+            }
+            _ => format!("The weights of {name} have no classifier: one of {labels} classes is trained from fresh."),
         });
         Ok(Self { name, config, start, texts, notice })
     }
 
-    /// Logits, and the classes that they should tell.
+    /// Logits, and what they should be.
     fn classify<B: FusedBackend>(
         &self,
-        model: &Bert<B>,
+        model: &C::Model<B>,
         rows: &[usize],
         device: &B::Device,
     ) -> (Tensor<B, 2>, LabelledBatch) {
         let batch = self.texts.batch(rows);
         let tokens = |ids: &Vec<i32>| tokens::<B>(ids.clone(), batch.width, device);
-        let [ids, mut types, mask] = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
-        if self.config.model_type != BertKind::Bert {
-            types = types.zeros_like();
-        }
-        (model.classify(ids, types, Some(mask)), batch)
-    }
-
-    /// The most likely class of each row of logits.
-    fn chosen<B: FusedBackend>(logits: Tensor<B, 2>) -> Vec<usize> {
-        logits.argmax(1).into_data().iter::<i64>().map(|class| class as usize).collect()
+        let inputs = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
+        (self.config.classify(model, inputs), batch)
     }
 }
 
-impl Task for ClassesTask {
-    type Model<B: FusedBackend> = Bert<B>;
+impl<C: ClassesFamily> Task for ClassesTask<C> {
+    type Model<B: FusedBackend> = C::Model<B>;
 
     told_by_fields!(texts);
 
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
-        let load = |model, from: &_, device: &_| Ok(weights::load_beneath_head(model, from, device)?.0);
-        self.start.model(self.config.init(device), load, device)
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
+        self.start.model(self.config.init(device), C::load, device)
     }
 
-    fn loss<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
+    fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         let (logits, batch) = self.classify(model, rows, device);
-        Ok(cross_entropy_with_ignored(logits, Tensor::from_ints(&*batch.classes, device)))
+        Ok(self.texts.problem().loss(logits, &batch.targets))
     }
 
     fn tokens(&self, rows: &[usize]) -> Option<usize> {
         Some(self.texts.tokens(rows))
     }
 
-    /// The loss, and by class the parts of rows that are of it and were told so, that were told so, and that are of it.
-    fn evaluate<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
+    /// Measures the loss, and the means that figures are made of.
+    fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let (logits, batch) = self.classify(model, rows, device);
-        let loss = scalar(cross_entropy_with_ignored(logits.clone(), Tensor::from_ints(&*batch.classes, device)));
-        let classes = self.texts.classes().len();
-        let mut parts = vec![0.0; 3 * classes];
-        for (told, of) in Self::chosen(logits).into_iter().zip(batch.classes) {
-            let of = of as usize;
-            parts[of] += f64::from(u8::from(told == of));
-            parts[classes + told] += 1.0;
-            parts[2 * classes + of] += 1.0;
-        }
-        let mean = |sum: f64| ("", sum / rows.len() as f64);
-        Ok(std::iter::once(("loss", loss)).chain(parts.into_iter().map(mean)).collect())
+        let (problem, labels) = (self.texts.problem(), self.texts.names().len());
+        let loss = scalar(problem.loss(logits.clone(), &batch.targets));
+        let logits: Vec<f64> = logits.into_data().iter().collect();
+        let means = figures::means(problem, labels, &logits, &batch.targets);
+        Ok(std::iter::once(("loss", loss)).chain(means.into_iter().map(|mean| ("", mean))).collect())
     }
 
-    /// The accuracy, and F1: the mean of all classes', or of two the second one's.
     fn figures(&self, means: &[f64]) -> Option<Measured> {
-        let parts: Vec<&[f64]> = means[1..].chunks_exact(self.texts.classes().len()).collect();
-        let accuracy = parts[0].iter().sum();
-        let f1 = |class: usize| match parts[1][class] + parts[2][class] {
-            0.0 => 0.0,
-            all => 2.0 * parts[0][class] / all,
-        };
-        let f1 = match parts[0].len() {
-            2 => f1(1),
-            classes => (0..classes).map(f1).sum::<f64>() / classes as f64,
-        };
-        Some(vec![("loss", means[0]), ("accuracy", accuracy), ("f1", f1)])
+        Some(figures::figures(self.texts.problem(), self.texts.names().len(), means[0], &means[1..]))
     }
 
-    fn predict<B: FusedBackend>(&self, model: &Bert<B>, rows: &Rows, device: &B::Device) -> Result<Option<Vec<Value>>> {
+    /// The label and the prediction: a name, names with the probability of each that is predicted, a number, or numbers.
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<Value>>> {
         let (logits, batch) = self.classify(model, rows, device);
-        let name = |class: usize| &self.texts.classes()[class];
-        let told = Self::chosen(logits).into_iter().zip(batch.classes).zip(rows);
-        let line = |((told, of), row)| json!({ "row": row, "label": name(of as usize), "prediction": name(told) });
-        Ok(Some(told.map(line).collect()))
+        let (problem, labels) = (self.texts.problem(), self.texts.names().len());
+        let logits: Vec<f64> = logits.into_data().iter().collect();
+        let names = |classes: &[usize]| classes.iter().map(|&class| &*self.texts.names()[class]).collect::<Vec<&str>>();
+        let width = batch.targets.len() / rows.len().max(1);
+        let line = |((logits, target), row): ((&[f64], &[f64]), &usize)| {
+            let (predicted, of) = (figures::predicted(problem, logits), figures::classes_of(problem, target));
+            match problem {
+                ProblemType::SingleLabelClassification => {
+                    json!({ "row": row, "label": names(&of)[0], "prediction": names(&predicted)[0] })
+                }
+                ProblemType::MultiLabelClassification => {
+                    let probability = |&class: &usize| 1.0 / (1.0 + (-logits[class]).exp());
+                    let probabilities: Vec<f64> = predicted.iter().map(probability).collect();
+                    let (label, prediction) = (names(&of), names(&predicted));
+                    json!({ "row": row, "label": label, "prediction": prediction, "probabilities": probabilities })
+                }
+                ProblemType::Regression => match (logits, target) {
+                    ([prediction], [label]) => json!({ "row": row, "label": label, "prediction": prediction }),
+                    _ => json!({ "row": row, "label": target, "prediction": logits }),
+                },
+            }
+        };
+        let rows = logits.chunks_exact(labels).zip(batch.targets.chunks_exact(width)).zip(rows);
+        Ok(Some(rows.map(line).collect()))
     }
 
     fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
@@ -155,7 +329,7 @@ impl Task for ClassesTask {
     }
 
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        Some(self.start.profile(profile(&self.config, micro_batch, self.texts.seq(), 0.0)))
+        Some(self.start.profile(self.config.profile(micro_batch, self.texts.seq())))
     }
 
     fn settings(&self) -> Value {

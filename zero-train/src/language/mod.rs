@@ -37,6 +37,8 @@ mod bert;
 mod causal;
 #[cfg(feature = "burn")]
 mod classes;
+#[cfg(feature = "burn")]
+mod figures;
 mod recipes;
 #[cfg(feature = "burn")]
 mod seq2seq;
@@ -52,14 +54,12 @@ use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
 #[cfg(feature = "burn")]
 use zero_models::Ids;
-use zero_models::{
-    BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, T5Config,
-};
+use zero_models::{BartConfig, BertConfig, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, T5Config};
 
 pub use self::bert::BertTask;
 pub use self::causal::{CausalRows, CausalTask};
 #[cfg(feature = "burn")]
-pub use self::classes::ClassesTask;
+pub use self::classes::{ClassesFamily, ClassesTask};
 #[cfg(feature = "burn")]
 pub use self::seq2seq::Seq2SeqTask;
 pub use self::start::LoraOptions;
@@ -78,7 +78,7 @@ pub enum TaskChoice {
     CausalLm,
     /// Masked tokens, and whether one text follows another: BERT.
     BertPretraining,
-    /// Which class a text is of: BERT.
+    /// Labels of a text: a class, several classes, or numbers: BERT, BART.
     TextClassification,
     /// A text that is made of another: BART, T5.
     #[value(name = "seq2seq")]
@@ -111,8 +111,8 @@ pub struct Options {
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
     #[arg(long, value_name = "NAME")]
     pub second_field: Option<String>,
-    /// The key or column with the class, as a text or a whole number, for --task text-classification; or with the text that is
-    /// to be made, for --task seq2seq [default: label]
+    /// The key or column with the class as a text or a whole number, a list of classes, or a number to predict, for --task
+    /// text-classification; or with the text that is to be made, for --task seq2seq [default: label]
     #[arg(long, value_name = "NAME")]
     pub label_field: Option<String>,
     /// The tokens that count in the loss, of data whose rows hold `messages`, `conversations`, `prompt` and `completion`, or
@@ -174,7 +174,10 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
             trainer.main_with(|_| Seq2SeqTask::<T5Config>::new(options, program))
         }
         TaskChoice::Seq2Seq => trainer.main_with(|_| Seq2SeqTask::<BartConfig>::new(options, program)),
-        TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::new(options, program)),
+        TaskChoice::TextClassification if options.is_bart(program) => {
+            trainer.main_with(|_| ClassesTask::<BartConfig>::new(options, program))
+        }
+        TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::<BertConfig>::new(options, program)),
         TaskChoice::CausalLm if options.is_llama(program) => {
             trainer.main_with(|setup| CausalTask::<LlamaConfig>::new(options, program, setup))
         }
@@ -195,10 +198,9 @@ impl Options {
     /// What the model learns. Of a model that cannot be read, the task will tell.
     pub fn task_for(&self, program: &Program<'_>) -> TaskChoice {
         self.task.unwrap_or_else(|| match self.chosen() {
+            Ok(Some((_, config))) if !config.classes().is_empty() => TaskChoice::TextClassification,
             // Only a BERT is pre-trained.
-            Ok(Some((_, ModelConfig::Bert(config))))
-                if matches!(config.head, BertHead::Classes(_)) || config.model_type != BertKind::Bert =>
-            {
+            Ok(Some((_, ModelConfig::Bert(config)))) if config.model_type != BertKind::Bert => {
                 TaskChoice::TextClassification
             }
             Ok(Some((_, ModelConfig::Bert(_)))) => TaskChoice::BertPretraining,
@@ -225,6 +227,15 @@ impl Options {
         match self.chosen() {
             Ok(Some((_, config))) => matches!(config, ModelConfig::Llama(_)),
             Ok(None) => LlamaConfig::PRESETS.contains(&program.model),
+            Err(_) => false,
+        }
+    }
+
+    #[cfg(feature = "burn")]
+    fn is_bart(&self, program: &Program<'_>) -> bool {
+        match self.chosen() {
+            Ok(Some((_, config))) => matches!(config, ModelConfig::Bart(_)),
+            Ok(None) => BartConfig::PRESETS.contains(&program.model),
             Err(_) => false,
         }
     }

@@ -135,32 +135,44 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
 
     /// For rows of which text and target are as long as they may be.
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        let (sizes, seq, target) = (self.config.sizes(), self.texts.seq(), self.texts.longest_target());
-        let (width, inner, [encoder, decoder]) = (sizes.width, sizes.inner, [sizes.encoder, sizes.decoder]);
-        // Floats that are kept per token and layer: as BERT's, and as many again for attention to the text. Of scores, these, their
-        // probabilities, and those that are not dropped out.
-        let per_token = |[_, ffn]: [usize; 2]| 5 * width + 4 * inner + 2 * (sizes.matrices - 1) * ffn;
-        let scores = |keys: usize| 3 * sizes.scores * keys;
-        let [read, made] = [(encoder, seq), (decoder, target)]
-            .map(|(half, tokens)| half[0] * (per_token(half) + scores(tokens)) * tokens);
-        let across = decoder[0] * ((2 * width + 3 * inner) * target + 2 * inner * seq);
-        let layers = encoder[0] + decoder[0];
-        // Of a block on average.
-        let bytes = |floats: usize| (4 * floats * micro_batch) as u64;
-        let weights = |[layers, ffn]: [usize; 2], attentions: usize| {
-            layers * (4 * attentions * width * inner + sizes.matrices * width * ffn)
-        };
-        let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + sizes.vocabulary * width * target;
-        let activations = Activations {
-            blocks: layers,
-            block: bytes((read + made + across) / layers.max(1)),
-            input: bytes((encoder[0] * seq + decoder[0] * target) * width / layers.max(1)),
-            rest: bytes(2 * target * sizes.vocabulary),
-        };
-        Some(self.start.profile(Profile::of_all(&self.config.clone().into(), activations, 6.0 * products as f64)))
+        let lengths = [self.texts.seq(), self.texts.longest_target()];
+        Some(self.start.profile(profile(&self.config, micro_batch, lengths, self.config.sizes().vocabulary)))
     }
 
     fn settings(&self) -> Value {
         self.start.settings()
     }
+}
+
+/// Memory and operations of `config` on `micro_batch` texts, of so many tokens that the encoder and the decoder read, with logits of so many
+/// tokens of the vocabulary at each position of the decoder.
+pub(super) fn profile<C: Seq2SeqFamily>(
+    config: &C,
+    micro_batch: usize,
+    [seq, target]: [usize; 2],
+    vocabulary: usize,
+) -> Profile {
+    let sizes = config.sizes();
+    let (width, inner, [encoder, decoder]) = (sizes.width, sizes.inner, [sizes.encoder, sizes.decoder]);
+    // Floats that are kept per token and layer: as BERT's, and as many again for attention to the text. Of scores, these, their
+    // probabilities, and those that are not dropped out.
+    let per_token = |[_, ffn]: [usize; 2]| 5 * width + 4 * inner + 2 * (sizes.matrices - 1) * ffn;
+    let scores = |keys: usize| 3 * sizes.scores * keys;
+    let [read, made] =
+        [(encoder, seq), (decoder, target)].map(|(half, tokens)| half[0] * (per_token(half) + scores(tokens)) * tokens);
+    let across = decoder[0] * ((2 * width + 3 * inner) * target + 2 * inner * seq);
+    let layers = encoder[0] + decoder[0];
+    // Of a block on average.
+    let bytes = |floats: usize| (4 * floats * micro_batch) as u64;
+    let weights = |[layers, ffn]: [usize; 2], attentions: usize| {
+        layers * (4 * attentions * width * inner + sizes.matrices * width * ffn)
+    };
+    let products = weights(encoder, 1) * seq + weights(decoder, 2) * target + vocabulary * width * target;
+    let activations = Activations {
+        blocks: layers,
+        block: bytes((read + made + across) / layers.max(1)),
+        input: bytes((encoder[0] * seq + decoder[0] * target) * width / layers.max(1)),
+        rest: bytes(2 * target * vocabulary),
+    };
+    Profile::of_all(&config.clone().into(), activations, 6.0 * products as f64)
 }

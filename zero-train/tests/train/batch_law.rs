@@ -141,6 +141,41 @@ fn texts_to_be_made_of_1_to_60_tokens() {
     assert_law(&mut draws, |cut| trained(dir, &task, cut));
 }
 
+/// Two numbers for each text, and several classes of each.
+#[test]
+fn texts_with_numbers_and_several_labels() {
+    let mut draws = Draws::new(seed() + 4);
+    let words = ["cat", "dog", "sat", "ran", "on", "under", "mat", "tree"];
+    for (model, label, problem) in [("bert", "scores", "regression"), ("bart", "tags", "multi_label_classification")] {
+        let dir = tempfile::tempdir().unwrap();
+        let dir = dir.path();
+        texts::labelled(dir);
+        if model == "bert" {
+            texts::bert(dir)
+        } else {
+            texts::bart(dir)
+        }
+        without_dropout(dir, model, 64);
+        let path = dir.join(model).join("config.json");
+        let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        config["problem_type"] = json!(problem);
+        std::fs::write(path, config.to_string()).unwrap();
+        let row = |draws: &mut Draws| {
+            let text: Vec<&str> = (0..1 + draws.below(12)).map(|_| words[draws.below(8)]).collect();
+            let tags: Vec<&str> = words[..3].iter().filter(|_| draws.below(2) == 0).copied().collect();
+            format!(
+                "{}\n",
+                json!({ "text": text.join(" "), "scores": [draws.below(1000) as f64 / 250.0, draws.below(9)], "tags": tags })
+            )
+        };
+        let rows: String = (0..5 * ROWS + HELD_OUT).map(|_| row(&mut draws)).collect();
+        std::fs::write(dir.join("kinds.jsonl"), rows).unwrap();
+        let data = ["--tokenizer", "tok", "--data", "kinds.jsonl", "--label-field", label, "--seq", "16"];
+        let task = [&["--task", "text-classification", "--model", model][..], &data].concat();
+        assert_law(&mut draws, |cut| trained(dir, &task, cut));
+    }
+}
+
 #[test]
 fn masked_tokens_and_pairs_of_sentences() {
     let dir = tempfile::tempdir().unwrap();
