@@ -347,7 +347,8 @@ impl Encoder<'_> {
             }
             Example::Conversation(messages) => {
                 let (text, answers) = self.answers(messages)?;
-                let (ids, offsets) = self.tokenizer.encode_with_offsets(&text)?;
+                let cut = self.tokenizer.encode_with_offsets(&text)?;
+                let (ids, offsets) = (cut.get_ids().to_vec(), cut.get_offsets());
                 let is_marked = self.template()?.is_marked;
                 let mut counts = vec![false; ids.len()];
                 for answer in answers.into_iter().filter(|answer| !answer.is_empty()) {

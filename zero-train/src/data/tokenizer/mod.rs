@@ -402,18 +402,15 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a conversation's text, and the bytes of the text that each is of.
+    /// The tokens of a conversation's text, with the bytes of the text that each is of (`get_offsets`).
     ///
     /// # Errors
     ///
     /// As [`encode`](Self::encode).
-    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<(Vec<u32>, Vec<(usize, usize)>), String> {
+    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<tokenizers::Encoding, String> {
         match &self.kind {
-            Kind::Gpt2 => Err(format!("the tokenizer's folder {NO_TEMPLATE}")),
-            Kind::File(tokenizer) => {
-                let cut = encoding(|| tokenizer.encode(text, false).map_err(|error| error.to_string()))?;
-                Ok((cut.get_ids().to_vec(), cut.get_offsets().to_vec()))
-            }
+            Kind::Gpt2 => Err(format!("{} {NO_TEMPLATE}", self.whose)),
+            Kind::File(tokenizer) => encoding(|| tokenizer.encode(text, false).map_err(|error| error.to_string())),
         }
     }
 }
