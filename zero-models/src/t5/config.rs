@@ -44,7 +44,7 @@ hf_config! {
         relative_attention_max_distance: usize = 128,
         /// Dropout probability of embeddings, attention probabilities and what layers give.
         dropout_rate: f64 = 0.1,
-        /// What norms add to the mean square.
+        /// A number that norms add to the mean square.
         layer_norm_epsilon: f64 = 1e-6,
         /// Factor of the standard deviations of fresh weights.
         initializer_factor: f64 = 1.0,
@@ -169,7 +169,7 @@ impl T5Config {
         })
     }
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
@@ -200,7 +200,7 @@ impl T5Config {
         self.num_heads.saturating_mul(self.d_kv)
     }
 
-    /// How text is made greedily: where it ends.
+    /// Settings of greedy generation: the token that ends a text.
     #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling { stop: vec![self.eos_token_id], ..Sampling::default() }

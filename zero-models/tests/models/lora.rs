@@ -19,7 +19,7 @@ use zero_models::{
 use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
-/// Of the Llama the table of embeddings is adapted too.
+/// The adapter of the Llama has the table of embeddings too.
 const CASES: [&str; 4] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny"];
 
 fn config(case: &str) -> ModelConfig {
