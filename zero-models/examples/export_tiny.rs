@@ -152,6 +152,8 @@ fn main() -> Result<(), Box<dyn Error>> {
                 num_heads: 4,
                 relative_attention_num_buckets: 8,
                 relative_attention_max_distance: 10,
+                // An mT5 is not scaled, and its logits would be large.
+                initializer_factor: 0.4,
                 is_gated_act: !is_first,
                 activation: if is_first { Activation::Relu } else { Activation::GeluTanh },
                 tie_word_embeddings: tied,

@@ -1,4 +1,4 @@
-//! What generation needs of any family that makes text, and training of one that predicts the next token, or makes texts of texts.
+//! Families of models that make text: traits for generation, and for training to predict the next token or to make texts of texts.
 
 use std::fmt::Debug;
 

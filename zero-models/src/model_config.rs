@@ -188,7 +188,7 @@ impl ModelConfig {
         }
     }
 
-    /// How text is made greedily by what the configuration says.
+    /// Settings of greedy generation by the configuration: where a text ends, and tokens that it must have.
     #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         match self {

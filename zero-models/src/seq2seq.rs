@@ -100,7 +100,7 @@ pub trait Seq2SeqLm<B: FusedBackend> {
         Tensor::cat(vec![start_b1, labels_bt.slice(s![.., 0..t - 1])], 1)
     }
 
-    /// What the head reads, `[n, d]`, of texts and what is made of them.
+    /// Runs both halves; returns what the head reads, `[n, d]`.
     ///
     /// # Panics
     /// As [`forward`](Self::forward).

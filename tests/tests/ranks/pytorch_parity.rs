@@ -25,7 +25,7 @@ use zero_models::{
 };
 
 const RANKS: usize = 2;
-/// Of losses and of gradient norms.
+/// Largest relative differences of losses and of norms.
 const TOLERANCES: [f64; 2] = [1e-5, 1e-4];
 
 struct Reference {
@@ -91,7 +91,8 @@ fn compare(name: &str, stage: Stage, reference: &Reference, got: &[(f64, f64)]) 
     let norm = worst(&reference.norms, &mut got.iter().map(|x| x.1));
     println!("{name}, stage {stage}, {RANKS} ranks: largest relative difference loss {loss:.1e}, norm {norm:.1e}");
     assert_eq!(got.len(), reference.losses.len());
-    assert!(loss < TOLERANCES[0] && norm < TOLERANCES[1], "{name}, stage {stage}: loss {loss:e}, norm {norm:e}");
+    let [of_loss, of_norm] = TOLERANCES;
+    assert!(loss < of_loss && norm < of_norm, "{name}, stage {stage}: loss {loss:e}, norm {norm:e}");
 }
 
 /// Small enough that every parameter is cut, gathered and prefetched.

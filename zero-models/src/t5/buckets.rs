@@ -1,6 +1,6 @@
 //! Distances between a query and a key as rows of a table: in go distances, out come the numbers of their buckets.
 
-/// How distances are shared out among the rows of a table, <https://arxiv.org/abs/1910.10683>, section 2.1.
+/// A division of distances among the rows of a table, <https://arxiv.org/abs/1910.10683>, section 2.1.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Buckets {
     /// Rows of the table.
@@ -35,7 +35,7 @@ impl Buckets {
 mod tests {
     use super::*;
 
-    /// What transformers computes (`tests/fixtures/make_models_reference.py`), of distances from -300 on.
+    /// The fixture has what transformers computes of distances from -300 on (`tests/fixtures/make_models_reference.py`).
     #[test]
     fn buckets_are_those_of_transformers() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/t5_tiny/buckets.json");

@@ -27,9 +27,9 @@ use crate::{Activation, init};
 pub struct T5<B: Backend> {
     /// Token embedding `[vocab_size, d_model]`, of both halves, and of the head if that is tied.
     pub shared: Param<Tensor<B, 2>>,
-    /// What reads a text.
+    /// The half that reads a text.
     pub encoder: T5Stack<B>,
-    /// What makes another of it.
+    /// The half that makes another of it.
     pub decoder: T5Stack<B>,
     /// The head's weight `[vocab_size, d_model]`, if it is not tied.
     pub lm_head: Option<Param<Tensor<B, 2>>>,
@@ -41,7 +41,7 @@ pub struct T5<B: Backend> {
 /// One half of the model.
 #[derive(Module, Debug)]
 pub struct T5Stack<B: Backend> {
-    /// What is added to the scores of a head by the bucket of a distance, `[num_buckets, num_heads]`.
+    /// The bias of each head's scores by the bucket of a distance, `[num_buckets, num_heads]`.
     pub relative_attention_bias: Param<Tensor<B, 2>>,
     /// The layers.
     pub block: Vec<T5Block<B>>,
@@ -77,7 +77,7 @@ pub struct T5Attention<B: Backend> {
     pub k: Linear<B>,
     /// Values.
     pub v: Linear<B>,
-    /// What heads give, back to the width of the model.
+    /// From the heads back to the width of the model.
     pub o: Linear<B>,
     heads: usize,
     dropout: Dropout,
@@ -174,7 +174,7 @@ impl<B: FusedBackend> T5<B> {
         stack.dropout.forward(embedding(self.shared.val(), ids_bt.reshape([b * t])))
     }
 
-    /// What the head reads of what the decoder's layers give.
+    /// Norms and scales the rows of the last layer for the head.
     fn before_head(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         let x_nd = self.decoder.end(x_nd);
         if self.head_scale == 1.0 { x_nd } else { x_nd * self.head_scale }

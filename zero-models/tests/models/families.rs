@@ -284,7 +284,7 @@ fn changed(folder: &str, keys: &[(&str, Value)], tensors: impl Fn(&mut Vec<Entry
     dir
 }
 
-/// What published files of a T5 have, and what those of transformers 5 have.
+/// Files as they were published, and as transformers 5 writes them.
 #[test]
 fn the_weights_of_a_t5_decide_whether_its_head_is_tied() {
     let again = |entries: &mut Vec<Entry>, name: &str| {

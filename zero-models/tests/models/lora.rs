@@ -19,7 +19,7 @@ use zero_models::{
 use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
-/// The table of embeddings of the third is adapted too.
+/// The adapter of the Llama has the table of embeddings too.
 const CASES: [&str; 5] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny", "bart_tiny_classes"];
 
 fn config(case: &str) -> ModelConfig {
