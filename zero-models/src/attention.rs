@@ -23,7 +23,7 @@ pub(crate) struct Masks<B: FusedBackend> {
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
     /// The soft cap of scores.
     cap: Option<f64>,
-    /// True if those without a window have a bias besides, which no kernel adds.
+    /// True if the masks without a window include a bias, which no kernel adds.
     is_biased: bool,
 }
 

@@ -16,8 +16,8 @@ use crate::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]
 use crate::seq2seq::{self, Seq2SeqLm};
 #[cfg(feature = "burn")]
-use crate::{Bart, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
-use crate::{BartConfig, BartHead, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
+use crate::{Bart, BartHead, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
+use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
 /// A family of models that make text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use burn::tensor::backend::Backend;
 #[cfg(feature = "burn")]
 use burn::tensor::{Tensor, TensorData, activation};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 
 #[cfg(feature = "burn")]
@@ -18,6 +18,8 @@ use crate::{ModelError, Result};
 
 /// The end of the name of a class of transformers with a classification head.
 pub(crate) const CLASSIFIER: &str = "ForSequenceClassification";
+
+const MOST_LABELS: usize = 1 << 20;
 
 /// The kind of labels that a classification head is trained on: `problem_type` in `config.json`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -93,12 +95,26 @@ pub(crate) fn check_labels(model: &'static str, given: Option<ProblemType>, labe
 pub(crate) struct HeadKeys {
     architectures: Option<Vec<String>>,
     /// Names are texts; some files have numbers.
-    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    #[serde(skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "map_or_null")]
     id2label: BTreeMap<String, Value>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty", skip_deserializing)]
     label2id: BTreeMap<String, usize>,
-    #[serde(skip_serializing)]
+    #[serde(skip_serializing, deserialize_with = "label_count")]
     num_labels: Option<usize>,
+}
+
+fn map_or_null<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, Value>, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or_default())
+}
+
+/// A number of labels that is no mistake: names are made for all of them.
+fn label_count<'de, D: Deserializer<'de>>(from: D) -> Result<Option<usize>, D::Error> {
+    match Option::<usize>::deserialize(from)? {
+        Some(count) if count > MOST_LABELS => {
+            Err(serde::de::Error::custom(format!("num_labels = {count}: expected at most {MOST_LABELS}")))
+        }
+        count => Ok(count),
+    }
 }
 
 impl HeadKeys {
@@ -133,7 +149,7 @@ impl HeadKeys {
     }
 }
 
-/// Names of labels that have none, as transformers gives them.
+/// Names for labels without names, as transformers gives them.
 pub fn unnamed_labels(labels: usize) -> Vec<String> {
     (0..labels).map(|label| format!("LABEL_{label}")).collect()
 }

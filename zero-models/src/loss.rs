@@ -48,8 +48,8 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     }
 }
 
-/// What a model offers that predicts the next token, of its `hidden_rows`, its `lm_head`, the table of its tokens, and the soft cap of its
-/// logits if it has one.
+/// Implements logits and losses of a model that predicts the next token, given its `hidden_rows`, its `lm_head`, the table of its tokens, and
+/// the soft cap of its logits if it has one.
 #[cfg(feature = "burn")]
 macro_rules! next_token_model {
     ($model:ident, $table:ident $(, $cap:ident)?) => {

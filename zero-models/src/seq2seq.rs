@@ -1,6 +1,6 @@
 //! Models that make texts of texts: an encoder reads a text, a decoder makes another of it.
 //!
-//! In go a [`Seq2SeqLm`] and token ids, out come logits, a loss, or the tokens that are made: texts are read once, then each goes on
+//! In go a [`Seq2SeqLm`] and token ids, out come logits, a loss, or the tokens that are made: texts are read once, then each is generated
 //! token by token, as by [`crate::generate`].
 //!
 //! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `v` vocabulary,

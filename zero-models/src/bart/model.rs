@@ -290,7 +290,7 @@ impl<B: FusedBackend> BartStack<B> {
 }
 
 impl<B: FusedBackend> BartLayer<B> {
-    /// Applies the layer to rows `[n, d]`; `look` computes attention, and is told whether it is to what the encoder has read.
+    /// Applies the layer to rows `[n, d]`; `look` computes attention; its last argument is true for attention to what the encoder has read.
     fn forward(
         &self,
         x_nd: Tensor<B, 2>,

@@ -197,7 +197,7 @@ impl LlamaConfig {
             attn_logit_softcapping: (model_type == LlamaKind::Gemma2).then_some(50.0),
             final_logit_softcapping: (model_type == LlamaKind::Gemma2).then_some(30.0),
             partial_rotary_factor: if name == "phi-4-mini" { 0.75 } else { 1.0 },
-            // Of the largest Gemma 2, the width of a head by hidden_size / num_attention_heads.
+            // The largest Gemma 2 has other heads than its relatives.
             head_dim: (name == "gemma2-27b").then_some(128),
             query_pre_attn_scalar: if name == "gemma2-27b" { 144 } else { 256 },
             // As published: the smaller ones of the newer families.
@@ -331,7 +331,7 @@ impl LlamaConfig {
 
     /// Whether the layer that follows attention has a bias.
     pub fn has_output_bias(&self) -> bool {
-        !matches!(self.model_type, LlamaKind::Mistral | LlamaKind::Qwen2) && self.attention_bias
+        !matches!(self.model_type, LlamaKind::Mistral | LlamaKind::Qwen2 | LlamaKind::Phi3) && self.attention_bias
     }
 
     /// Returns true if the heads of queries and keys are normalized.
@@ -482,7 +482,7 @@ fn complete(text: &str) -> Result<String> {
         // Before version 4.43 the type was under another name.
         let kind = angles.remove("rope_type").or_else(|| angles.remove("type"));
         let mut kind = kind.as_ref().and_then(Value::as_str).unwrap_or("default").to_string();
-        let mut partial = angles.remove("partial_rotary_factor").filter(|part| part.as_f64() != Some(1.0));
+        let mut partial = angles.remove("partial_rotary_factor");
         if is_phi {
             partial.take().map(|part| keys.insert("partial_rotary_factor".into(), part));
             // Older names of the same.
@@ -490,9 +490,11 @@ fn complete(text: &str) -> Result<String> {
                 kind = "longrope".into();
             }
         }
-        if kind != "default" && !RopeScaling::NAMES.contains(&&*kind) || partial.is_some() {
+        let partial = partial.filter(|part| part.as_f64() != Some(1.0));
+        let names = if is_phi { &["longrope"][..] } else { &RopeScaling::NAMES };
+        if kind != "default" && !names.contains(&&*kind) || partial.is_some() {
             let got = partial.map_or(format!("\"{kind}\""), |part| format!("a partial_rotary_factor of {part}"));
-            let supported = format!("default, {}", RopeScaling::NAMES.join(", "));
+            let supported = format!("default, {}", names.join(", "));
             return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "rope_scaling", got, supported });
         }
         if kind != "default" {
@@ -529,11 +531,14 @@ fn complete(text: &str) -> Result<String> {
 
 /// The keys of a Gemma as those of the others: its activation, and the angles of the two kinds of layers.
 fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
-    let activation =
-        keys.remove("hidden_activation").filter(|value| !value.is_null()).or_else(|| keys.remove("hidden_act"));
+    let given = keys.remove("hidden_activation").filter(|value| !value.is_null());
+    let older = keys.remove("hidden_act");
+    // The other name is read, and "gelu" means the same, in files of the first Gemma alone.
+    let is_first = keys.get("model_type").is_some_and(|kind| kind == "gemma");
+    let activation = given.or(older.filter(|_| is_first));
     match activation.as_ref().and_then(Value::as_str) {
-        // The older name means the same in these files.
-        None | Some("gelu_pytorch_tanh" | "gelu") => drop(keys.insert("hidden_act".into(), "silu".into())),
+        Some("gelu") if is_first => drop(keys.insert("hidden_act".into(), "silu".into())),
+        None | Some("gelu_pytorch_tanh") => drop(keys.insert("hidden_act".into(), "silu".into())),
         Some(other) => {
             let (got, supported) = (format!("\"{other}\""), "\"gelu_pytorch_tanh\"".to_string());
             return Err(ModelError::Unsupported { model: "Gemma", key: "hidden_activation", got, supported });
@@ -734,7 +739,7 @@ mod tests {
         assert_eq!((gemma.attn_logit_softcapping, gemma.final_logit_softcapping), (Some(50.0), Some(30.0)));
         assert_eq!(read(r#"{"model_type": "gemma2", "attn_logit_softcapping": null}"#).attn_logit_softcapping, None);
 
-        // Of Phi-3.5-mini, and of Phi-4-mini as version 5 writes it.
+        // The keys of Phi-3.5-mini, and those of Phi-4-mini as version 5 writes them.
         let factors = |n: usize| vec![1.5; n];
         let long = format!(r#""short_factor": {0:?}, "long_factor": {0:?}"#, factors(48));
         let text = format!(
@@ -753,6 +758,11 @@ mod tests {
                 "partial_rotary_factor": 0.75, "original_max_position_embeddings": 100, {long}}}}}"#
         ));
         assert_eq!((phi.partial_rotary_factor, phi.rotary_width()), (0.75, 72));
+        let whole = r#"{"model_type": "phi3", "partial_rotary_factor": 0.75, "rope_parameters": {"partial_rotary_factor": 1.0}}"#;
+        assert_eq!(read(whole).rotary_width(), 96);
+        let biased = read(r#"{"model_type": "phi3", "attention_bias": true}"#);
+        assert!(!biased.has_output_bias() && !biased.has_qkv_biases());
+        assert_eq!(read(r#"{"model_type": "gemma2", "hidden_act": "silu"}"#), read(r#"{"model_type": "gemma2"}"#));
         // Another family rotates heads whole, whatever this key says.
         assert_eq!(read(r#"{"partial_rotary_factor": 0.5}"#).rotary_width(), 128);
     }
@@ -772,6 +782,12 @@ mod tests {
                 "partial_rotary_factor = 1.5; change it to at most 1",
             ),
             (r#"{"model_type": "phi3", "partial_rotary_factor": 0.0}"#, "partial_rotary_factor = 0"),
+            (r#"{"model_type": "phi3", "head_dim": 9223372036854775808}"#, "a number of parameters = "),
+            (
+                r#"{"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
+                "supported: default, longrope",
+            ),
+            (r#"{"model_type": "gemma2", "hidden_activation": "gelu"}"#, "hidden_activation = \"gelu\""),
             (r#"{"model_type": "gemma2", "final_logit_softcapping": 0.0}"#, "final_logit_softcapping = 0"),
             (r#"{"model_type": "gemma", "final_logit_softcapping": 30.0}"#, "final_logit_softcapping = 30"),
             (r#"{"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}"#, "rope_scaling.factor = -4"),

@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 pub enum RopeScaling {
     /// All by one factor, <https://arxiv.org/abs/2306.15595>.
     Linear {
-        /// What angles are divided by.
+        /// Divisor of all angles.
         factor: f64,
     },
     /// From `max_position_embeddings` on, by the length of the text. Texts are no longer than that here, and so it changes nothing.
     Dynamic {
-        /// How much longer texts may be.
+        /// The factor by which texts may be longer.
         factor: f64,
     },
     /// Slow ones by a factor, fast ones not, <https://arxiv.org/abs/2407.21783>.
     Llama3 {
-        /// What slow angles are divided by.
+        /// Divisor of slow angles.
         factor: f64,
         /// Angles that turn round less often than this in a text of the first training are slow.
         low_freq_factor: f64,
@@ -30,7 +30,7 @@ pub enum RopeScaling {
     },
     /// YaRN, <https://arxiv.org/abs/2309.00071>: slow angles are divided by a factor, fast ones are not, and cosines and sines have a factor.
     Yarn {
-        /// What slow angles are divided by.
+        /// Divisor of slow angles.
         factor: f64,
         /// The longest text of the first training.
         original_max_position_embeddings: usize,
@@ -62,7 +62,7 @@ pub enum RopeScaling {
         long_factor: Vec<f64>,
         /// The longest text of the first training.
         original_max_position_embeddings: usize,
-        /// How much longer texts may be; `max_position_embeddings / original_max_position_embeddings` if absent.
+        /// The factor by which texts may be longer; `max_position_embeddings / original_max_position_embeddings` if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         factor: Option<f64>,
         /// The factor of cosines and sines; computed from the others if absent.

@@ -27,11 +27,11 @@ const WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.hidden_size];
 const QUERIES: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.query_width()];
 const KEYS: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.key_width()];
 const QUERIES_KEYS_VALUES: fn(&LlamaConfig) -> [usize; 2] =
-    |c| [c.hidden_size, c.query_width().saturating_add(2 * c.key_width())];
+    |c| [c.hidden_size, c.query_width().saturating_add(c.key_width().saturating_mul(2))];
 const MIXED: fn(&LlamaConfig) -> [usize; 2] = |c| [c.query_width(), c.hidden_size];
 const HEAD_WIDTH: fn(&LlamaConfig) -> [usize; 2] = |c| [1, c.head_width()];
 const WIDER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size];
-const GATE_AND_UP: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, 2 * c.intermediate_size];
+const GATE_AND_UP: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size.saturating_mul(2)];
 const NARROWER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
 
 /// The bias of a linear layer that only some have.

@@ -151,7 +151,10 @@ impl AdaptedModel {
         let wanted = |param: &ModelParam| modules.iter().any(|wanted| within(&module(param), wanted));
         let saved: Vec<ModelParam> = parameters.iter().filter(|param| wanted(param)).cloned().collect();
         match &**modules {
-            // PEFT names the heads of all families, of which a model has one.
+            // PEFT names the heads of other families where it is not told, and then trains no head whole.
+            modules if saved.is_empty() && modules.iter().all(|name| name == "classifier" || name == "score") => {
+                Ok(saved)
+            }
             [first, ..] if saved.is_empty() => {
                 let modules: Vec<String> = parameters.iter().map(module).collect();
                 Err(unknown("modules_to_save", first, modules.iter().map(String::as_str)))

@@ -92,7 +92,7 @@ pub struct T5FeedForward<B: Backend> {
     pub wi: Option<Linear<B>>,
     /// The gate, `[d_model, d_ff]`.
     pub wi_0: Option<Linear<B>>,
-    /// Up beside the gate, `[d_model, d_ff]`.
+    /// The part that the gate multiplies, `[d_model, d_ff]`.
     pub wi_1: Option<Linear<B>>,
     /// Down, `[d_ff, d_model]`.
     pub wo: Linear<B>,
@@ -281,7 +281,7 @@ impl<B: FusedBackend> T5Stack<B> {
 }
 
 impl<B: FusedBackend> T5Block<B> {
-    /// Applies the layer to rows `[n, d]`; `look` computes attention, and is told whether it is to what the encoder has read.
+    /// Applies the layer to rows `[n, d]`; `look` computes attention; its last argument is true for attention to what the encoder has read.
     fn forward(
         &self,
         mut x_nd: Tensor<B, 2>,

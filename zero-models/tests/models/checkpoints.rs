@@ -145,6 +145,8 @@ fn a_family_is_found_without_a_model_type() {
         (r#"{"n_embd": 48, "n_head": 4}"#, "GPT2LMHeadModel"),
         (r#"{"architectures": ["Qwen2ForCausalLM"]}"#, "Qwen2ForCausalLM"),
         (r#"{"architectures": ["Qwen3Model"]}"#, "Qwen3ForCausalLM"),
+        (r#"{"architectures": ["Gemma2ForCausalLM"]}"#, "Gemma2ForCausalLM"),
+        (r#"{"architectures": ["Phi3ForCausalLM"], "hidden_size": 64, "num_attention_heads": 4}"#, "Phi3ForCausalLM"),
         (r#"{"rms_norm_eps": 1e-6}"#, "LlamaForCausalLM"),
         (r#"{"encoder_layers": 2, "decoder_layers": 2}"#, "BartForConditionalGeneration"),
         (r#"{"architectures": ["MT5ForConditionalGeneration"]}"#, "MT5ForConditionalGeneration"),
@@ -155,7 +157,7 @@ fn a_family_is_found_without_a_model_type() {
     for (config, got) in [
         (r#"{"model_type": "qwen3_moe"}"#, "model_type \"qwen3_moe\""),
         (r#"{"architectures": ["Qwen2MoeForCausalLM"]}"#, "the architecture \"Qwen2MoeForCausalLM\""),
-        (r#"{"architectures": ["Gemma2ForCausalLM"]}"#, "the architecture \"Gemma2ForCausalLM\""),
+        (r#"{"architectures": ["Gemma4ForCausalLM"]}"#, "the architecture \"Gemma4ForCausalLM\""),
         (r#"{"hidden_size": 8}"#, "no model_type"),
     ] {
         let told = of(config).unwrap_err().to_string();

@@ -42,8 +42,8 @@ fn main() -> ExitCode {
         },
         |task, model: &model::Gpt2, rows, device| {
             let TokenBatch { width, input_ids, labels } = task.rows().batch(rows)?;
-            let [ids_bt, labels_bt] = [input_ids, labels]
-                .map(|ids| Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device));
+            let [ids_bt, labels_bt] =
+                [input_ids, labels].map(|ids| Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device));
             Ok(model.loss(ids_bt, labels_bt))
         },
     );

@@ -15,11 +15,11 @@ use zero_models::loss::IGNORED_LABEL;
 
 use super::documents::{self, DataFile, Place, kind_of};
 use super::tokenizer::{ChatTemplate, MARK, Message, NO_TEMPLATE, Tokenizer};
-use super::{Cutting, Source, TokenBatch, is_tokens};
+use super::{Cutting, Source, TokenBatch, check_ids, is_tokens};
 use crate::error::{Result, wrong_data};
 
 /// Tokens of a row at most where nothing says, as TRL's `max_length`.
-const LONGEST: usize = 1024;
+pub(crate) const LONGEST: usize = 1024;
 
 /// Rows that are tokenized by all threads at a time.
 const PART: usize = 4096;
@@ -59,7 +59,8 @@ const FORMATS: [(ChatFormat, &[&str]); 4] = [
 const REFUSED: [&str; 4] = ["tools", "chat_template_kwargs", "system", "history"];
 
 /// The same of a message.
-const REFUSED_IN_MESSAGE: [&str; 4] = ["tool_calls", "reasoning_content", "thinking", "weight"];
+const REFUSED_IN_MESSAGE: [&str; 7] =
+    ["tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "weight", "train"];
 
 /// The columns that are read.
 const COLUMNS: [&str; 11] = [
@@ -138,8 +139,8 @@ impl Conversations {
         let seq = Some(cutting.seq.unwrap_or(LONGEST.min(cutting.n_positions)));
         let seq = Cutting { seq, ..cutting.clone() }.row_length(2)?;
         let text = tokenizer.chat_template_text();
-        let template = text.as_deref().map(|text| tokenizer.chat_template(text)).transpose();
-        let template = template.map_err(|problem| wrong_data(path, problem))?;
+        // An error of the template is told by the first row that needs it.
+        let template = text.as_deref().map(|text| tokenizer.chat_template(text));
         let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: cutting.vocab_size };
         let files = documents::files(path)?;
         let split = files.partition_point(|file| !file.is_held_out);
@@ -190,7 +191,7 @@ impl Conversations {
         self.longest
     }
 
-    /// What cut them into tokens.
+    /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -217,7 +218,7 @@ impl Conversations {
         &self.ids[range][..length]
     }
 
-    /// Of the tokens and labels of some rows, to tell data from other data.
+    /// Checksum of the tokens and labels of some rows, to tell data from other data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
         rows.map(|row| self.range(row)).fold(0, |sum, range| {
             let sum = crc32c::crc32c_append(sum, &(range.len() as u64).to_le_bytes());
@@ -282,10 +283,10 @@ impl Rows {
     }
 }
 
-/// What makes tokens of rows.
+/// Tokenizes rows.
 struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
-    template: Option<ChatTemplate<'a>>,
+    template: Option<Result<ChatTemplate<'a>, String>>,
     loss_on: LossOn,
     seq: usize,
     vocab_size: usize,
@@ -339,9 +340,12 @@ impl Encoder<'_> {
             Example::Messages([prompt, completion]) => {
                 let template = self.template()?;
                 let whole = template.render(&[&prompt[..], completion].concat(), false)?;
-                let before = template.render(prompt, true)?;
+                let before = match self.loss_on {
+                    LossOn::All => String::new(),
+                    LossOn::Completions => template.render(prompt, true)?,
+                };
                 if !whole.starts_with(&before) {
-                    return Err(self.unstable("the prompt", "a completion follows"));
+                    return Err(self.unstable("the prompt in another way when a completion follows", ""));
                 }
                 self.continued(&before, &whole, false)?
             }
@@ -367,12 +371,7 @@ impl Encoder<'_> {
         if self.loss_on == LossOn::All {
             counts.fill(true);
         }
-        if let Some(id) = ids.iter().find(|id| **id as usize >= self.vocab_size) {
-            return Err(format!(
-                "holds token {id}, and the model has {} tokens: expected a tokenizer and a chat template that were made for the model",
-                self.vocab_size
-            ));
-        }
+        check_ids(&ids, self.vocab_size)?;
         ids.truncate(self.seq);
         counts.truncate(self.seq);
         Ok((ids, counts))
@@ -398,7 +397,10 @@ impl Encoder<'_> {
     }
 
     fn template(&self) -> Result<&ChatTemplate<'_>, String> {
-        self.template.as_ref().ok_or_else(|| format!("holds messages, and {} {NO_TEMPLATE}", self.tokenizer.whose()))
+        match &self.template {
+            Some(template) => template.as_ref().map_err(String::clone),
+            None => Err(format!("holds messages, and {} {NO_TEMPLATE}", self.tokenizer.whose())),
+        }
     }
 
     /// The text of a conversation, and the parts of it that the assistant says: those that the template marks by `{% generation %}`;
@@ -421,33 +423,47 @@ impl Encoder<'_> {
                     answers.push(begin..text.len());
                 }
             }
+            if text != template.render(messages, false)? {
+                return Err(format!(
+                    "the chat template of {} changes text that it marks by {{% generation %}} (by a filter, for example): mark it where it is \
+                     written out, or use --loss-on all",
+                    self.tokenizer.whose()
+                ));
+            }
             return Ok((text, answers));
         }
         let text = template.render(messages, false)?;
         for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.role == "assistant") {
-            let before = template.render(&messages[..at], true)?;
+            let before = match template.render(&messages[..at], true) {
+                Err(_) if at == 0 => {
+                    return Err(self.unstable("no text before a message of the assistant that is the first", MARKS));
+                }
+                before => before?,
+            };
             let through = match at + 1 == messages.len() {
                 true => &text,
                 false => &template.render(&messages[..=at], false)?,
             };
             if !(through.starts_with(&before) && text.starts_with(through)) {
-                return Err(self.unstable(&format!("message {at}"), "others follow"));
+                return Err(self.unstable(&format!("message {at} in another way when others follow"), MARKS));
             }
             answers.push(before.len()..through.len());
         }
         Ok((text, answers))
     }
 
-    fn unstable(&self, what: &str, when: &str) -> String {
+    fn unstable(&self, what: &str, remedy: &str) -> String {
         format!(
-            "the chat template of {} renders {what} in another way when {when}, so that it does not tell which tokens are the \
-             assistant's: put {{% generation %}} and {{% endgeneration %}} around these in the template, or use --loss-on all",
+            "the chat template of {} renders {what}, so that it does not tell which tokens are the assistant's: {remedy}use --loss-on all",
             self.tokenizer.whose()
         )
     }
 }
 
-/// Stanford Alpaca's prompt, for models without a chat template: <https://github.com/tatsu-lab/stanford_alpaca>.
+/// Advice for a template that does not tell the tokens of the assistant.
+const MARKS: &str = "put {% generation %} and {% endgeneration %} around these in the template, or ";
+
+/// Alpaca's prompt, for models without a chat template, as Alpaca-LoRA has it: <https://github.com/tloen/alpaca-lora>.
 fn alpaca(instruction: &str, input: &str) -> String {
     let (about, input) = match input {
         "" => (". Write", String::new()),
@@ -464,7 +480,7 @@ fn is_given(value: Option<&Value>) -> bool {
     !matches!(value, None | Some(Value::Null)) && value != Some(&Value::Array(Vec::new())) && value != Some(&"".into())
 }
 
-/// What a field holds, for messages.
+/// Describes a field, for messages.
 fn got(value: Option<&Value>) -> String {
     value.map_or("is not there".into(), |value| format!("is {}", kind_of(value)))
 }

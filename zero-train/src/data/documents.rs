@@ -617,6 +617,7 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
         let record = record.map_err(|error| bad_table(path, error))?;
         let cell = |(field, &place): (&FieldOf<'_>, &usize)| {
             let text = record.get(place).unwrap_or_default();
+            let text = if field.holds == Holds::Label { text.trim() } else { text };
             // An empty cell is a text, and no label.
             match (text.is_empty(), field.holds) {
                 (true, Holds::TextOrNothing) if number > 0 => Ok(None),
@@ -639,7 +640,7 @@ fn expected(holds: Holds) -> &'static str {
     }
 }
 
-/// What a value is, for messages.
+/// Names the type of a value, for messages.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
         // NaN of JSON is read as null.
@@ -745,10 +746,16 @@ fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
         // With the digits of the shorter type.
         Field::Float(number) => Cell::Fraction(number.to_string().parse().expect("it is a number")),
         Field::Double(number) => Cell::Fraction(*number),
+        Field::Float16(_) | Field::Decimal(_) if holds == Holds::Label => {
+            Cell::Fraction(value.to_string().parse().ok()?)
+        }
         Field::ListInternal(items) => {
             let item = |item: &Field| field_cell(item, holds).filter(|item| !matches!(item, Cell::List(_)));
             Cell::List(items.elements().iter().map(item).collect::<Option<_>>()?)
         }
+        Field::Bool(is) => Cell::Text(is.to_string()),
+        // Of a time or a group nobody knows which class it is.
+        _ if holds == Holds::Label => return None,
         other => Cell::Text(other.to_string()),
     })
 }

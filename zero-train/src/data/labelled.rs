@@ -105,9 +105,10 @@ impl LabelledTexts {
         let labels: Vec<&Cell> = read.iter().map(|row| &row[0]).collect();
         let Labels { problem, names, targets } =
             Labels::of(&labels, head).map_err(|problem| wrong_data(path, problem))?;
-        let cut = |(mut row, target): (Vec<Cell>, Vec<f64>)| -> Result<Row, String> {
-            let texts = row.drain(1..).map(|cell| tokenizer.encode(&cell.into_text()));
-            let mut texts = texts.collect::<Result<Vec<_>, _>>()?;
+        let cut = |(number, (mut row, target)): (usize, (Vec<Cell>, Vec<f64>))| -> Result<Row, String> {
+            let encode = |cell: Cell| tokenizer.encode_within(&cell.into_text(), cutting.vocab_size);
+            let texts = row.drain(1..).map(encode).collect::<Result<Vec<_>, _>>();
+            let mut texts = texts.map_err(|problem| format!("row {number} {problem}"))?;
             // The longer one loses its end first, as transformers' `longest_first`.
             while texts.iter().map(Vec::len).sum::<usize>() > seq - marks {
                 texts.iter_mut().rev().max_by_key(|text| text.len()).expect("there is a text").pop();
@@ -121,7 +122,7 @@ impl LabelledTexts {
             }
             Ok(Row { ids, first, target })
         };
-        let rows: Result<Vec<Row>, String> = read.into_par_iter().zip(targets).map(cut).collect();
+        let rows: Result<Vec<Row>, String> = read.into_par_iter().zip(targets).enumerate().map(cut).collect();
         let rows = rows.map_err(|problem| wrong_data(path, problem))?;
         Ok(Self { rows, held_out, problem, names, seq, pad: pad as i32 })
     }

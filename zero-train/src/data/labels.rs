@@ -26,7 +26,7 @@ pub(super) struct Labels {
     pub(super) problem: ProblemType,
     /// Names of the labels.
     pub(super) names: Vec<String>,
-    /// Of each row: the number of its class; for several classes 1 or 0 for each; or the numbers of a regression.
+    /// Labels of each row: the number of its class; for several classes 1 or 0 for each; or the numbers of a regression.
     pub(super) targets: Vec<Vec<f64>>,
 }
 
@@ -126,6 +126,11 @@ impl Labels {
             return Ok(Self { problem, names: names_for(classes, head), targets });
         }
         let (names, numbers) = classes(&all, kind, head)?;
+        if kind == Kind::Whole && names.len() == 2 && lists.iter().all(|(_, items)| items.len() == 2) {
+            return Err("has lists of two whole numbers as labels, and two classes, so that 0 and 1 may be numbers of classes or say whether a \
+                        text is of a class: expected 0.0 and 1.0 for each class, or names of classes"
+                .into());
+        }
         let target = |(row, items): &(usize, &[Cell])| {
             let mut target = vec![0.0; names.len()];
             for item in *items {
@@ -239,7 +244,8 @@ fn classes<'a>(
         ));
     }
     let named = |label: &str| known.iter().position(|class| class == label);
-    let numbered = |label: &str| label.parse::<usize>().ok().filter(|number| *number < known.len());
+    let is_plain = |number: &usize, label: &str| *number < known.len() && number.to_string() == label;
+    let numbered = |label: &str| label.parse::<usize>().ok().filter(|number| is_plain(number, label));
     let of_all = |number: &dyn Fn(&str) -> Option<usize>| -> Option<HashMap<&'a str, usize>> {
         labels.iter().map(|label| Some((*label, number(label)?))).collect()
     };
@@ -354,6 +360,7 @@ mod tests {
         single(of(&texts(&["1", "2"]), stars, false), stars, &[0, 1]);
         single(of(&table(&["1", "2"]), stars, false), stars, &[0, 1]);
         single(of(&texts(&["0", "1"]), stars, false), stars, &[0, 1]);
+        told(of(&texts(&["0", "01"]), stars, false), "has the label \"01\"");
     }
 
     #[test]
@@ -443,6 +450,7 @@ mod tests {
         told(of(&lists([fractions(&[0.0, 0.5])]), &[], true), "row 0 has the label [0.0, 0.5]: expected 0.0 or 1.0");
         // What would be flags in whole numbers.
         told(of(&lists([wholes(&[0, 1, 1])]), &[], true), "row 0 has the class 1 twice");
+        told(of(&lists([wholes(&[0, 1]), wholes(&[1, 0])]), &[], true), "expected 0.0 and 1.0 for each class");
         told(of(&lists([texts(&[])]), &[], true), "has empty lists as labels in all rows");
         told(
             for_problem(&texts(&["a"]), &["a", "b"], false, Some(several)),

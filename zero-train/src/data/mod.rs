@@ -28,9 +28,11 @@ pub use self::labels::KnownHead;
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::{TokenBatch, TokenRows};
 pub use self::text_pairs::{TextPairBatch, TextPairs};
+#[cfg(feature = "burn")]
 pub(crate) use self::tokenizer::NO_TEMPLATE;
 pub use self::tokenizer::{Message, Tokenizer};
 use crate::error::{Result, wrong};
+pub(crate) use conversations::LONGEST;
 
 /// Where rows come from.
 #[derive(Debug, Clone)]
@@ -107,6 +109,16 @@ impl Source<'_> {
             Source::File(path) if is_tokens(path) => Ok(token_file::TokenFile::open(path)?.row_length()),
             _ => Ok(None),
         }
+    }
+}
+
+/// Checks that a model with so many tokens knows these.
+fn check_ids(ids: &[u32], vocab_size: usize) -> std::result::Result<(), String> {
+    match ids.iter().find(|id| **id as usize >= vocab_size) {
+        None => Ok(()),
+        Some(id) => Err(format!(
+            "holds token {id}, and the model has {vocab_size} tokens: expected a tokenizer, and a chat template, that were made for the model"
+        )),
     }
 }
 

@@ -100,7 +100,7 @@ impl TokenRows {
         self.tokens.checksum((rows.start * self.seq, rows.end * self.seq), self.seq)
     }
 
-    /// What cut them; not known of a file of ids.
+    /// The tokenizer; none of a file of ids.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }

@@ -71,8 +71,12 @@ impl TextPairs {
         tokenizer: Tokenizer,
         settings: &Seq2SeqSettings,
     ) -> Result<Self> {
-        let seq = cutting.row_length(3)?;
         let (begin, end) = (tokenizer.begin_of(settings), settings.end_token);
+        let seq = cutting.row_length(begin.len() + 2)?;
+        let encode = |text: &str, number: usize| {
+            let ids = tokenizer.encode_within(text, cutting.vocab_size);
+            ids.map_err(|problem| format!("row {number} {problem}"))
+        };
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
             FieldOf { name: fields.label, option: "label-field", holds: Holds::TextOrNothing },
@@ -84,11 +88,11 @@ impl TextPairs {
         };
         let row = |(number, row): (usize, RowOf)| -> Result<Row, String> {
             let [text, made] = <[_; 2]>::try_from(row).expect("two fields were asked for");
-            let source = marked(&tokenizer.encode(&text.map_or_else(String::new, Cell::into_text))?, seq);
+            let source = marked(&encode(&text.map_or_else(String::new, Cell::into_text), number)?, seq);
             let Some(text) = made.map(Cell::into_text) else {
                 return Ok(Row { source, target: Vec::new(), made: None });
             };
-            let ids = tokenizer.encode(&text)?;
+            let ids = encode(&text, number)?;
             let target = marked(&ids, cutting.n_positions);
             if target.len() < begin.len() + ids.len() + 1 {
                 return Err(format!(

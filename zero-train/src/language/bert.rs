@@ -18,7 +18,7 @@ use zero_models::{BertConfig, BertHead, BertKind, ModelConfig};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program, recipes};
+use super::{Options, Program, TaskChoice, recipes};
 use crate::data::{Cutting, Masking, PairBatch, SentencePairs, Source, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{Activations, Profile, Recipe, Rows, Task};
@@ -54,6 +54,7 @@ impl BertTask {
     ///
     /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
+        options.check_for(TaskChoice::BertPretraining)?;
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
         let (name, mut config) = match options.chosen()? {
             Some((name, ModelConfig::Bert(config))) if config.model_type == BertKind::Bert => {

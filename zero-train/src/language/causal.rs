@@ -13,8 +13,8 @@ use zero_models::{CausalFamily, ModelConfig};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program, recipes};
-use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, Source, TokenBatch, TokenRows, Tokenizer};
+use super::{Options, Program, TaskChoice, recipes};
+use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, TokenBatch, TokenRows, Tokenizer};
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
 use crate::trainer::FusedBackend;
@@ -41,11 +41,14 @@ pub enum CausalRows {
 }
 
 impl CausalRows {
-    fn load(options: &Options, source: &Source<'_>, [vocabulary, positions]: [usize; 2]) -> Result<Self> {
+    fn load(
+        options: &Options,
+        source: &Source<'_>,
+        format: Option<ChatFormat>,
+        [vocabulary, positions]: [usize; 2],
+    ) -> Result<Self> {
         let folders = options.folders();
         let cutting = options.cutting(vocabulary, positions, &folders);
-        // A field that is named is one of documents.
-        let format = if options.text_field.is_none() { ChatFormat::of(source)? } else { None };
         let (Source::File(path), Some(format)) = (source, format) else {
             if let Some(loss_on) = options.loss_on {
                 let expected =
@@ -59,7 +62,7 @@ impl CausalRows {
         if rows.left_out() > 0 {
             let (left_out, all) = (rows.left_out(), rows.left_out() + rows.rows());
             eprintln!(
-                "warning: {}: {left_out} of {all} rows are left out: none of their first --seq tokens is of an answer",
+                "warning: {}: {left_out} of {all} rows are left out: no token of an answer is within the longest row (--seq)",
                 path.display()
             );
         }
@@ -90,7 +93,7 @@ impl CausalRows {
         }
     }
 
-    /// What cut them; not known of a file of ids.
+    /// The tokenizer; none of a file of ids.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         match self {
             Self::Documents(rows) => rows.tokenizer(),
@@ -113,7 +116,7 @@ impl CausalRows {
         }
     }
 
-    /// What the model continues after training: the beginning of a document, or all before an answer.
+    /// The prompt that the model continues after training: the beginning of a document, or all before an answer.
     #[cfg(feature = "burn")]
     fn prompt(&self, row: usize, most: usize) -> Result<Vec<u32>> {
         let prompt = match self {
@@ -131,12 +134,22 @@ impl<C: CausalFamily> CausalTask<C> {
     ///
     /// [`TrainError`] for what the options name and cannot be used.
     pub fn new(options: &Options, program: &Program<'_>, setup: &Setup<'_>) -> Result<Self> {
+        options.check_for(TaskChoice::CausalLm)?;
         let source = options.source(program);
-        let seq = options.seq.or(source.row_length()?).unwrap_or(DEFAULT_SEQ);
+        // A field that is named is one of documents.
+        let format = if options.text_field.is_none() { ChatFormat::of(&source)? } else { None };
+        let default = if format.is_some() { LONGEST } else { DEFAULT_SEQ };
+        let seq = options.seq.or(source.row_length()?).unwrap_or(default);
         let (name, config, notice) = match options.chosen()? {
             Some((name, config)) => match C::of(config) {
                 Some(config) => (name, config, None),
-                None => return Err(wrong("model", name, "expected a GPT-2 or a Llama for --task causal-lm")),
+                None => {
+                    return Err(wrong(
+                        "model",
+                        name,
+                        "expected a GPT-2, or a Llama, Mistral, Qwen, Gemma or Phi, for --task causal-lm",
+                    ));
+                }
             },
             None => fitting(program.model, seq, options.seq, setup)?,
         };
@@ -146,7 +159,7 @@ impl<C: CausalFamily> CausalTask<C> {
             let expected = format!("expected 2 to {}, the positions of model {name}", sizes.positions);
             return Err(wrong("seq", seq, expected));
         }
-        let rows = CausalRows::load(options, &source, [sizes.vocabulary, sizes.positions])?;
+        let rows = CausalRows::load(options, &source, format, [sizes.vocabulary, sizes.positions])?;
         let start = Start::new(options, rows.tokenizer(), config.clone().into(), &[])?;
         Ok(Self { name, config, start, rows, notice })
     }
@@ -262,7 +275,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
-    /// What follows the prompt of the last row.
+    /// The tokens that follow the prompt of the last row.
     #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };

@@ -13,7 +13,7 @@ use zero_models::{
 };
 
 use super::start::Start;
-use super::{Options, Program, figures, tokens};
+use super::{Options, Program, TaskChoice, figures, tokens};
 use crate::data::{KnownHead, LabelledBatch, LabelledTexts, Tokenizer};
 use crate::error::{Result, wrong, wrong_data};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
@@ -192,6 +192,7 @@ impl<C: ClassesFamily> ClassesTask<C> {
     ///
     /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
+        options.check_for(TaskChoice::TextClassification)?;
         let (presets, default) = C::PRESETS;
         let default = if presets.contains(&program.model) { program.model } else { default };
         let (name, config) = match options.chosen()? {
@@ -225,8 +226,8 @@ impl<C: ClassesFamily> ClassesTask<C> {
             && let Some(row) = texts.odd_count(end)
         {
             let problem = format!(
-                "row {row} has none of the model's eos_token_id {end} in its tokens, or another number of them than row 0: expected a \
-                 tokenizer that ends texts with it, and no text with it"
+                "row {row} or row 0 has an odd number of the model's eos_token_id {end} in its tokens: expected the same number in all rows, by \
+                 a tokenizer that ends texts with it, and no text with it"
             );
             return Err(wrong_data(path, problem));
         }
@@ -237,9 +238,11 @@ impl<C: ClassesFamily> ClassesTask<C> {
         let start = Start::new(options, Some(&tokenizer), config.clone().into(), if has_head { &[] } else { heads })?;
         let notice = (options.weights.is_some() && !has_head).then(|| match problem {
             ProblemType::Regression => {
-                format!("The weights of {name} have no head for a regression: one of {labels} numbers is trained from fresh.")
+                format!(
+                    "The weights of {name} have no head for a regression: training a fresh one with {labels} outputs."
+                )
             }
-            _ => format!("The weights of {name} have no classifier: one of {labels} classes is trained from fresh."),
+            _ => format!("The weights of {name} have no classifier: training a fresh one with {labels} classes."),
         });
         Ok(Self { name, config, start, texts, notice })
     }

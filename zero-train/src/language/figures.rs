@@ -1,4 +1,4 @@
-//! What is measured of a classification head on rows that are held out.
+//! Measures of a classification head on rows that are held out.
 
 use zero_models::ProblemType;
 

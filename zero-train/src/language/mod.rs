@@ -67,6 +67,7 @@ use crate::Result;
 #[cfg(feature = "burn")]
 use crate::data::Fields;
 use crate::data::{Cutting, LossOn, Source};
+use crate::error::wrong;
 use crate::trainer;
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Trainer};
@@ -99,13 +100,13 @@ pub struct Options {
     /// config.json describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document in each row, also
-    /// compressed (.gz, .zst, but for .parquet); a folder of such files, whose splits are told by their names; or
+    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document, a conversation, or a text with
+    /// its label in each row, also compressed (.gz, .zst, but for .parquet); a folder of such files, whose splits are told by their names; or
     /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
-    /// The key of a JSON object, or the column of a table, that has the text; for --task causal-lm also where rows hold
-    /// conversations [default: text]
+    /// The key of a JSON object, or the column of a table, that has the text; for --task causal-lm, it is then read as plain
+    /// text even if rows hold conversations [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
     /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
@@ -127,7 +128,8 @@ pub struct Options {
     /// ~/.cache/zero]
     #[arg(long, value_name = "DIR")]
     pub token_cache: Option<PathBuf>,
-    /// Tokens per row [default: 128, or what the data file has]
+    /// Tokens per row; for conversations and labeled texts, the most [default: 128, or what the data file has; 1024 for
+    /// conversations]
     #[arg(long)]
     pub seq: Option<usize>,
     /// The part of the tokens that BERT is to predict
@@ -193,6 +195,22 @@ impl Options {
             (None, Some(dir)) => Some((dir.display().to_string(), ModelConfig::from_file(&dir.join("config.json"))?)),
             (None, None) => None,
         })
+    }
+
+    /// Refuses options of another task.
+    pub(crate) fn check_for(&self, task: TaskChoice) -> Result<()> {
+        if let Some(loss_on) = self.loss_on.filter(|_| task != TaskChoice::CausalLm) {
+            let expected = "expected --task causal-lm, the only one that reads conversations";
+            return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
+        }
+        match self.second_field.as_ref().filter(|_| task != TaskChoice::TextClassification) {
+            Some(name) => Err(wrong(
+                "second-field",
+                name,
+                "expected --task text-classification, the only one with pairs of texts",
+            )),
+            None => Ok(()),
+        }
     }
 
     /// What the model learns. Of a model that cannot be read, the task will tell.

@@ -8,7 +8,7 @@ use zero_models::generate::{Hooks, Sampling};
 use zero_models::{ModelConfig, Seq2SeqFamily, Seq2SeqSettings};
 
 use super::start::Start;
-use super::{Options, Program, tokens};
+use super::{Options, Program, TaskChoice, tokens};
 use crate::data::{TextPairs, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
@@ -31,6 +31,7 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
     ///
     /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
+        options.check_for(TaskChoice::Seq2Seq)?;
         let default = if C::PRESETS.contains(&program.model) { program.model } else { C::DEFAULT };
         let (name, config) = match options.chosen()? {
             Some((name, config)) => match C::of(config) {

@@ -128,7 +128,7 @@ fn what_does_not_fit_is_told() {
         ),
         (
             &["--model", "model", "--task", "causal-lm"],
-            "--model model: expected a GPT-2 or a Llama for --task causal-lm",
+            "--model model: expected a GPT-2, or a Llama, Mistral, Qwen, Gemma or Phi, for --task causal-lm",
         ),
         (&["--model", "bert-tiny", "--mask-probability", "1"], "expected a part above 0 and below 1"),
         (&["--model", "model", "--seq", "25"], "--seq 25: expected 5 to 24, the positions of the model"),

@@ -230,6 +230,14 @@ fn what_cannot_be_used_is_one_line() {
             json!({ "messages": [{ "role": "user", "content": "a", "tool_calls": [1] }] }),
             "has a \"tool_calls\", which is not read",
         ),
+        (
+            json!({ "messages": [{ "role": "assistant", "content": "a", "train": false }] }),
+            "has a \"train\", which is not read",
+        ),
+        (
+            json!({ "messages": [say("assistant", "a"), say("user", "b")] }),
+            "no text before a message of the assistant that is the first",
+        ),
         (json!({ "messages": good["messages"], "tools": "[]" }), "line 2: has a \"tools\", which is not read"),
         (
             json!({ "messages": [say("system", "a")] }),

@@ -74,7 +74,7 @@ const MARK_NAME: &str = "zero_generation_mark";
 #[derive(Debug)]
 pub(in crate::data) struct ChatTemplate<'t> {
     jinja: Environment<'t>,
-    /// Where it was read, for messages.
+    /// The place that it was read from, for messages.
     whose: &'t str,
     /// True if it tells by `{% generation %}` what the assistant says.
     pub(in crate::data) is_marked: bool,

@@ -18,8 +18,8 @@ use zero_models::Seq2SeqSettings;
 pub use self::chat::Message;
 pub(super) use self::chat::{ChatTemplate, MARK};
 use self::files::Read;
-use super::Cutting;
 use super::wordpiece::{GOES_ON, SPECIAL};
+use super::{Cutting, check_ids};
 use crate::caught::caught;
 use crate::error::{Result, io, wrong, wrong_data};
 
@@ -58,7 +58,7 @@ pub struct Tokenizer {
     named: BTreeMap<&'static str, String>,
     /// The files it was read from.
     files: Vec<SideFile>,
-    /// Where these are, for messages.
+    /// The place of these, for messages.
     whose: String,
 }
 
@@ -309,6 +309,13 @@ impl Tokenizer {
         self.end
     }
 
+    /// As [`encode`](Self::encode), for a model with so many tokens.
+    pub(in crate::data) fn encode_within(&self, text: &str, vocab_size: usize) -> Result<Vec<u32>, String> {
+        let ids = self.encode(text).map_err(|problem| format!("cannot be tokenized: {problem}"))?;
+        check_ids(&ids, vocab_size)?;
+        Ok(ids)
+    }
+
     /// The tokens of a text, without special ones but those that tell sentences apart. A line ends a sentence, an empty line a
     /// document.
     ///
@@ -374,6 +381,7 @@ impl Tokenizer {
     }
 
     /// Returns true if there is a chat template.
+    #[cfg(feature = "burn")]
     pub(crate) fn has_chat_template(&self) -> bool {
         chat::template(&self.files).is_some()
     }
