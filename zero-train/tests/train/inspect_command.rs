@@ -348,7 +348,7 @@ fn who_can_use_it_follows_the_state() {
     assert_contains(&out, &["reads engine state of version 1: this is version 2"]);
     let out = told(&|state| state["engine"]["random"]["draws"] = json!([1]), &all);
     assert_contains(&out, &["expected the random streams of 2 ranks, it has 1"]);
-    let out = told(&|state| state["model"]["family"] = json!("t5"), &all);
+    let out = told(&|state| state["model"]["family"] = json!("rwkv"), &all);
     assert_contains(&out, &["`zero export` refuses it", "no configuration of a known model"]);
     let out = told(&|state| drop(state.as_object_mut().unwrap().remove("trainer")), &all);
     assert_contains(&out, &["by your program's ZeroEngine::load", "which `zero train --resume` needs"]);
