@@ -267,7 +267,7 @@ fn what_cannot_be_used_is_one_line() {
             "bad.jsonl: has no row with an answer in its first 16 tokens, with the tokenizer of llama",
         ),
     ] {
-        let text = told(&[row.clone()], &[]);
+        let text = told(std::slice::from_ref(&row), &[]);
         assert!(text.contains(expected), "{row}: {text}");
     }
     let again =
@@ -281,9 +281,9 @@ fn what_cannot_be_used_is_one_line() {
     std::fs::write(dir.join("bad.jsonl"), lines([&again])).unwrap();
     assert!(zero(&[&train[..], &["--loss-on", "all"]].concat(), dir).status.success());
     template("{% for m in messages %}");
-    assert!(told(&[good.clone()], &[]).contains("the chat template of llama cannot be used: syntax error"));
+    assert!(told(std::slice::from_ref(&good), &[]).contains("the chat template of llama cannot be used: syntax error"));
     std::fs::remove_file(dir.join("llama/chat_template.jinja")).unwrap();
-    assert!(told(&[good.clone()], &[]).contains("line 1: holds messages, and llama has no chat template"));
+    assert!(told(std::slice::from_ref(&good), &[]).contains("line 1: holds messages, and llama has no chat template"));
     // The loss is of documents where a field is named, or rows are no conversations.
     assert!(told(&[good], &["--text-field", "messages"]).contains("its \"messages\" is a list: expected a text"));
     let text = told(&[json!({ "text": "to be or not to be" })], &["--loss-on", "all"]);
