@@ -179,7 +179,7 @@ fn what_does_not_fit_is_told() {
     let rows = ["--data", "rows.jsonl"];
     for (options, expected) in [
         (&["--task", "seq2seq", "--model", "tiny"][..], "--model tiny: expected a BART or a T5 for --task seq2seq"),
-        (&["--model", "t5", "--seq", "1"], "--seq 1: expected at least 2"),
+        (&["--model", "t5", "--seq", "2"], "--seq 2: expected at least 3"),
         (&["--model", "t5", "--loss-on", "all"], "--loss-on all: expected --task causal-lm"),
         (&["--model", "t5", "--second-field", "b"], "--second-field b: expected --task text-classification"),
         (
