@@ -3,7 +3,7 @@
 
   bench/generate.py --venv DIR --zero target/release/zero [--model gpt2] [--batches 1,8] [--new 64] [--rounds 3]
   bench/generate.py --venv DIR --zero ... --model gpt2-xl --limit-mib 2048 --swap DIR --new 6
-  bench/generate.py --venv DIR --zero ... --model qwen2.5-32b --part 0.05 --limit-mib 8192 --swap DIR --new 4 --batches 1 --options='--quantize int4'
+  bench/generate.py --venv DIR --zero ... --model qwen2.5-32b --part 0.05 --limit-mib 8192 --swap DIR --new 6 --options='--quantize int4'
 
 DIR is a virtual environment with torch and transformers, as bench/peer.sh makes. Weights are random, made once into --dir.
 Both take two threads, fp32, the same prompts of 16 tokens, greedy, with a cache of keys and values. A token's time is the
@@ -96,6 +96,25 @@ def zero(rows, new, limit=None, offload=()):
     return seconds, tokens, peak, bytes_read
 
 
+def streamed(new, limit, offload):
+    """Of one run of one prompt: seconds a token, bytes that the process read of disks a second, the peak in MiB, and the first token's time."""
+    group, peak = cgroup(limit)
+    command = [args.zero, "generate", folder, "--threads", "2", "--max-new-tokens", str(new), "--min-new-tokens", str(new), "--prompt", "the of and",
+               *args.options.split(), *offload]
+    begin, seen = time.perf_counter(), []
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())))
+    while os.read(run.stdout.fileno(), 4096):
+        lines = Path(f"/proc/{run.pid}/io").read_text().split("\n")
+        seen.append((time.perf_counter(), next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))))
+    if run.wait():
+        sys.exit(1)
+    peak = int(peak.read_text()) >> 20
+    group.rmdir()
+    # The prompt comes first, and a line's end last.
+    (first, before), (last, after) = seen[1], seen[-2]
+    return (last - first) / (len(seen) - 3), (after - before) / (last - first), peak, first - begin
+
+
 def median(values):
     return sorted(values)[len(values) // 2]
 
@@ -136,10 +155,15 @@ else:
     file.unlink()
     fits = 2 * size < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     rows = {}
+    if not fits:
+        seconds, rate, peak, first = streamed(args.new, args.limit_mib, offload)
+        print(f"{seconds:.2f} s a token, {rate / 1e9:.2f} GB/s, {rate / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, peak {peak} MiB of "
+              f"{args.limit_mib}; first token after {first:.0f} s")
+        sys.exit()
     for prompts in map(int, (args.batches or "1,16").split(",")):
         short, long = zero(prompts, 1, args.limit_mib, offload), zero(prompts, args.new, args.limit_mib, offload)
         rows[prompts] = (long[0] - short[0]) / (args.new - 1)
-        if prompts == 1 and fits:
+        if prompts == 1:
             assert long[1] == zero(1, args.new)[1], "the tokens of a run without a limit"
         rate = (long[3] - short[3]) / (long[0] - short[0])
         print(f"{prompts} prompt(s): {rows[prompts]:.2f} s a token, {rate / 1e9:.2f} GB/s, {rate / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, "
