@@ -97,7 +97,7 @@ def zero(rows, new, limit=None, offload=()):
 
 
 def streamed(new, limit, offload):
-    """Of one run of one prompt: seconds a token, bytes that the process read of disks a second, the peak in MiB, and the first token's time."""
+    """Of one run of one prompt: seconds a token, bytes that the process read of disks a second, the peak in MiB, and the seconds of loading."""
     group, peak = cgroup(limit)
     command = [args.zero, "generate", folder, "--threads", "2", "--max-new-tokens", str(new), "--min-new-tokens", str(new), "--prompt", "the of and",
                *args.options.split(), *offload]
@@ -110,9 +110,9 @@ def streamed(new, limit, offload):
         sys.exit(1)
     peak = int(peak.read_text()) >> 20
     group.rmdir()
-    # The prompt comes first, and a line's end last.
-    (first, before), (last, after) = seen[1], seen[-2]
-    return (last - first) / (len(seen) - 3), (after - before) / (last - first), peak, first - begin
+    # The prompt is shown before it is read, and the line's end last. Tokens that the tokenizer does not know are not shown.
+    (first, before), (last, after) = seen[0], seen[-1]
+    return (last - first) / new, (after - before) / (last - first), peak, first - begin
 
 
 def median(values):
@@ -158,7 +158,7 @@ else:
     if not fits:
         seconds, rate, peak, first = streamed(args.new, args.limit_mib, offload)
         print(f"{seconds:.2f} s a token, {rate / 1e9:.2f} GB/s, {rate / bandwidth:.2f} of the disk's {bandwidth / 1e9:.2f} GB/s, peak {peak} MiB of "
-              f"{args.limit_mib}; first token after {first:.0f} s")
+              f"{args.limit_mib}; loaded in {first:.0f} s")
         sys.exit()
     for prompts in map(int, (args.batches or "1,16").split(",")):
         short, long = zero(prompts, 1, args.limit_mib, offload), zero(prompts, args.new, args.limit_mib, offload)
