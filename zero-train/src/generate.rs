@@ -63,7 +63,7 @@ pub struct Options {
     /// The folder with the weights that an adapter was trained for [default: what the adapter names]
     #[arg(long, value_name = "DIR")]
     pub base: Option<PathBuf>,
-    /// A text to go on with, or for a BART or a T5 to make another of; may be given several times
+    /// The prompt, or for a BART or a T5 the source text; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub prompt: Vec<String>,
     /// A file with a prompt in each line
@@ -112,7 +112,7 @@ pub struct Options {
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub early_stopping: Option<bool>,
     /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
-    /// generation_config.json or config.json, and the tokenizer's end of text; the own one of a BART or a T5]
+    /// generation_config.json or config.json, and the tokenizer's end of text; for a BART or a T5, the model's eos_token_id]
     #[arg(long, value_name = "TOKEN")]
     pub stop: Vec<String>,
     /// Where ranks compute: cpu, cuda or vulkan
@@ -270,7 +270,7 @@ fn run_on_model<F: TextFamily>(
         return Err(wrong_data(file, "is empty: expected a prompt in each line"));
     }
     if options.chat && config.seq2seq().is_some() {
-        let expected = "expected a model that continues a text; this one makes others of texts";
+        let expected = "expected a model that predicts the next token; this one has an encoder and a decoder";
         return Err(wrong("chat", options.model.display(), expected));
     }
     let how = sampling(options, dir, &config, &tokenizer)?;

@@ -396,7 +396,7 @@ fn complete(text: &str) -> Result<String> {
             ("max_position_embeddings", 131_072.into()),
             ("sliding_window", 4096.into()),
         ],
-        "qwen2" => vec![
+        "qwen2" | "qwen3" => vec![
             ("intermediate_size", 22016.into()),
             ("vocab_size", 151_936.into()),
             ("max_position_embeddings", 32768.into()),
@@ -445,13 +445,6 @@ fn complete(text: &str) -> Result<String> {
             ("tie_word_embeddings", true.into()),
             ("sliding_window", 4096.into()),
             ("rope_theta", 1e6.into()),
-        ],
-        "qwen3" => vec![
-            ("intermediate_size", 22016.into()),
-            ("vocab_size", 151_936.into()),
-            ("max_position_embeddings", 32768.into()),
-            ("max_window_layers", 28.into()),
-            ("sliding_window", 4096.into()),
         ],
         _ => Vec::new(),
     };

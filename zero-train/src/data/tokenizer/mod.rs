@@ -311,7 +311,7 @@ impl Tokenizer {
 
     /// As [`encode`](Self::encode), for a model with so many tokens.
     pub(in crate::data) fn encode_within(&self, text: &str, vocab_size: usize) -> Result<Vec<u32>, String> {
-        let ids = self.encode(text).map_err(|problem| format!("cannot be tokenized: {problem}"))?;
+        let ids = self.encode(text)?;
         check_ids(&ids, vocab_size)?;
         Ok(ids)
     }
@@ -423,7 +423,7 @@ impl Tokenizer {
     }
 }
 
-/// What the library cuts, or its error or panic as text.
+/// The library's encoding, or its error or panic as text.
 fn encoding(cut: impl FnOnce() -> Result<tokenizers::Encoding, String>) -> Result<tokenizers::Encoding, String> {
     caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"))
 }
