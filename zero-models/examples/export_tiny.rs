@@ -20,10 +20,15 @@ use serde_json::{Value, json};
 use zero_models::hf_export::{ExportDtype, ExportOptions, export};
 use zero_models::llama::{LlamaKind, RopeScaling};
 use zero_models::t5::T5Kind;
-use zero_models::{Activation, BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, Seq2SeqLm, T5Config};
+use zero_models::{
+    Activation, BartConfig, BartHead, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelConfig,
+    ProblemType, Seq2SeqLm, T5Config,
+};
 
 const VOCABULARY: usize = 101;
 const ROWS: [usize; 2] = [3, 14];
+/// Tokens of each row; the rest is padding.
+const TOKENS: [usize; 3] = [11, 14, 9];
 
 fn main() -> Result<(), Box<dyn Error>> {
     let out = std::env::args().nth(1).ok_or("name the folder to write")?;
@@ -32,7 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Flex::seed(&device, 7);
     let ids = rows(&device, VOCABULARY, 7);
     for tied in [true, false] {
-        let head = if tied { "tied" } else { "untied" };
+        let tie = if tied { "tied" } else { "untied" };
 
         let config = Gpt2Config {
             vocab_size: VOCABULARY,
@@ -46,7 +51,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         };
         let model = noisy(config.init::<Flex>(&device));
         let computed = json!({ "input_ids": ints(&ids), "logits": floats(model.forward(ids.clone())) });
-        write(out, &format!("gpt2_{head}"), &config.into(), &model, computed)?;
+        write(out, &format!("gpt2_{tie}"), &config.into(), &model, computed)?;
 
         let config = BertConfig {
             vocab_size: VOCABULARY,
@@ -58,9 +63,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             tie_word_embeddings: tied,
             ..BertConfig::preset("bert-tiny")?
         };
+        let encoder = config.clone();
         let model = noisy(config.init::<Flex>(&device));
         let types = rows(&device, 2, 1);
-        let padding = [11, 14, 9].map(|tokens| std::array::from_fn::<i32, 14, _>(|t| i32::from(t < tokens)));
+        let padding = TOKENS.map(|tokens| std::array::from_fn::<i32, 14, _>(|t| i32::from(t < tokens)));
         let mask = Tensor::<Flex, 2, Int>::from_data(padding, &device);
         let (logits, relation) = model.forward(ids.clone(), types.clone(), Some(mask.clone()));
         let computed = json!({
@@ -70,7 +76,48 @@ fn main() -> Result<(), Box<dyn Error>> {
             "logits": floats(logits),
             "relation": floats(relation),
         });
-        write(out, &format!("bert_{head}"), &config.into(), &model, computed)?;
+        write(out, &format!("bert_{tie}"), &config.into(), &model, computed)?;
+
+        for (name, model_type) in [
+            ("bert", BertKind::Bert),
+            ("roberta", BertKind::Roberta),
+            ("xlm-roberta", BertKind::XlmRoberta),
+            ("camembert", BertKind::Camembert),
+            ("distilbert", BertKind::DistilBert),
+        ] {
+            let is_roberta = matches!(name, "roberta" | "xlm-roberta" | "camembert");
+            let classes = if tied { labels(4) } else { labels(1) };
+            for (class, head) in [("mlm", BertHead::MaskedLm), ("classes", BertHead::Classes(classes))] {
+                let config = BertConfig {
+                    model_type,
+                    // The first position of a RoBERTa is row 2.
+                    max_position_embeddings: if is_roberta { 18 } else { 16 },
+                    type_vocab_size: if matches!(name, "bert") { 2 } else { 1 },
+                    pad_token_id: usize::from(is_roberta),
+                    problem_type: (class == "classes" && tied).then_some(ProblemType::MultiLabelClassification),
+                    head: head.clone(),
+                    ..encoder.clone()
+                };
+                let model = noisy(config.init::<Flex>(&device));
+                let zeros = types.zeros_like();
+                let types = if name == "bert" { &types } else { &zeros };
+                // Transformers finds a RoBERTa's padding by its id.
+                let ids = if is_roberta {
+                    ids.clone().clamp_min(2).mask_fill(mask.clone().equal_elem(0), 1)
+                } else {
+                    ids.clone()
+                };
+                let logits = match class {
+                    "mlm" => floats(model.predict_tokens(ids.clone(), types.clone(), Some(mask.clone()))),
+                    _ => floats(model.classify(ids.clone(), types.clone(), Some(mask.clone()))),
+                };
+                let mut computed = json!({ "input_ids": ints(&ids), "attention_mask": ints(&mask), "logits": logits });
+                if name == "bert" {
+                    computed["token_type_ids"] = ints(types).into();
+                }
+                write(out, &format!("{name}-{class}_{tie}"), &config.into(), &model, computed)?;
+            }
+        }
 
         let scaling = RopeScaling::Llama3 {
             factor: 4.0,
@@ -115,7 +162,7 @@ fn main() -> Result<(), Box<dyn Error>> {
             };
             let model = noisy(config.init::<Flex>(&device));
             let computed = json!({ "input_ids": ints(&ids), "logits": floats(model.forward(ids.clone())) });
-            write(out, &format!("{name}_{head}"), &config.into(), &model, computed)?;
+            write(out, &format!("{name}_{tie}"), &config.into(), &model, computed)?;
         }
 
         let config = BartConfig {
@@ -136,7 +183,18 @@ fn main() -> Result<(), Box<dyn Error>> {
             "decoder_input_ids": ints(&ids),
             "logits": logits,
         });
-        write(out, &format!("bart_{}", if tied { "scaled" } else { "plain" }), &config.into(), &model, computed)?;
+        let scaled = if tied { "scaled" } else { "plain" };
+        write(out, &format!("bart_{scaled}"), &config.clone().into(), &model, computed)?;
+
+        let config = BartConfig { head: BartHead::Classes(labels(if tied { 3 } else { 1 })), ..config };
+        let model = noisy(config.init::<Flex>(&device));
+        // Each row ends with the token that ends a text.
+        let last = TOKENS.map(|tokens| std::array::from_fn::<i32, 14, _>(|t| i32::from(t + 1 == tokens)));
+        let is_last = Tensor::<Flex, 2, Int>::from_data(last, &device).equal_elem(1);
+        let ends = ids.clone().mask_fill(ids.clone().equal_elem(2), 3).mask_fill(is_last, 2);
+        let logits = floats(model.classify(ends.clone(), Some(mask.clone())));
+        let computed = json!({ "input_ids": ints(&ends), "attention_mask": ints(&mask), "logits": logits });
+        write(out, &format!("bart-classes_{scaled}"), &config.into(), &model, computed)?;
 
         for (name, model_type) in [("t5", T5Kind::T5), ("mt5", T5Kind::Mt5)] {
             // As published: of version 1.0, or with a gate. A head of its own, or none.
@@ -168,7 +226,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                 "decoder_input_ids": ints(&ids),
                 "logits": logits,
             });
-            write(out, &format!("{name}_{head}"), &config.into(), &model, computed)?;
+            write(out, &format!("{name}_{tie}"), &config.into(), &model, computed)?;
         }
     }
     Ok(())
@@ -181,6 +239,10 @@ fn rows(
 ) -> Tensor<Flex, 2, Int> {
     let ids: Vec<i32> = (0..ROWS[0] * ROWS[1]).map(|i| ((i * i * factor + i / 5) % below) as i32).collect();
     Tensor::from_data(TensorData::new(ids, ROWS), device)
+}
+
+fn labels(count: usize) -> Vec<String> {
+    (0..count).map(|i| format!("label {i}")).collect()
 }
 
 fn ints(x: &Tensor<Flex, 2, Int>) -> Vec<Vec<i64>> {

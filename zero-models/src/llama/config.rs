@@ -594,6 +594,10 @@ impl LlamaConfig {
         if let Some(RopeScaling::LongRope { original_max_position_embeddings: original, .. }) = self.rope_scaling {
             keys.insert("original_max_position_embeddings".into(), original.into());
         }
+        // The default of transformers, which asks for its row of the embedding.
+        if is_phi && self.vocab_size <= 32000 {
+            keys.insert("pad_token_id".into(), Value::Null);
+        }
         if self.is_gemma() {
             for key in ["hidden_act", "hidden_activation"] {
                 keys.insert(key.into(), "gelu_pytorch_tanh".into());

@@ -160,10 +160,15 @@ impl Conversations {
         for file in &files[split..] {
             rows.read(file, format, &encoder)?;
         }
-        let held_out = match split == files.len() {
-            true => 0,
-            false => documents::held_out(cutting.held_out, rows.ends.len() - trained)?,
-        };
+        let found = rows.ends.len() - trained;
+        if found == 0 && cutting.held_out != Some(0) && split < files.len() {
+            let problem = format!(
+                "has no row with an answer in its first {seq} tokens: expected some in the validation split; give a --seq that reaches \
+                 them, or --eval 0"
+            );
+            return Err(wrong_data(&files[split].path, problem));
+        }
+        let held_out = if split == files.len() { 0 } else { documents::held_out(cutting.held_out, found)? };
         rows.ends.truncate(trained + held_out);
         let begins = [0].into_iter().chain(rows.ends.iter().copied());
         let longest = begins.zip(&rows.ends).map(|(begin, end)| end - begin).max().unwrap_or(0);

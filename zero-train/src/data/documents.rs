@@ -363,16 +363,42 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
     rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.into_text())))
 }
 
-/// These fields of every row of a file, or of the files of a folder, and how many of the last rows are of a validation split: at
-/// most as many as `held_out` says.
-pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<usize>) -> Result<(Vec<RowOf>, usize)> {
+/// Where the rows of some data are: for each its file, and its number there.
+pub(super) struct Places {
+    files: Vec<DataFile>,
+    rows: Vec<(usize, usize)>,
+}
+
+impl Places {
+    /// The error, with the name of the file that the row is in.
+    pub(super) fn wrong(&self, WrongRow { row, problem }: WrongRow) -> TrainError {
+        let (file, row) = self.rows[row];
+        wrong_data(&self.files[file].path, format!("row {row} {problem}"))
+    }
+}
+
+/// A row that cannot be used. The problem is what follows its name.
+#[derive(Debug)]
+pub(super) struct WrongRow {
+    pub(super) row: usize,
+    pub(super) problem: String,
+}
+
+/// These fields of every row of a file, or of the files of a folder; where the rows are; and how many of the last rows are of a
+/// validation split: at most as many as `held_out` says.
+pub(super) fn read_rows(
+    path: &Path,
+    fields: &[FieldOf<'_>],
+    held_out: Option<usize>,
+) -> Result<(Vec<RowOf>, Places, usize)> {
     let mut read = [Vec::new(), Vec::new()];
     let files = files(path)?;
     let has_split = files.iter().any(|file| file.is_held_out);
-    for file in files {
+    for (number, file) in files.iter().enumerate() {
         let of_split = &mut read[usize::from(file.is_held_out)];
-        rows(&file, fields, &mut |row| {
-            of_split.push(row);
+        let before = of_split.len();
+        rows(file, fields, &mut |row| {
+            of_split.push((row, (number, of_split.len() - before)));
             Ok(())
         })?;
     }
@@ -384,12 +410,13 @@ pub(super) fn read_rows(path: &Path, fields: &[FieldOf<'_>], held_out: Option<us
     if has_split {
         // Those without a label stay at the end.
         let is_labelled = |row: &RowOf| row.iter().all(Option::is_some);
-        let labelled = validation.iter().take_while(|row| is_labelled(row)).count();
+        let labelled = validation.iter().take_while(|(row, _)| is_labelled(row)).count();
         rows = self::held_out(held_out, labelled)?;
         validation.drain(rows..labelled);
     }
     trained.append(&mut validation);
-    Ok((trained, rows))
+    let (trained, places) = trained.into_iter().unzip();
+    Ok((trained, Places { files, rows: places }, rows))
 }
 
 /// The number of rows of a validation split that are held out, where `--eval` asks for some.
@@ -894,7 +921,7 @@ mod tests {
         assert_eq!(names(&folder), expected);
         let fields = [FieldOf { name: "text", option: "text-field", holds: Holds::Text }];
         let read = |most| {
-            let (rows, held_out) = read_rows(&folder, &fields, most)?;
+            let (rows, _, held_out) = read_rows(&folder, &fields, most)?;
             let text = |row: RowOf| row.into_iter().flatten().map(Cell::into_text).collect::<String>();
             Ok::<_, crate::TrainError>((rows.into_iter().map(text).collect::<String>(), held_out))
         };
@@ -1048,7 +1075,7 @@ mod tests {
         group.close().unwrap();
         writer.close().unwrap();
         let read = |name, holds| -> Result<Vec<String>, String> {
-            let (rows, _) = read_rows(&path, &[FieldOf { name, option: "label-field", holds }], None)
+            let (rows, ..) = read_rows(&path, &[FieldOf { name, option: "label-field", holds }], None)
                 .map_err(|error| error.to_string())?;
             Ok(rows.into_iter().flatten().flatten().map(|cell| cell.to_string()).collect())
         };

@@ -11,8 +11,8 @@ use rayon::prelude::*;
 use zero_models::ProblemType;
 
 use super::Cutting;
-use super::documents::{self, Cell, FieldOf, Holds};
-use super::labels::{KnownHead, Labels};
+use super::documents::{self, Cell, FieldOf, Holds, WrongRow};
+use super::labels::{KnownHead, Labels, WrongLabels};
 use super::tokenizer::Tokenizer;
 use super::wordpiece::SPECIAL;
 use crate::error::{Result, wrong_data};
@@ -75,7 +75,7 @@ impl LabelledTexts {
     /// # Errors
     ///
     /// [`TrainError`](crate::TrainError) when a file cannot be read or used; for a tokenizer that puts no tokens around a text; for labels
-    /// that are not the head's, or of several kinds.
+    /// that are not the head's, or of several kinds; and for rows with another number of the head's `end_token` than the first.
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
@@ -100,15 +100,18 @@ impl LabelledTexts {
         asked.extend(fields.second.map(|name| text(name, "second-field")));
         // None of these may be missing.
         let whole = |row: documents::RowOf| row.into_iter().flatten().collect();
-        let (read, held_out) = documents::read_rows(path, &asked, cutting.held_out)?;
+        let (read, places, held_out) = documents::read_rows(path, &asked, cutting.held_out)?;
         let read: Vec<Vec<Cell>> = read.into_iter().map(whole).collect();
         let labels: Vec<&Cell> = read.iter().map(|row| &row[0]).collect();
-        let Labels { problem, names, targets } =
-            Labels::of(&labels, head).map_err(|problem| wrong_data(path, problem))?;
-        let cut = |(number, (mut row, target)): (usize, (Vec<Cell>, Vec<f64>))| -> Result<Row, String> {
+        let wrong = |WrongLabels { row, problem }: WrongLabels| match row {
+            Some(row) => places.wrong(WrongRow { row, problem }),
+            None => wrong_data(path, problem),
+        };
+        let Labels { problem, names, targets } = Labels::of(&labels, head).map_err(wrong)?;
+        let cut = |(row, (mut cells, target)): (usize, (Vec<Cell>, Vec<f64>))| -> Result<Row, WrongRow> {
             let encode = |cell: Cell| tokenizer.encode_within(&cell.into_text(), cutting.vocab_size);
-            let texts = row.drain(1..).map(encode).collect::<Result<Vec<_>, _>>();
-            let mut texts = texts.map_err(|problem| format!("row {number} {problem}"))?;
+            let texts = cells.drain(1..).map(encode).collect::<Result<Vec<_>, _>>();
+            let mut texts = texts.map_err(|problem| WrongRow { row, problem })?;
             // The longer one loses its end first, as transformers' `longest_first`.
             while texts.iter().map(Vec::len).sum::<usize>() > seq - marks {
                 texts.iter_mut().rev().max_by_key(|text| text.len()).expect("there is a text").pop();
@@ -122,8 +125,20 @@ impl LabelledTexts {
             }
             Ok(Row { ids, first, target })
         };
-        let rows: Result<Vec<Row>, String> = read.into_par_iter().zip(targets).enumerate().map(cut).collect();
-        let rows = rows.map_err(|problem| wrong_data(path, problem))?;
+        let rows: Result<Vec<Row>, WrongRow> = read.into_par_iter().zip(targets).enumerate().map(cut).collect();
+        let rows = rows.map_err(|wrong| places.wrong(wrong))?;
+        if let Some(end) = head.end_token {
+            let count = |row: &Row| row.ids.iter().filter(|id| **id == end as i32).count();
+            let first = rows.first().map_or(0, count);
+            if let Some(row) = rows.iter().position(|row| count(row) != first || first == 0) {
+                let problem = format!(
+                    "has the model's eos_token_id {end} {} times in its tokens, and the first row {first} times: expected the same number \
+                     in all rows, by a tokenizer that ends texts with it, and no text with it",
+                    count(&rows[row])
+                );
+                return Err(places.wrong(WrongRow { row, problem }));
+            }
+        }
         Ok(Self { rows, held_out, problem, names, seq, pad: pad as i32 })
     }
 
@@ -150,13 +165,6 @@ impl LabelledTexts {
     /// Names of the labels that a head has.
     pub fn names(&self) -> &[String] {
         &self.names
-    }
-
-    /// The first row that has another number of this token than the first row, or none of it.
-    pub fn odd_count(&self, token: u32) -> Option<usize> {
-        let count = |row: &Row| row.ids.iter().filter(|id| **id == token as i32).count();
-        let first = self.rows.first().map_or(0, count);
-        self.rows.iter().position(|row| count(row) != first || first == 0)
     }
 
     /// Of some rows, to tell data from other data.

@@ -18,7 +18,28 @@ pub struct KnownHead<'a> {
     pub problem: Option<ProblemType>,
     /// True if the head is fresh: it gets the labels of the data where these are others.
     pub fresh: bool,
+    /// The token that the head reads a text at, which all texts must have equally often.
+    pub end_token: Option<u32>,
 }
+
+/// Labels that cannot be used, and the row of which the problem is told, if it is of one.
+#[derive(Debug)]
+pub(super) struct WrongLabels {
+    pub(super) row: Option<usize>,
+    pub(super) problem: String,
+}
+
+impl<T: Into<String>> From<T> for WrongLabels {
+    fn from(problem: T) -> Self {
+        Self { row: None, problem: problem.into() }
+    }
+}
+
+fn of_row(row: usize, problem: String) -> WrongLabels {
+    WrongLabels { row: Some(row), problem }
+}
+
+type Result<T> = std::result::Result<T, WrongLabels>;
 
 /// Labels of rows.
 #[derive(Debug, PartialEq)]
@@ -60,7 +81,7 @@ impl Labels {
     /// The kind is the one of the head: its `problem_type`, or regression for one label. Where the head says nothing, it is the one of
     /// the labels, as in transformers' `run_classification.py`: lists are several classes, numbers with a fraction a regression, and
     /// all others classes.
-    pub(super) fn of(cells: &[&Cell], head: KnownHead<'_>) -> Result<Self, String> {
+    pub(super) fn of(cells: &[&Cell], head: KnownHead<'_>) -> Result<Self> {
         let values: Vec<Value<'_>> = cells.iter().copied().enumerate().collect();
         let kind = kind_of(&values)?;
         let of_head = ProblemType::of_head(head.problem, head.names.len());
@@ -74,7 +95,7 @@ impl Labels {
     }
 
     /// Numbers of a regression.
-    fn numbers(values: &[Value<'_>], head: KnownHead<'_>) -> Result<Self, String> {
+    fn numbers(values: &[Value<'_>], head: KnownHead<'_>) -> Result<Self> {
         let numbers = |cell: &Cell| match cell {
             Cell::List(items) => items.iter().map(number).collect(),
             one => number(one).map(|number| vec![number]),
@@ -90,22 +111,26 @@ impl Labels {
                 is_list == (outputs > 1) && numbers.len() == outputs && numbers.iter().all(|&x| (x as f32).is_finite())
             };
             numbers(cell).filter(fits).ok_or_else(|| {
-                format!("row {row} has the label {cell}: expected {expected}, as the labels are those of a regression")
+                of_row(
+                    *row,
+                    format!("has the label {cell}: expected {expected}, as the labels are those of a regression"),
+                )
             })
         };
-        let targets = values.iter().map(target).collect::<Result<_, _>>()?;
+        let targets = values.iter().map(target).collect::<Result<_>>()?;
         Ok(Self { problem: ProblemType::Regression, names: names_for(outputs, head), targets })
     }
 
     /// Any number of classes: lists of their names or numbers, or of as many 0.0 and 1.0 as there are classes.
-    fn several(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self, String> {
+    fn several(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self> {
         let problem = ProblemType::MultiLabelClassification;
         if kind != Kind::List {
             let (row, cell) = values[0];
-            return Err(format!(
-                "row {row} has the label {cell}: expected a list of classes, as the head predicts several classes of a text \
+            let problem = format!(
+                "has the label {cell}: expected a list of classes, as the head predicts several classes of a text \
                  (multi_label_classification)"
-            ));
+            );
+            return Err(of_row(row, problem));
         }
         let lists: Vec<(usize, &[Cell])> = values.iter().filter_map(|(row, cell)| Some((*row, list(cell)?))).collect();
         let all: Vec<Value<'_>> = lists.iter().flat_map(|(row, items)| items.iter().map(|item| (*row, item))).collect();
@@ -120,9 +145,10 @@ impl Labels {
                     return Ok(target);
                 }
                 let list = Cell::List(items.to_vec());
-                Err(format!("row {row} has the label {list}: expected 0.0 or 1.0 for each of the {classes} classes"))
+                let problem = format!("has the label {list}: expected 0.0 or 1.0 for each of the {classes} classes");
+                Err(of_row(*row, problem))
             };
-            let targets = lists.iter().map(target).collect::<Result<_, _>>()?;
+            let targets = lists.iter().map(target).collect::<Result<_>>()?;
             return Ok(Self { problem, names: names_for(classes, head), targets });
         }
         let (names, numbers) = classes(&all, kind, head)?;
@@ -136,30 +162,31 @@ impl Labels {
             for item in *items {
                 let class = &mut target[numbers[text(item)]];
                 if *class == 1.0 && kind == Kind::Whole {
-                    return Err(format!(
-                        "row {row} has the class {item} twice: expected each number of a class once; 0 or 1 for each class are \
-                         written as 0.0 and 1.0"
-                    ));
+                    let problem = format!(
+                        "has the class {item} twice: expected each number of a class once; 0 or 1 for each class are written as 0.0 and 1.0"
+                    );
+                    return Err(of_row(*row, problem));
                 }
                 *class = 1.0;
             }
             Ok(target)
         };
-        let targets = lists.iter().map(target).collect::<Result<_, _>>()?;
+        let targets = lists.iter().map(target).collect::<Result<_>>()?;
         Ok(Self { problem, names, targets })
     }
 
     /// One class.
-    fn single(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self, String> {
+    fn single(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self> {
         let other = |(_, cell): &&Value<'_>| !matches!(cell, Cell::Text(_) | Cell::Whole(_) | Cell::Untyped(_));
         // Of a table without types whose labels are numbers with a fraction, only `problem_type` makes classes.
         let fractions = values.first().filter(|_| kind == Kind::Fraction && head.problem.is_none());
         if let Some((row, cell)) = values.iter().find(other).or(fractions) {
-            return Err(format!(
-                "row {row} has the label {cell}, and the head predicts one of the classes {:?}: expected the name or the number of one, or \
-                 another problem_type in the model's config.json",
+            let problem = format!(
+                "has the label {cell}, and the head predicts one of the classes {:?}: expected the name or the number of one, or another \
+                 problem_type in the model's config.json",
                 head.names
-            ));
+            );
+            return Err(of_row(*row, problem));
         }
         let (names, numbers) = classes(values, kind, head)?;
         let targets = values.iter().map(|(_, cell)| vec![numbers[text(cell)] as f64]).collect();
@@ -193,7 +220,7 @@ fn text(cell: &Cell) -> &str {
 }
 
 /// The kind of all these values.
-fn kind_of(values: &[Value<'_>]) -> Result<Kind, String> {
+fn kind_of(values: &[Value<'_>]) -> Result<Kind> {
     // A column of a table without types is one of numbers if all are.
     let is_whole = |(_, cell): &Value<'_>| matches!(cell, Cell::Untyped(text) if text.trim().parse::<i64>().is_ok());
     let is_number = |(_, cell): &Value<'_>| matches!(cell, Cell::Untyped(_)) && number(cell).is_some();
@@ -213,11 +240,12 @@ fn kind_of(values: &[Value<'_>]) -> Result<Kind, String> {
             (all, own) if all == own => all,
             (Kind::Whole | Kind::Fraction, Kind::Whole | Kind::Fraction) => Kind::Fraction,
             (all, own) => {
-                return Err(format!(
-                    "row {row} has the label {cell}, which is {}, and a label before it is {}: expected one kind",
-                    own.name(),
-                    all.name()
-                ));
+                let kinds = [own.name(), all.name()];
+                let problem = format!(
+                    "has the label {cell}, which is {}, and a label before it is {}: expected one kind",
+                    kinds[0], kinds[1]
+                );
+                return Err(of_row(*row, problem));
             }
         };
     }
@@ -231,17 +259,16 @@ fn classes<'a>(
     values: &[Value<'a>],
     kind: Kind,
     head: KnownHead<'_>,
-) -> Result<(Vec<String>, HashMap<&'a str, usize>), String> {
+) -> Result<(Vec<String>, HashMap<&'a str, usize>)> {
     let (known, are_numbers) = (head.names, kind == Kind::Whole);
     let labels: BTreeSet<&'a str> = values.iter().map(|(_, cell)| text(cell)).collect();
     let row = |label: &str| values.iter().find(|(_, cell)| text(cell) == label).map_or(0, |(row, _)| *row);
     // A table has no numbers, only texts.
     let are_whole = are_numbers || labels.iter().all(|label| label.parse::<i64>().is_ok());
     if let Some(label) = labels.iter().find(|label| are_whole && label.starts_with('-')) {
-        return Err(format!(
-            "row {} has the label {label}: expected numbers of classes from 0; leave out rows without a label",
-            row(label)
-        ));
+        let problem =
+            format!("has the label {label}: expected numbers of classes from 0; leave out rows without a label");
+        return Err(of_row(row(label), problem));
     }
     let named = |label: &str| known.iter().position(|class| class == label);
     let is_plain = |number: &usize, label: &str| *number < known.len() && number.to_string() == label;
@@ -258,7 +285,7 @@ fn classes<'a>(
         let mut classes: Vec<&'a str> = labels.into_iter().collect();
         classes.sort_by_key(|label| (label.parse::<i64>().unwrap_or(i64::MAX), label.to_string()));
         return match classes.len() {
-            1 => Err(format!("has the label {:?} in all rows: expected at least 2 classes", classes[0])),
+            1 => Err(format!("has the label {:?} in all rows: expected at least 2 classes", classes[0]).into()),
             _ => {
                 let names = classes.iter().map(ToString::to_string).collect();
                 Ok((names, classes.into_iter().zip(0..).collect()))
@@ -267,10 +294,10 @@ fn classes<'a>(
     }
     let is_other = |label: &&&str| (are_numbers || named(label).is_none()) && numbered(label).is_none();
     let other = labels.iter().find(is_other).or(labels.first()).expect("there is a label");
-    Err(format!(
-        "row {} has the label {other:?}, and the model's classes are {known:?}: expected their names, or their numbers from 0",
-        row(other)
-    ))
+    let problem = format!(
+        "has the label {other:?}, and the model's classes are {known:?}: expected their names, or their numbers from 0"
+    );
+    Err(of_row(row(other), problem))
 }
 
 #[cfg(test)]
@@ -298,39 +325,39 @@ mod tests {
     }
 
     /// Labels for a head with these names, which is fresh or not.
-    fn of(cells: &[Cell], names: &[&str], fresh: bool) -> Result<Labels, String> {
+    fn of(cells: &[Cell], names: &[&str], fresh: bool) -> Result<Labels> {
         for_problem(cells, names, fresh, None)
     }
 
-    fn for_problem(
-        cells: &[Cell],
-        names: &[&str],
-        fresh: bool,
-        problem: Option<ProblemType>,
-    ) -> Result<Labels, String> {
+    fn for_problem(cells: &[Cell], names: &[&str], fresh: bool, problem: Option<ProblemType>) -> Result<Labels> {
         let names: Vec<String> = names.iter().map(ToString::to_string).collect();
         let cells: Vec<&Cell> = cells.iter().collect();
-        Labels::of(&cells, KnownHead { names: &names, problem, fresh })
+        Labels::of(&cells, KnownHead { names: &names, problem, fresh, end_token: None })
     }
 
     #[track_caller]
-    fn same(got: Result<Labels, String>, problem: ProblemType, names: &[&str], targets: &[&[f64]]) {
+    fn same(got: Result<Labels>, problem: ProblemType, names: &[&str], targets: &[&[f64]]) {
         let names = names.iter().map(ToString::to_string).collect();
         let targets = targets.iter().map(|target| target.to_vec()).collect();
         assert_eq!(got.unwrap(), Labels { problem, names, targets });
     }
 
     #[track_caller]
-    fn single(got: Result<Labels, String>, names: &[&str], classes: &[usize]) {
+    fn single(got: Result<Labels>, names: &[&str], classes: &[usize]) {
         let targets: Vec<Vec<f64>> = classes.iter().map(|&class| vec![class as f64]).collect();
         let targets: Vec<&[f64]> = targets.iter().map(Vec::as_slice).collect();
         same(got, ProblemType::SingleLabelClassification, names, &targets);
     }
 
     #[track_caller]
-    fn told(got: Result<Labels, String>, expected: &str) {
-        let told = got.unwrap_err();
+    fn told(got: Result<Labels>, expected: &str) {
+        let told = told_of(got);
         assert!(told.contains(expected), "{told}");
+    }
+
+    fn told_of(got: Result<Labels>) -> String {
+        let WrongLabels { row, problem } = got.unwrap_err();
+        row.map_or(problem.clone(), |row| format!("row {row} {problem}"))
     }
 
     #[test]
@@ -346,7 +373,7 @@ mod tests {
         // Texts of JSON that look like numbers with a fraction.
         single(of(&texts(&["0.5", "1.5"]), &[], true), &["0.5", "1.5"], &[0, 1]);
         told(of(&texts(&["b", "b"]), &[], true), "expected at least 2 classes");
-        let other = of(&texts(&["yes", "maybe"]), &["no", "yes"], false).unwrap_err();
+        let other = told_of(of(&texts(&["yes", "maybe"]), &["no", "yes"], false));
         assert!(other.contains("row 1 has the label \"maybe\"") && other.contains("[\"no\", \"yes\"]"), "{other}");
         told(of(&wholes(&[0, 2]), &["no", "yes"], false), "row 1 has the label \"2\"");
     }

@@ -10,10 +10,10 @@ use rayon::prelude::*;
 use zero_models::Seq2SeqSettings;
 
 use super::Cutting;
-use super::documents::{self, Cell, FieldOf, Holds, RowOf};
+use super::documents::{self, Cell, FieldOf, Holds, RowOf, WrongRow};
 use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
-use crate::error::{Result, wrong_data};
+use crate::error::Result;
 
 /// Texts to be read, and to be made of these.
 #[derive(Debug)]
@@ -73,20 +73,20 @@ impl TextPairs {
     ) -> Result<Self> {
         let (begin, end) = (tokenizer.begin_of(settings), settings.end_token);
         let seq = cutting.row_length(begin.len() + 2)?;
-        let encode = |text: &str, number: usize| {
+        let encode = |text: &str, row: usize| {
             let ids = tokenizer.encode_within(text, cutting.vocab_size);
-            ids.map_err(|problem| format!("row {number} {problem}"))
+            ids.map_err(|problem| WrongRow { row, problem })
         };
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
             FieldOf { name: fields.label, option: "label-field", holds: Holds::TextOrNothing },
         ];
-        let (read, held_out) = documents::read_rows(path, &fields, cutting.held_out)?;
+        let (read, places, held_out) = documents::read_rows(path, &fields, cutting.held_out)?;
         let marked = |ids: &[u32], most: usize| -> Vec<i32> {
             let ids = begin.iter().chain(ids).take(most - 1).chain([&end]);
             ids.map(|&id| id as i32).collect()
         };
-        let row = |(number, row): (usize, RowOf)| -> Result<Row, String> {
+        let row = |(number, row): (usize, RowOf)| -> Result<Row, WrongRow> {
             let [text, made] = <[_; 2]>::try_from(row).expect("two fields were asked for");
             let source = marked(&encode(&text.map_or_else(String::new, Cell::into_text), number)?, seq);
             let Some(text) = made.map(Cell::into_text) else {
@@ -95,23 +95,24 @@ impl TextPairs {
             let ids = encode(&text, number)?;
             let target = marked(&ids, cutting.n_positions);
             if target.len() < begin.len() + ids.len() + 1 {
-                return Err(format!(
-                    "row {number}: the text to be made has more tokens than the model's {} positions: shorten it",
-                    cutting.n_positions
-                ));
+                let problem = format!(
+                    "has a \"{}\" of more tokens than the model's {} positions: shorten it",
+                    fields[1].name, cutting.n_positions
+                );
+                return Err(WrongRow { row: number, problem });
             }
             let decoded = tokenizer.decode(&ids).trim().to_string();
             Ok(Row { source, target, made: Some(Made { text, decoded }) })
         };
-        let rows: Result<Vec<Row>, String> = read.into_par_iter().enumerate().map(row).collect();
-        let rows = rows.map_err(|problem| wrong_data(path, problem))?;
+        let rows: Result<Vec<Row>, WrongRow> = read.into_par_iter().enumerate().map(row).collect();
+        let rows = rows.map_err(|wrong| places.wrong(wrong))?;
         let labelled = rows.iter().rposition(|row| row.made.is_some()).map_or(0, |last| last + 1);
         if let Some(row) = rows[..labelled].iter().position(|row| row.made.is_none()) {
             let problem = format!(
-                "row {row} has no \"{}\", and rows behind it have: expected rows that are only to be predicted at the end",
+                "has no \"{}\", and rows behind it have: expected rows that are only to be predicted at the end",
                 fields[1].name
             );
-            return Err(wrong_data(path, problem));
+            return Err(places.wrong(WrongRow { row, problem }));
         }
         let longest_target = rows.iter().map(|row| row.target.len()).max().unwrap_or(0);
         let unlabelled = rows.len() - labelled;

@@ -15,7 +15,7 @@ use zero_models::{
 use super::start::Start;
 use super::{Options, Program, TaskChoice, figures, tokens};
 use crate::data::{KnownHead, LabelledBatch, LabelledTexts, Tokenizer};
-use crate::error::{Result, wrong, wrong_data};
+use crate::error::{Result, wrong};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
 
 /// A family of models that can have a classification head, by its configuration.
@@ -220,17 +220,13 @@ impl<C: ClassesFamily> ClassesTask<C> {
             None => false,
         };
         let described: ModelConfig = config.clone().into();
-        let head = KnownHead { names: described.classes(), problem: config.problem_type(), fresh: !has_head };
+        let head = KnownHead {
+            names: described.classes(),
+            problem: config.problem_type(),
+            fresh: !has_head,
+            end_token: config.end_token(),
+        };
         let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, head)?;
-        if let Some(end) = config.end_token()
-            && let Some(row) = texts.odd_count(end)
-        {
-            let problem = format!(
-                "row {row} or row 0 has an odd number of the model's eos_token_id {end} in its tokens: expected the same number in all rows, by \
-                 a tokenizer that ends texts with it, and no text with it"
-            );
-            return Err(wrong_data(path, problem));
-        }
         let (labels, problem) = (texts.names().len(), texts.problem());
         // As it stands in the file where it says nothing else.
         let given = config.problem_type().or((problem != ProblemType::SingleLabelClassification).then_some(problem));

@@ -453,5 +453,13 @@ fn labels_that_are_none_are_told_with_their_row() {
     assert!(text.contains("unknown variant `ranking`, expected one of `regression`"), "{text}");
     // A text that ends where it does not.
     let text = told(&["--model", "bart"], "rows.jsonl", &rows(["0", "1"]).replacen("cat", "cat [SEP]", 1));
-    assert!(text.contains("row 1 or row 0 has an odd number of the model's eos_token_id 3"), "{text}");
+    let expected = "row 1 has the model's eos_token_id 3 1 times in its tokens, and the first row 2 times";
+    assert!(text.contains(expected), "{text}");
+    // Of several files, the file and its own row.
+    std::fs::create_dir_all(dir.path().join("split")).unwrap();
+    std::fs::write(dir.path().join("split/train.jsonl"), rows(["0.5", "1.5"])).unwrap();
+    std::fs::write(dir.path().join("split/validation.jsonl"), rows(["0.5", "1e39"])).unwrap();
+    let common = ["train", "--task", "text-classification", "--tokenizer", "tok", "--weights", "bert-hf"];
+    let text = refused(&[&common[..], &["--data", "split"]].concat(), dir.path());
+    assert!(text.contains("validation.jsonl: row 1 has the label 1e39: expected a finite number"), "{text}");
 }

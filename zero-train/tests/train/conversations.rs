@@ -189,6 +189,14 @@ fn the_command_says_what_is_left_out_and_measures_what_is_held_out() {
     assert!(shown.contains("perplexity") && shown.contains("the model goes on"), "{shown}");
     let ran = zero(&[&train[..], &["--dry-run"]].concat(), dir);
     assert!(ran.status.success() && String::from_utf8_lossy(&ran.stdout).contains("20 rows"), "{ran:?}");
+    // A validation split without answers does not vanish.
+    std::fs::create_dir(dir.join("split")).unwrap();
+    std::fs::write(dir.join("split/train.jsonl"), &chats).unwrap();
+    std::fs::write(dir.join("split/validation.jsonl"), lines([&silent])).unwrap();
+    let split = ["train", "--weights", "llama", "--data", "split", "--dry-run"];
+    let text = told(&zero(&split, dir));
+    assert!(text.contains("validation.jsonl: has no row with an answer in its first"), "{text}");
+    assert!(zero(&[&split[..], &["--eval", "0"]].concat(), dir).status.success());
     // Where held-out rows lie in batches does not change their mean.
     let evals = [("1", "5"), ("1", "2"), ("2", "1")].map(|(ranks, batch)| {
         let how = ["--weights", "llama", "--data", "chats.jsonl", "--steps", "1", "--eval", "5", "--lr", "0"];
