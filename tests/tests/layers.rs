@@ -190,7 +190,18 @@ fn circle(graph: &BTreeMap<&Module, BTreeSet<Module>>) -> Option<Vec<String>> {
 #[test]
 fn modules_import_without_circles() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    for name in ["zero-core", "zero-kernels", "zero-ops", "zero-models", "zero-burn", "zero-train", "zero-param"] {
+    for name in [
+        "zero-core",
+        "zero-kernels",
+        "zero-ops",
+        "zero-config",
+        "zero-data",
+        "zero-models",
+        "zero-burn",
+        "zero-train",
+        "zero-cli",
+        "zero-param",
+    ] {
         let source = Source::read(&root.join(name).join("src"));
         assert!(source.text.len() > 10, "{name} is not read");
         let found = circle(&source.graph());

@@ -40,6 +40,15 @@ pub fn model_state(parameters: u64, stage: Stage, world: u64, precision: Precisi
     }
 }
 
+/// `bytes` in the largest binary unit that leaves at least one before the point: "1.50 GiB".
+pub fn format_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
+    match (bytes.max(1).ilog2() / 10) as usize {
+        0 => format!("{bytes} B"),
+        power => format!("{:.2} {}", bytes as f64 / (1_u64 << (10 * power)) as f64, UNITS[power - 1]),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -12,6 +12,7 @@ use zero_core::offload::DiskError;
 use zero_core::{CommError, RankFailure};
 use zero_models::ModelError;
 
+use crate::loss_scale::LossScaleError;
 use crate::step::EngineError;
 
 /// Of what can go wrong in a run.
@@ -86,17 +87,17 @@ pub enum TrainError {
 }
 
 /// An option that cannot be what it is.
-pub(crate) fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
+pub fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
     TrainError::Option { option, got: got.to_string(), expected: expected.into() }
 }
 
 /// A file with the wrong content: what is wrong, what was expected, and what to change.
-pub(crate) fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
+pub fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
     TrainError::Data { path: path.to_path_buf(), problem: problem.into() }
 }
 
 /// What makes an error of the system this crate's.
-pub(crate) fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> TrainError + use<> {
+pub fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> TrainError + use<> {
     let path = path.to_path_buf();
     move |source| TrainError::Io { action, path: path.clone(), source }
 }
@@ -126,6 +127,23 @@ impl From<zero_core::LaunchError<TrainError>> for TrainError {
             },
             other => of_ranks(&other),
         }
+    }
+}
+
+#[cfg(feature = "language")]
+impl From<zero_data::DataError> for TrainError {
+    fn from(error: zero_data::DataError) -> Self {
+        match error {
+            zero_data::DataError::Option { option, got, expected } => Self::Option { option, got, expected },
+            zero_data::DataError::Io { action, path, source } => Self::Io { action, path, source },
+            zero_data::DataError::Data { path, problem } => Self::Data { path, problem },
+        }
+    }
+}
+
+impl From<LossScaleError> for TrainError {
+    fn from(error: LossScaleError) -> Self {
+        EngineError::from(error).into()
     }
 }
 

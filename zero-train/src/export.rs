@@ -205,7 +205,7 @@ fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
 ///
 /// # Errors
 /// [`ExportError::BadModel`] and [`ExportError::Unfit`].
-pub(crate) fn model_of(
+pub fn model_of(
     path: &Path,
     state: &Value,
     tensors: &BTreeMap<String, TensorEntry>,

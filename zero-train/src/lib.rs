@@ -9,29 +9,26 @@
 //! * Without the feature `burn` it knows no Burn, and trains by what a [`trainer::Front`] brings along: `zero-param` for Burn 0.22.
 //! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
 
-mod caught;
-pub mod config;
-pub mod data;
 #[cfg(feature = "burn")]
 pub mod engine;
-mod error;
+pub mod error;
 pub mod estimate;
 pub mod export;
-#[cfg(feature = "burn")]
-pub mod generate;
-pub mod inspect;
+#[cfg(feature = "language")]
 pub mod language;
-pub mod launcher;
+pub mod launched;
 #[cfg(feature = "burn")]
 pub mod learner;
-pub mod loss_scale;
 pub mod memory;
 pub mod metrics;
 pub mod monitor;
-pub mod schedule;
 mod signals;
 pub mod step;
 pub mod trainer;
-pub mod wizard;
+
+pub use zero_config as config;
+pub use zero_config::{loss_scale, schedule};
+#[cfg(feature = "language")]
+pub use zero_data as data;
 
 pub use error::{Result, TrainError, exit, told_once};

@@ -3,7 +3,7 @@
 use std::fs;
 use std::path::{Component, Path};
 
-use indicatif::BinaryBytes;
+pub use zero_core::estimate::format_bytes;
 
 /// Bytes this process may still take: what the system says is available, cut at the limits of its control groups.
 pub fn available_bytes() -> Option<u64> {
@@ -92,11 +92,6 @@ fn least_headroom(root: &Path, (base, limits, usage, cache): Files, path: &str) 
         Some(limits.iter().filter_map(|limit| number(limit)).min()?.saturating_sub(used))
     };
     groups.iter().filter_map(|group| headroom(group)).min()
-}
-
-/// `bytes` in the largest binary unit that leaves at least one before the point: "1.50 GiB".
-pub fn format_bytes(bytes: u64) -> String {
-    BinaryBytes(bytes).to_string()
 }
 
 #[cfg(test)]

@@ -133,7 +133,8 @@ impl Asked {
         Self { first: Arc::default(), times: Arc::default() }
     }
 
-    pub(crate) fn count(&self, signal: i32) {
+    /// Counts a signal, as the handler does.
+    pub fn count(&self, signal: i32) {
         // What is there already stays.
         let _ = self.first.compare_exchange(0, signal as usize, Ordering::SeqCst, Ordering::SeqCst);
         self.times.fetch_add(1, Ordering::SeqCst);

@@ -2,10 +2,10 @@
 
 #[cfg(feature = "burn")]
 use crate::error::{Result, wrong};
-use clap::ValueEnum;
 
 /// Where ranks compute.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum BackendChoice {
     /// The processor.
     #[default]
@@ -16,9 +16,9 @@ pub enum BackendChoice {
     Vulkan,
 }
 
-/// A choice as on the command line.
-pub(super) fn name(choice: impl ValueEnum) -> String {
-    choice.to_possible_value().expect("no choice is hidden").get_name().to_string()
+/// A choice as on the command line: its variant, which is one word, in lower case.
+pub(super) fn name(choice: impl std::fmt::Debug) -> String {
+    format!("{choice:?}").to_lowercase()
 }
 
 impl BackendChoice {
@@ -28,7 +28,7 @@ impl BackendChoice {
     ///
     /// What is missing, and what to do.
     #[cfg(feature = "burn")]
-    pub(crate) fn check(self) -> Result<()> {
+    pub fn check(self) -> Result<()> {
         let missing = match self {
             BackendChoice::Cpu => None,
             #[cfg(feature = "cuda")]

@@ -35,6 +35,7 @@
 //! ```
 
 mod backend;
+mod bar;
 #[cfg(feature = "burn")]
 mod burn;
 mod checkpoints;
@@ -84,8 +85,6 @@ pub use task::{Measured, Task};
 pub use zero_ops::FusedBackend;
 pub use zero_plan::outline;
 
-#[cfg(feature = "burn")]
-use clap::Parser;
 use zero_core::alloc::PageKeeper;
 use zero_core::collective::exit::end_process;
 use zero_core::collective::launcher::started;
@@ -99,7 +98,7 @@ use self::ranks::{Ranks, Stopped, with_ranks};
 pub use crate::Result;
 use crate::TrainError;
 use crate::error::told_once;
-use crate::launcher::write_status;
+use crate::launched::write_status;
 use crate::signals::Signal;
 use crate::step::EngineError;
 
@@ -112,17 +111,17 @@ pub struct Trainer<'a, F> {
     allocator: Option<&'a PageKeeper>,
 }
 
-#[cfg(feature = "burn")]
+#[cfg(all(feature = "burn", feature = "cli"))]
 /// Trains `task` as the command line says: the main function of a program without options of its own.
 pub fn main<T: AnyTask>(task: &T) -> ExitCode {
     /// Train with ZeRO.
-    #[derive(Parser)]
+    #[derive(clap::Parser)]
     struct Line {
         #[command(flatten)]
         options: Options,
     }
 
-    Trainer::new(&Line::parse().options).main(task)
+    Trainer::new(&<Line as clap::Parser>::parse().options).main(task)
 }
 
 /// Where a run begins: what a program may ask before it chooses what to train.

@@ -4,8 +4,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use indicatif::{FormattedDuration, ProgressBar, ProgressStyle};
-
+use super::bar::Bar;
 use super::plan::Plan;
 use crate::Result;
 use crate::config::LogFiles;
@@ -32,7 +31,7 @@ const PAGE_TIME: Duration = Duration::from_secs(5);
 // One for each thing that a step is shown on.
 pub(super) struct Observer<'a> {
     plan: &'a Plan,
-    bar: ProgressBar,
+    bar: Bar,
     lines: Lines,
     out: Option<Out>,
     csv: Vec<CsvMonitor>,
@@ -151,14 +150,7 @@ impl<'a> Observer<'a> {
             csv.push(monitor);
         }
         let tensorboard = report.tensorboard.as_ref().map(|files| TensorBoardMonitor::create(&folder(files)));
-        let bar = if plan.progress { ProgressBar::new(plan.steps as u64) } else { ProgressBar::hidden() };
-        bar.set_style(
-            ProgressStyle::with_template("{bar:24} {pos}/{len} steps  {msg}  [{elapsed} < {eta}]")
-                .expect("the template is a constant"),
-        );
-        bar.set_position(done as u64);
-        bar.set_message("building the model");
-        bar.enable_steady_tick(Duration::from_millis(500));
+        let bar = Bar::new(plan.progress, plan.steps, done, "building the model");
         let (every, alone, now) = (report.steps_per_print, bar.is_hidden(), Instant::now());
         let mut observer = Self {
             plan,
@@ -266,8 +258,7 @@ impl<'a> Observer<'a> {
         let speed = metrics.tokens_per_second;
         let (loss, unit, memory) = (figure(metrics.loss), self.plan.data.unit(), format_bytes(memory));
         let skipped = if self.skipped > 0 { format!("  {} skipped", self.skipped) } else { String::new() };
-        self.bar.set_message(format!("loss {loss}  {speed:.0} {unit}/s  peak memory {memory}{skipped}"));
-        self.bar.inc(1);
+        self.bar.step(|| format!("loss {loss}  {speed:.0} {unit}/s  peak memory {memory}{skipped}"));
         if let Step::Skipped { loss_scale, next_loss_scale, skipped } = outcome {
             self.skipped = *skipped;
             let scale = match (*loss_scale, *next_loss_scale) {
@@ -323,8 +314,7 @@ impl<'a> Observer<'a> {
         let left = Duration::from_secs_f64(each * self.plan.steps.saturating_sub(metrics.step) as f64);
         let StepMetrics { step, lr, .. } = metrics;
         let [loss, norm] = [metrics.loss, metrics.grad_norm].map(figure);
-        let (steps, unit, mfu, left) =
-            (self.plan.steps, self.plan.data.unit(), mfu.unwrap_or_default(), FormattedDuration(left));
+        let (steps, unit, mfu, left) = (self.plan.steps, self.plan.data.unit(), mfu.unwrap_or_default(), clock(left));
         let speed = format!("{speed:.0} {unit}/s{mfu}, ETA {left}");
         self.log(&format!("step {step}/{steps}: loss {loss}, lr {lr:.3e}, grad norm {norm}, {speed}"));
         (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
@@ -390,12 +380,18 @@ impl<'a> Observer<'a> {
     }
 }
 
+/// Hours, minutes and seconds: "01:02:03".
+fn clock(time: Duration) -> String {
+    let seconds = time.as_secs();
+    format!("{:02}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
+}
+
 impl Drop for Observer<'_> {
     /// A run that has failed leaves its report too.
     fn drop(&mut self) {
         // Clearing moves it to its end.
-        let step = self.bar.position() as usize;
-        self.bar.finish_and_clear();
+        let step = self.bar.steps();
+        self.bar.clear();
         if self.shown.state != RunState::Running || self.lines.first.is_none() {
             return;
         }

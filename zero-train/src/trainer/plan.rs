@@ -24,7 +24,7 @@ use super::zero_plan::zero_plan;
 use super::{DecayExcept, GathersChoice, OffloadChoice, Options, Task};
 use crate::config::{Config, Precision, Warning, ZeroPlan};
 use crate::error::{Result, TrainError, wrong, wrong_data};
-use crate::launcher::{FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS};
+use crate::launched::{FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS};
 use crate::memory::format_bytes;
 use crate::step::{EngineConfig, EngineError};
 

@@ -55,7 +55,7 @@ impl Activations {
 
 impl Profile {
     /// Of a model that is trained whole.
-    pub(crate) fn of_all(model: &ModelConfig, activations: Activations, flops_per_row: f64) -> Self {
+    pub fn of_all(model: &ModelConfig, activations: Activations, flops_per_row: f64) -> Self {
         let parameters = model.parameters().iter().map(ModelParam::numel).collect();
         Self { parameters, frozen: Vec::new(), quantized: Vec::new(), activations, flops_per_row }
     }

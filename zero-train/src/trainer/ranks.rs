@@ -15,7 +15,7 @@ use zero_core::{Buffer, Collective, RankFailure, StartError};
 use super::Options;
 use crate::config::{Config, Watchdog};
 use crate::error::{Result, TrainError, io, of_ranks, wrong};
-use crate::launcher::say_begun;
+use crate::launched::say_begun;
 use crate::step::EngineError;
 
 /// The longest that a rank waits for another.

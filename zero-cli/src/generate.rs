@@ -1,0 +1,588 @@
+//! `zero generate`: text by a trained model, from a Hugging Face folder or a checkpoint.
+//!
+//! * In: a folder and prompts. Out: for each prompt the text that follows it, or that a BART or a T5 makes of it, on standard output, as
+//!   it is made where there is one.
+//! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
+//!   all prompts of a rank share each pass.
+
+use std::io::{IsTerminal, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+use clap::Args;
+use serde_json::json;
+use tempfile::TempDir;
+use zero_burn::launch::{LaunchOptions, launch};
+use zero_burn::module::end_pass;
+use zero_burn::stats::all_gather;
+use zero_burn::{Zero, ZeroDevice};
+use zero_core::Stage;
+use zero_core::config::{Tier, ZeroConfig};
+use zero_models::generate::{EarlyStopping, Hooks, Sampling};
+use zero_models::hf_export::ExportOptions;
+use zero_models::lora;
+use zero_models::quantize::{self, Format};
+use zero_models::safetensors_file::Checkpoint;
+use zero_models::{ModelConfig, ModelError, Seq2SeqSettings, TextFamily};
+use zero_ops::FusedBackend;
+
+use zero_train::data::{Cutting, Message, NO_TEMPLATE, Tokenizer};
+use zero_train::error::{Result, TrainError, io, wrong, wrong_data};
+use zero_train::export::{Weights, export_checkpoint};
+use zero_train::trainer::{BackendChoice, Dtype, OffloadTo};
+
+/// Most tokens of an answer where nothing says.
+const ANSWER: usize = 512;
+
+/// Answers messages from standard input, one a line, as one conversation: `zero chat`.
+///
+/// # Errors
+///
+/// As [`run`]; for several ranks, which would wait for what is typed.
+pub fn chat(options: Options) -> Result<()> {
+    let Options { ranks, prompt, prompts, .. } = &options;
+    if *ranks != 1 {
+        return Err(wrong("ranks", ranks, "expected 1: a conversation has one rank"));
+    }
+    let expected = "expected none: zero chat reads messages from standard input";
+    if let Some(file) = prompts {
+        return Err(wrong("prompts", file.display(), expected));
+    }
+    if !prompt.is_empty() {
+        return Err(wrong("prompt", prompt.join(", "), expected));
+    }
+    run(&Options { chat: true, dialogue: true, ..options })
+}
+
+/// Options of `zero generate`.
+// A field for each option.
+#[derive(Debug, Clone, Args)]
+pub struct Options {
+    /// A folder with a Hugging Face config.json and its weights, or with an adapter of PEFT, or a checkpoint
+    pub model: PathBuf,
+    /// The folder with the weights that an adapter was trained for [default: what the adapter names]
+    #[arg(long, value_name = "DIR")]
+    pub base: Option<PathBuf>,
+    /// The prompt, or for a BART or a T5 the source text; may be given several times
+    #[arg(long, value_name = "TEXT")]
+    pub prompt: Vec<String>,
+    /// A file with a prompt in each line
+    #[arg(long, value_name = "FILE")]
+    pub prompts: Option<PathBuf>,
+    /// Answer each prompt as a user message, formatted by the chat template in the model's folder
+    #[arg(long)]
+    pub chat: bool,
+    /// Put a system message before the conversation, with --chat or in zero chat
+    #[arg(long, value_name = "TEXT")]
+    pub system: Option<String>,
+    /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own for a GPT-2]
+    #[arg(long, value_name = "FILE|DIR")]
+    pub tokenizer: Option<PathBuf>,
+    /// Most tokens that follow a prompt [default: the folder's, or 64, as far as the model's positions go]
+    #[arg(long, value_name = "N")]
+    pub max_new_tokens: Option<usize>,
+    /// Fewest tokens that follow a prompt [default: the folder's]
+    #[arg(long, value_name = "N")]
+    pub min_new_tokens: Option<usize>,
+    /// Draw tokens, with logits divided by T; 0 takes the most likely token [default: the folder's, or 0]
+    #[arg(long, value_name = "T")]
+    pub temperature: Option<f64>,
+    /// Draw from the K most likely tokens; 0 draws from all [default: the folder's]
+    #[arg(long, value_name = "K")]
+    pub top_k: Option<usize>,
+    /// Draw from the most likely tokens whose probabilities add up to P [default: the folder's]
+    #[arg(long, value_name = "P")]
+    pub top_p: Option<f64>,
+    /// Make tokens that occurred before less likely, with a factor above 1 [default: the folder's, or 1]
+    #[arg(long, value_name = "FACTOR")]
+    pub repetition_penalty: Option<f64>,
+    /// Never repeat a sequence of N tokens; 0 allows it [default: the folder's, or 0]
+    #[arg(long, value_name = "N")]
+    pub no_repeat_ngram_size: Option<usize>,
+    /// Seed of the draws
+    #[arg(long, default_value_t = 0)]
+    pub seed: u64,
+    /// Search for the most likely text with N beams [default: the folder's, or 1]
+    #[arg(long, value_name = "N")]
+    pub beams: Option<usize>,
+    /// In beam search, divide a score by the text's length to this power [default: the folder's, or 1]
+    #[arg(long, value_name = "POWER")]
+    pub length_penalty: Option<f64>,
+    /// End beam search when as many texts have ended as there are beams: true or false [default: the folder's, or false]
+    #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
+    pub early_stopping: Option<bool>,
+    /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
+    /// generation_config.json or config.json, and the tokenizer's end of text; for a BART or a T5, the model's eos_token_id]
+    #[arg(long, value_name = "TOKEN")]
+    pub stop: Vec<String>,
+    /// Where ranks compute: cpu, cuda or vulkan
+    #[arg(long, value_name = "BACKEND", default_value = "cpu")]
+    pub backend: BackendChoice,
+    /// Compile CUDA kernels anew, and do not keep them in the user's cache folder
+    #[arg(long)]
+    pub no_kernel_cache: bool,
+    /// Type of the parameters
+    #[arg(long, default_value = "fp32")]
+    pub dtype: Dtype,
+    /// What keys and values of the tokens so far are kept as [default: --dtype]
+    #[arg(long, value_name = "DTYPE")]
+    pub kv_cache_dtype: Option<Dtype>,
+    /// Hold the weights of linear layers in 8 or 4 bit: int8, int4 or nf4
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<Format>,
+    /// Number of ranks that the parameters are sharded over; prompts are shared out among them
+    #[arg(long, default_value_t = 1)]
+    pub ranks: usize,
+    /// Compute threads per rank [default: the machine's cores, shared evenly]
+    #[arg(long)]
+    pub threads: Option<usize>,
+    /// Keep the parameters elsewhere than where the backend computes
+    #[arg(long, value_name = "WHERE")]
+    pub offload: Option<OffloadTo>,
+    /// The folder for --offload disk, on a fast one
+    #[arg(long, value_name = "DIR", default_value = ".")]
+    pub swap: PathBuf,
+    /// Print a JSON object for each prompt: prompt, text and tokens
+    #[arg(long)]
+    pub json: bool,
+    /// Read messages of a user from standard input, each a line, and answer them as one conversation.
+    #[arg(skip)]
+    pub dialogue: bool,
+}
+
+/// Generates and prints.
+///
+/// # Errors
+///
+/// [`TrainError`] for a folder, a prompt or an option that cannot be used.
+pub fn run(options: &Options) -> Result<()> {
+    if options.prompt.is_empty() && options.prompts.is_none() && !options.dialogue {
+        return Err(wrong(
+            "prompt",
+            "(none)",
+            "expected a text to continue: --prompt TEXT, or --prompts FILE with one a line",
+        ));
+    }
+    if let Some(text) = options.system.as_ref().filter(|_| !options.chat) {
+        return Err(wrong("system", text, "expected --chat beside it"));
+    }
+    options.backend.check()?;
+    if options.ranks == 0 {
+        return Err(wrong("ranks", 0, "expected at least 1"));
+    }
+    let on_disk = options.offload == Some(OffloadTo::Disk);
+    if on_disk && !options.swap.is_dir() {
+        return Err(wrong("swap", options.swap.display(), "expected a folder, on the disk that is to be used"));
+    }
+    if !options.model.is_dir() {
+        return Err(wrong_data(
+            &options.model,
+            "is no folder: expected one with a config.json and weights, or a checkpoint",
+        ));
+    }
+    // A checkpoint is brought into the form of a folder first.
+    let mut exported = None;
+    let mut dir = if ["config.json", "adapter_config.json"].iter().any(|file| options.model.join(file).is_file()) {
+        options.model.clone()
+    } else {
+        let there = tempfile::tempdir_in(&options.swap).map_err(io("write", &options.swap))?;
+        let dir = there.path().join("model");
+        let (dtype, ..) = options.dtype.types();
+        let export = ExportOptions { dtype, ..ExportOptions::default() };
+        export_checkpoint(&options.model, &dir, &export, None, Weights::Trained).map_err(|error| {
+            wrong_data(&options.model, format!("has no config.json, and is no checkpoint: {error}"))
+        })?;
+        exported = Some(there);
+        dir
+    };
+    let mut adapter = None;
+    if let Some(known) = ModelConfig::adapter_base(&dir) {
+        let Some(base) = options.base.clone().or(known) else {
+            let problem = "is an adapter, which does not name a folder that is here: give its base with --base DIR";
+            return Err(wrong_data(&options.model, problem));
+        };
+        adapter = Some(std::mem::replace(&mut dir, base));
+    } else if let Some(base) = &options.base {
+        return Err(wrong("base", base.display(), "expected an adapter beside it; this is a whole model"));
+    }
+    let adapter = adapter.as_deref();
+    match ModelConfig::from_file(&dir.join("config.json"))? {
+        ModelConfig::Gpt2(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::Llama(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        ModelConfig::Bart(config) if config.classes().is_empty() => {
+            run_on_model(options, &dir, adapter, exported, &config, config.vocab_size)
+        }
+        ModelConfig::T5(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
+        _ => {
+            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5 without a classification head";
+            Err(wrong("model", options.model.display(), expected))
+        }
+    }
+}
+
+/// As [`run`], with the model in the folder `dir` and what was trained beside it; one may lie in a folder that was made for this.
+fn run_on_model<F: TextFamily>(
+    options: &Options,
+    dir: &Path,
+    adapter: Option<&Path>,
+    made_for_this: Option<TempDir>,
+    family: &F,
+    vocab_size: usize,
+) -> Result<()> {
+    let config: ModelConfig = family.clone().into();
+    config.check(dir)?;
+    let folders: Vec<&Path> = adapter.into_iter().chain([dir]).collect();
+    let cutting = Cutting {
+        vocab_size,
+        tokenizer: options.tokenizer.as_deref(),
+        folders: &folders,
+        is_gpt2: matches!(config, ModelConfig::Gpt2(_)),
+        ..Cutting::default()
+    };
+    let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
+    let mut texts = options.prompt.clone();
+    if let Some(file) = &options.prompts {
+        let lines = std::fs::read_to_string(file).map_err(io("read", file))?;
+        // Some programs begin a file with a byte order mark.
+        texts.extend(lines.trim_start_matches('\u{feff}').lines().map(str::to_string));
+    }
+    let encode = |text: &String| {
+        if options.chat {
+            let message = Message::new("user", text);
+            let messages: Vec<Message> = system_message(options).into_iter().chain([message]).collect();
+            return tokenizer.encode_chat(&messages).map_err(|problem| wrong_data(&options.model, problem));
+        }
+        let whose = options.tokenizer.as_deref().unwrap_or(dir).display();
+        let ids = tokenizer
+            .encode(text)
+            .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is that of {whose}")))?;
+        Ok::<_, TrainError>(match config.seq2seq() {
+            // As in training.
+            Some(settings) => [tokenizer.begin_of(&settings), ids, vec![settings.end_token]].concat(),
+            None => begun(&tokenizer, ids),
+        })
+    };
+    if options.dialogue && !tokenizer.has_chat_template() {
+        return Err(wrong_data(options.tokenizer.as_deref().unwrap_or(dir), NO_TEMPLATE));
+    }
+    let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
+    if let Some(file) = options.prompts.as_ref().filter(|_| prompts.is_empty()) {
+        return Err(wrong_data(file, "is empty: expected a prompt in each line"));
+    }
+    if options.chat && config.seq2seq().is_some() {
+        let expected = "expected a model that predicts the next token; this one has an encoder and a decoder";
+        return Err(wrong("chat", options.model.display(), expected));
+    }
+    let how = sampling(options, dir, &config, &tokenizer)?;
+    let job = Job { options, dir, adapter, family, config: &config, tokenizer: &tokenizer, prompts: &prompts, how };
+    let run_on = match options.backend {
+        #[cfg(feature = "cuda")]
+        BackendChoice::Cuda => Job::<F>::run::<burn_cuda::Cuda>,
+        #[cfg(feature = "vulkan")]
+        BackendChoice::Vulkan => Job::<F>::run::<burn_wgpu::Vulkan>,
+        _ => Job::<F>::run::<burn_flex::Flex>,
+    };
+    let made = run_on(&job)?;
+    drop(made_for_this);
+    let streamed = job.streams();
+    for ((prompt, tokens), text) in prompts.iter().zip(&made).zip(&texts) {
+        let prompt = if job.goes_on() { &prompt[..] } else { &[][..] };
+        let (begins, all) = (tokenizer.decode(prompt), tokenizer.decode(&[prompt, tokens].concat()));
+        let follows = all.strip_prefix(&begins).unwrap_or(&all);
+        let printed = match streamed {
+            _ if options.json => say(&json!({ "prompt": text, "text": follows, "tokens": tokens }).to_string()),
+            true => Ok(()),
+            false => say(&format!("{all}\n")),
+        };
+        // That nobody reads it any more (`| head`) is no error.
+        if printed.is_err() {
+            break;
+        }
+    }
+    Ok(())
+}
+
+fn system_message(options: &Options) -> Option<Message> {
+    options.system.as_ref().map(|text| Message::new("system", text))
+}
+
+/// A prompt's tokens behind what the tokenizer puts before a text, unless they begin with it; of an empty one the token that begins
+/// a text.
+fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
+    let begin = tokenizer.put_before();
+    match ids.starts_with(begin) {
+        true if ids.is_empty() => tokenizer.bos().into_iter().collect(),
+        true => ids,
+        false => [begin, &ids].concat(),
+    }
+}
+
+/// The sampling settings: those of the options, or else of the folder.
+fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Sampling> {
+    let named = |token: &String| {
+        let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
+        tokenizer.id(token).ok_or_else(|| wrong("stop", token, expected))
+    };
+    let default = config.sampling();
+    let mut how = match config.seq2seq() {
+        Some(Seq2SeqSettings { positions, .. }) => {
+            Sampling { max_new_tokens: default.max_new_tokens.min(positions - 1), ..default }
+        }
+        _ if options.chat => Sampling { max_new_tokens: ANSWER, ..default },
+        _ => default,
+    }
+    .with_settings_of(dir)?;
+    if config.seq2seq().is_none() {
+        let end = tokenizer.end().filter(|end| !how.stop.contains(end));
+        how.stop.extend(end);
+    }
+    if !options.stop.is_empty() {
+        how.stop = options.stop.iter().map(named).collect::<Result<_, _>>()?;
+    }
+    // What nobody asked for goes no further than the model's positions.
+    let positions = match config {
+        ModelConfig::Gpt2(config) => Some(config.n_positions),
+        ModelConfig::Llama(config) => Some(config.positions()),
+        _ => None,
+    };
+    if let Some(positions) = positions {
+        how.max_length = Some(how.max_length.unwrap_or(positions).min(positions));
+    }
+    if let Some(most) = options.max_new_tokens {
+        (how.max_new_tokens, how.max_length) = (most, None);
+    }
+    if let Some(fewest) = options.min_new_tokens {
+        (how.min_new_tokens, how.min_length) = (fewest, 0);
+    }
+    // What is asked for here wins over the folder: beams do not draw.
+    match (options.beams, options.temperature) {
+        (Some(beams), None) if beams > 1 => how.temperature = 0.0,
+        (None, Some(temperature)) if temperature > 0.0 => how.beams = 1,
+        _ => {}
+    }
+    Ok(Sampling {
+        temperature: options.temperature.unwrap_or(how.temperature),
+        top_k: options.top_k.or(how.top_k).filter(|&k| k > 0),
+        top_p: options.top_p.or(how.top_p),
+        repetition_penalty: options.repetition_penalty.unwrap_or(how.repetition_penalty),
+        no_repeat_ngram_size: options.no_repeat_ngram_size.unwrap_or(how.no_repeat_ngram_size),
+        seed: options.seed,
+        beams: options.beams.unwrap_or(how.beams),
+        length_penalty: options.length_penalty.unwrap_or(how.length_penalty),
+        early_stopping: match options.early_stopping {
+            Some(true) => EarlyStopping::Yes,
+            Some(false) => EarlyStopping::No,
+            None => how.early_stopping,
+        },
+        cache_dtype: options.kv_cache_dtype.map(|dtype| dtype.types().2),
+        ..how
+    })
+}
+
+struct Job<'a, F> {
+    options: &'a Options,
+    dir: &'a Path,
+    /// What was trained beside the weights in `dir`.
+    adapter: Option<&'a Path>,
+    family: &'a F,
+    config: &'a ModelConfig,
+    tokenizer: &'a Tokenizer,
+    prompts: &'a [Vec<u32>],
+    how: Sampling,
+}
+
+impl<F: TextFamily> Job<'_, F> {
+    /// Returns true if the text continues the prompt, and is shown after it.
+    fn goes_on(&self) -> bool {
+        self.config.seq2seq().is_none() && !self.options.chat
+    }
+
+    /// Returns true if tokens are printed as they are generated. Beam search prints at its end.
+    fn streams(&self) -> bool {
+        self.prompts.len() == 1 && self.how.beams == 1 && !self.options.json
+    }
+
+    fn zero(&self) -> ZeroConfig {
+        let mut zero = ZeroConfig::new(Stage::Parameters);
+        (_, zero.param_dtype, _) = self.options.dtype.types();
+        zero.offload.parameters = match self.options.offload {
+            None => Tier::default(),
+            Some(OffloadTo::Host) => Tier::Host,
+            Some(OffloadTo::Disk) => Tier::Disk,
+        };
+        zero.offload.disk.path = self.options.swap.clone();
+        zero
+    }
+
+    /// The tokens that follow each prompt.
+    fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
+        let zero = self.zero();
+        let ranks = self.options.ranks;
+        let launched = LaunchOptions {
+            threads_per_rank: self.options.threads.unwrap_or(0),
+            kernel_cache: !self.options.no_kernel_cache,
+            ..LaunchOptions::default()
+        };
+        zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
+        let made: Vec<Mutex<Vec<u32>>> = self.prompts.iter().map(|_| Mutex::default()).collect();
+        launch::<I, _, TrainError>(ranks, &zero, &launched, |device| self.run_rank::<I>(&device, &made))?;
+        Ok(made.into_iter().map(|tokens| tokens.into_inner().expect("no rank has panicked")).collect())
+    }
+
+    fn run_rank<I: FusedBackend>(&self, device: &ZeroDevice<I::Device>, made: &[Mutex<Vec<u32>>]) -> Result<()> {
+        let model = self.family.init::<Zero<I>>(device);
+        let mut model = match self.options.quantize {
+            Some(format) => {
+                quantize::load(model, self.dir, format, |_| false, |model, from| F::load(model, from, device))?
+            }
+            None => F::load(model, &Checkpoint::open(self.dir)?, device)?,
+        };
+        if let Some(adapter) = self.adapter {
+            model = lora::load(model, self.config, adapter, device)?;
+        }
+        if self.options.dialogue {
+            return self.converse(&model, device);
+        }
+        let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
+        // In place of prompts that only other ranks have.
+        let rows = if mine.is_empty() { &[0][..] } else { &mine };
+        let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
+        let begins = if self.goes_on() { &self.prompts[0][..] } else { &[] };
+        let mut shown = self.streams().then(|| Shown::new(self.tokenizer, begins));
+        let mut token = |_: usize, token: u32| {
+            if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
+                shown.add(token);
+            }
+        };
+        // All gather as often.
+        let mut goes_on = |needs: bool| {
+            end_pass::<I>();
+            all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
+        };
+        let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
+        let texts = F::generate(&model, &prompts, &self.how, device, hooks).map_err(|error| match error {
+            // The folder may be what is wrong.
+            ModelError::Prompt { .. } => wrong_data(&self.options.model, error.to_string()),
+            _ => error.into(),
+        })?;
+        for (&row, text) in mine.iter().zip(texts) {
+            *made[row].lock().expect("no other rank has this row") = text;
+        }
+        if let Some(shown) = shown.as_mut().filter(|_| device.rank() == 0) {
+            let _ = shown.end();
+        }
+        Ok(())
+    }
+
+    /// Answers each line of standard input, as one conversation.
+    fn converse<I: FusedBackend>(&self, model: &F::Model<Zero<I>>, device: &ZeroDevice<I::Device>) -> Result<()> {
+        let options = self.options;
+        let mut messages: Vec<Message> = system_message(options).into_iter().collect();
+        let mut lines = std::io::stdin().lines();
+        loop {
+            if std::io::stdin().is_terminal() {
+                let _ = write!(std::io::stderr(), "> ");
+            }
+            let Some(line) = lines.next() else { return Ok(()) };
+            let line = line.map_err(io("read", Path::new("standard input")))?;
+            if line.trim().is_empty() {
+                continue;
+            }
+            messages.push(Message::new("user", line.as_str()));
+            let prompt = match self.tokenizer.encode_chat(&messages) {
+                Ok(prompt) => prompt,
+                Err(problem) => {
+                    messages.pop();
+                    go_on(wrong_data(&options.model, problem))?;
+                    continue;
+                }
+            };
+            let mut shown = (self.how.beams == 1 && !options.json).then(|| Shown::new(self.tokenizer, &[]));
+            let mut token = |_: usize, token: u32| {
+                if let Some(shown) = shown.as_mut() {
+                    shown.add(token);
+                }
+            };
+            let mut goes_on = |needs: bool| {
+                end_pass::<I>();
+                needs
+            };
+            let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| row };
+            let tokens = F::generate(model, &[prompt], &self.how, device, hooks);
+            let tokens = match tokens {
+                Ok(mut tokens) => tokens.pop().unwrap_or_default(),
+                // The conversation has become too long.
+                Err(error @ ModelError::Prompt { .. }) => {
+                    messages.pop();
+                    go_on(error.into())?;
+                    continue;
+                }
+                Err(error) => return Err(error.into()),
+            };
+            let text = self.tokenizer.decode(&tokens);
+            let printed = match shown.as_mut() {
+                Some(shown) => shown.end(),
+                None if options.json => say(&json!({ "prompt": line, "text": text, "tokens": tokens }).to_string()),
+                None => say(&text),
+            };
+            // Nobody reads the answers any more.
+            if printed.is_err() {
+                return Ok(());
+            }
+            messages.push(Message::new("assistant", text));
+        }
+    }
+}
+
+/// Prints a line, unless nobody reads it.
+fn say(line: &str) -> std::io::Result<()> {
+    writeln!(std::io::stdout(), "{line}")
+}
+
+/// Shows what is wrong with a message to who typed it; a program gets the error.
+fn go_on(error: TrainError) -> Result<()> {
+    if !std::io::stdin().is_terminal() {
+        return Err(error);
+    }
+    eprintln!("error: {error}");
+    Ok(())
+}
+
+/// A text on standard output, as it is made.
+struct Shown<'a> {
+    tokenizer: &'a Tokenizer,
+    tokens: Vec<u32>,
+    /// Bytes of the text that are printed.
+    printed: usize,
+}
+
+impl<'a> Shown<'a> {
+    fn new(tokenizer: &'a Tokenizer, prompt: &[u32]) -> Self {
+        let mut shown = Self { tokenizer, tokens: prompt.to_vec(), printed: 0 };
+        shown.print();
+        shown
+    }
+
+    fn add(&mut self, token: u32) {
+        self.tokens.push(token);
+        self.print();
+    }
+
+    fn print(&mut self) {
+        let text = self.tokenizer.decode(&self.tokens);
+        // The rest of a character may be in the next token.
+        if text.ends_with('\u{fffd}') {
+            return;
+        }
+        if let Some(new) = text.get(self.printed..) {
+            let mut out = std::io::stdout();
+            // That nobody reads it any more (`| head`) is no error.
+            let _ = out.write_all(new.as_bytes()).and_then(|()| out.flush());
+            self.printed = text.len();
+        }
+    }
+
+    fn end(&mut self) -> std::io::Result<()> {
+        say("")
+    }
+}

@@ -1,0 +1,325 @@
+//! The findings as a terminal shows them.
+
+use std::borrow::Borrow;
+use std::fmt::{self, Display, Formatter};
+
+use serde_json::Value;
+use zero_core::checkpoint::ElementType;
+
+use super::compare::{Extreme, Kind, TensorDifference};
+use super::describe::{Description, Inspection, ModelFacts, TensorFacts};
+use super::diff::{Difference, Side};
+use super::facts::{EngineFacts, Group, OptimizerFacts};
+use super::folder::{Folder, FolderEntry};
+use super::states::StateDifference;
+use super::time::utc;
+use super::words::{count, grouped, precision};
+use zero_train::memory::format_bytes;
+
+/// The numbers of a configuration that tell one model from another, in the words of GPT-2 and of BERT.
+const SIZES: [&str; 6] = ["n_layer", "n_head", "n_embd", "num_hidden_layers", "num_attention_heads", "hidden_size"];
+
+/// Signs of a value that are shown.
+const VALUE_CHARS: usize = 60;
+
+/// Names that are shown of many.
+const NAMES: usize = 5;
+
+/// How closely was looked, in words.
+fn looked(checked: &str) -> &'static str {
+    match checked {
+        "contents" => "every checksum was computed",
+        _ => "only manifest, sizes and headers were looked at",
+    }
+}
+
+/// `2026-03-01 12:00:00 UTC`.
+fn moment(unix_ms: u64) -> String {
+    utc(unix_ms).replace('T', " ").replace('Z', " UTC")
+}
+
+impl Display for Inspection {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        match self.problems.len() {
+            0 => writeln!(f, "{}: sound ({})", self.path, looked(self.checked))?,
+            problems => {
+                writeln!(f, "{}: damaged, {} ({})", self.path, count(problems, "problem"), looked(self.checked))?;
+                self.problems.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))?;
+            }
+        }
+        let disk = format_bytes(self.disk_bytes);
+        let Some(checkpoint) = &self.checkpoint else { return writeln!(f, "\nsize          {disk} on disk") };
+        writeln!(f, "\n{checkpoint}")?;
+        let Description { parameters, optimizer, other, .. } = checkpoint;
+        write!(f, "size          parameters {}", format_bytes(parameters.bytes))?;
+        write!(f, ", optimizer state {}", format_bytes(optimizer.all.bytes))?;
+        if other.tensors > 0 {
+            write!(f, ", {} {}", count(other.tensors, "other tensor"), format_bytes(other.bytes))?;
+        }
+        writeln!(f, "; {disk} on disk")?;
+
+        let good_for = &checkpoint.good_for;
+        writeln!(f, "\nresume        {}", good_for.resume)?;
+        if let Some(words) = &good_for.bit_for_bit {
+            writeln!(f, "bit for bit   {words}")?;
+        }
+        writeln!(f, "export        {}", good_for.export)?;
+        if let Some(tensors) = &checkpoint.tensors {
+            let width = tensors.iter().map(|tensor| tensor.name.chars().count()).max().unwrap_or(0);
+            writeln!(f)?;
+            for tensor in tensors {
+                let TensorFacts { name, kind: of, bytes } = tensor;
+                writeln!(f, "{name:<width$}  {:<20}  {:>11}", kind(of), format_bytes(*bytes))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Display for Description {
+    /// Without sizes, uses and tensors.
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let saved = moment(self.saved_unix_ms);
+        writeln!(f, "step          {}, saved {saved} by version {}", self.step, self.crate_version)?;
+        write!(f, "run           {}", count(self.ranks, "rank"))?;
+        match &self.engine {
+            Some(engine) => writeln!(f, "{}", engine.run(&self.parameters))?,
+            None => writeln!(f, ", not saved by the engine")?,
+        }
+        writeln!(f, "model         {}", model(self.model.as_ref(), &self.parameters))?;
+        write!(f, "optimizer     {}", self.optimizer)?;
+        if let Some(EngineFacts { loss_scale: Some(scale), loss_scale_dynamic, skipped, .. }) = &self.engine {
+            let kind = if loss_scale_dynamic == &Some(true) { "dynamic" } else { "fixed" };
+            write!(f, "\nloss scale    {scale} ({kind})")?;
+            if let Some(skipped) = skipped {
+                write!(f, ", {} skipped", count(*skipped as usize, "update"))?;
+            }
+        }
+        let keys: Vec<&str> =
+            self.state_keys.iter().map(String::as_str).filter(|key| !["engine", "model"].contains(key)).collect();
+        if !keys.is_empty() {
+            write!(f, "\nother state   {}", some(&keys))?;
+        }
+        Ok(())
+    }
+}
+
+impl EngineFacts {
+    /// What follows the number of ranks.
+    fn run(&self, parameters: &Group) -> String {
+        let mut text = String::new();
+        if let Some(stage) = self.stage {
+            text += &format!(", stage {stage}");
+        }
+        if let Some(dtype) = &self.param_dtype {
+            text += &format!(", {}", precision(dtype));
+            let masters = parameters.dtypes.get("F32").copied().unwrap_or(0);
+            match parameters.tensors - masters {
+                _ if dtype == "F32" => {}
+                0 => text += " with fp32 masters",
+                without => text += &format!(", {} without an fp32 master", count(without, "parameter")),
+            }
+        }
+        if let Some(steps) = self.steps {
+            text += &format!(", {}", count(steps as usize, "update"));
+        }
+        text
+    }
+}
+
+fn model(model: Option<&ModelFacts>, parameters: &Group) -> String {
+    let mut text = match model {
+        Some(ModelFacts { family: Some(family), name: Some(name), .. }) if name != family => {
+            format!("{family} ({name}), ")
+        }
+        Some(ModelFacts { family: Some(family), .. }) => format!("{family}, "),
+        Some(_) => "of a family not named, ".to_string(),
+        None => "not named, ".to_string(),
+    };
+    let number = grouped(parameters.elements);
+    text += &format!("{number} parameters in {}", count(parameters.tensors, "tensor"));
+    let config = model.map_or(&Value::Null, |model| &model.config);
+    let sizes: Vec<String> =
+        SIZES.iter().filter_map(|key| Some(format!("{key} {}", config.get(*key)?.as_u64()?))).collect();
+    if !sizes.is_empty() {
+        text += &format!(" ({})", sizes.join(", "));
+    }
+    text
+}
+
+impl Display for OptimizerFacts {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name.as_deref().unwrap_or("not named"))?;
+        if self.states.is_empty() {
+            return f.write_str(", without state");
+        }
+        let states: Vec<&str> = self.states.keys().map(String::as_str).collect();
+        write!(f, ": {}", states.join(", "))?;
+        match self.without.as_slice() {
+            [] => f.write_str(" of every parameter")?,
+            without => write!(f, ", but not all of {}: {}", count(without.len(), "parameter"), some(without))?,
+        }
+        match self.updates {
+            Some([least, most]) if least == most => write!(f, ", after {}", count(most as usize, "update")),
+            Some([least, most]) => write!(f, ", after {} to {} updates", grouped(least), grouped(most)),
+            None => Ok(()),
+        }
+    }
+}
+
+/// The first of many names.
+fn some<S: Borrow<str>>(names: &[S]) -> String {
+    match names.len().checked_sub(NAMES) {
+        None | Some(0) => names.join(", "),
+        Some(more) => format!("{} and {more} more", names[..NAMES].join(", ")),
+    }
+}
+
+impl Display for Folder {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}: {} ({})", self.path, count(self.checkpoints.len(), "checkpoint"), looked(self.checked))?;
+        self.problems.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))?;
+        let width = self.checkpoints.iter().map(|entry| entry.name.len()).max().unwrap_or(0);
+        writeln!(f, "\n{:<width$}  {:<23}  {:>5}  {:>11}", "checkpoint", "saved", "ranks", "size")?;
+        for entry in &self.checkpoints {
+            let FolderEntry { name, saved_unix_ms, ranks, disk_bytes, problems, .. } = entry;
+            let saved = saved_unix_ms.map_or_else(|| "?".to_string(), moment);
+            let ranks = ranks.map_or_else(|| "?".to_string(), |ranks| ranks.to_string());
+            write!(f, "{name:<width$}  {saved:<23}  {ranks:>5}  {:>11}  ", format_bytes(*disk_bytes))?;
+            match problems.len() {
+                0 => write!(f, "sound")?,
+                problems => write!(f, "damaged, {}", count(problems, "problem"))?,
+            }
+            let is = |which: &Option<String>| which.as_ref() == Some(name);
+            let latest = if is(&self.latest) { "; `latest` names it" } else { "" };
+            let resume = if is(&self.resume) { "; `--resume auto` takes it" } else { "" };
+            writeln!(f, "{latest}{resume}")?;
+            problems.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))?;
+        }
+        if self.resume.is_none() {
+            writeln!(f, "\n`--resume auto` takes none of them")?;
+        }
+        if !self.remains.is_empty() {
+            writeln!(f, "\nleft by saves that did not end, or of one that goes on; the next save removes it:")?;
+            let size = |bytes| format_bytes(bytes);
+            self.remains.iter().try_for_each(|one| writeln!(f, "  {}  {}", one.name, size(one.disk_bytes)))?;
+        }
+        Ok(())
+    }
+}
+
+impl Display for Difference {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let found = &self.comparison;
+        writeln!(f, "a: {}\nb: {}\n", self.a, self.b)?;
+        for (which, names) in [("a", &found.only_a), ("b", &found.only_b)] {
+            names.iter().try_for_each(|name| writeln!(f, "{name}: only in {which}"))?;
+        }
+        for unlike in &found.unlike {
+            writeln!(f, "{}: {} in a, {} in b", unlike.name, kind(&unlike.a), kind(&unlike.b))?;
+        }
+        found.tensors.iter().try_for_each(|tensor| write!(f, "{}", Tensor(tensor)))?;
+        if found.steps[0] != found.steps[1] {
+            writeln!(f, "step: {} | {}", found.steps[0], found.steps[1])?;
+        }
+        for StateDifference { path, a, b } in &found.state {
+            let place = if path.is_empty() { "state" } else { path };
+            writeln!(f, "{place}: {} | {}", value(a), value(b))?;
+        }
+        self.summary(f)
+    }
+}
+
+impl Difference {
+    fn summary(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let found = &self.comparison;
+        let differing: Vec<&TensorDifference> = found.tensors.iter().filter(|tensor| tensor.different > 0).collect();
+        let within = found.tensors.len() - differing.len();
+        let equal = format!(
+            "{} ({} elements) equal bit for bit",
+            count(found.equal_tensors, "tensor"),
+            grouped(found.equal_elements)
+        );
+        let mut parts = Vec::new();
+        if !differing.is_empty() {
+            let elements: u64 = differing.iter().map(|tensor| tensor.different).sum();
+            let elements = count(elements as usize, "element");
+            parts.push(format!("{} in {elements}", count(differing.len(), "tensor")));
+        }
+        for (number, what) in [
+            (found.unlike.len(), "by type or shape"),
+            (found.only_a.len(), "only in a"),
+            (found.only_b.len(), "only in b"),
+        ] {
+            if number > 0 {
+                parts.push(format!("{} {what}", count(number, "tensor")));
+            }
+        }
+        let places = found.state.len() + usize::from(found.steps[0] != found.steps[1]);
+        if places > 0 {
+            parts.push(format!("{} of the state", count(places, "place")));
+        }
+        let within =
+            if within > 0 { format!(", {} within the tolerance", count(within, "tensor")) } else { String::new() };
+        if parts.is_empty() {
+            writeln!(f, "the same: {equal}{within}, state equal")
+        } else {
+            writeln!(f, "\ndifferent: {}; {equal}{within}", parts.join(", "))
+        }
+    }
+}
+
+impl Display for Side {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let (ranks, tensors) = (count(self.ranks, "rank"), count(self.tensors, "tensor"));
+        write!(f, "{} (step {}, {ranks}, {tensors})", self.path, self.step)
+    }
+}
+
+struct Tensor<'a>(&'a TensorDifference);
+
+impl Display for Tensor<'_> {
+    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
+        let Tensor(TensorDifference { name, kind: of, elements, bit_equal, within, different, not_finite, .. }) = self;
+        let [elements, bit_equal, different] = [elements, bit_equal, different].map(|number| grouped(*number));
+        write!(f, "{name}: {}: {different} of {elements} elements differ", kind(of))?;
+        if *not_finite > 0 {
+            write!(f, " ({} by NaN or infinity)", grouped(*not_finite))?;
+        }
+        if *within > 0 {
+            write!(f, ", {} are within the tolerance", grouped(*within))?;
+        }
+        writeln!(f, ", {bit_equal} are equal bit for bit")?;
+        for (which, max) in [("absolute", &self.0.max_abs), ("relative", &self.0.max_rel)] {
+            if let Some(Extreme { value, at, a, b }) = max {
+                let number = |number| element(of.dtype, number);
+                writeln!(f, "    most {which} {value:.3e} at {at:?}: {} | {}", number(*a), number(*b))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn kind(kind: &Kind) -> String {
+    format!("{} {:?}", kind.dtype, kind.shape)
+}
+
+/// With the digits that its type has.
+fn element(dtype: ElementType, value: f64) -> String {
+    match dtype {
+        ElementType::F64 => format!("{value:?}"),
+        ElementType::F32 | ElementType::F16 | ElementType::Bf16 | ElementType::F8E4M3 | ElementType::F8E5M2 => {
+            format!("{:?}", value as f32)
+        }
+        _ => value.to_string(),
+    }
+}
+
+fn value(value: &Option<Value>) -> String {
+    let Some(value) = value else { return "nothing".to_string() };
+    let text = value.to_string();
+    match text.char_indices().nth(VALUE_CHARS) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text,
+    }
+}

@@ -1,0 +1,148 @@
+//! What a checkpoint can be used for, and by whom, in words.
+
+use indicatif::HumanCount;
+use serde::Serialize;
+use zero_models::ModelConfig;
+
+use super::facts::{EngineFacts, Group, OptimizerFacts};
+use zero_train::export::ExportError;
+
+/// The version of the engine's state that this crate reads.
+const ENGINE_VERSION: u64 = 1;
+
+/// What a checkpoint can be used for.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Use {
+    /// Whether the engine can resume from it.
+    pub can_resume: bool,
+    /// By whom, or why by nobody.
+    pub resume: String,
+    /// What going on with the very same bits takes, when the engine can go on.
+    pub bit_for_bit: Option<String>,
+    /// Whether `zero export` can write the model as Hugging Face has it.
+    pub can_export: bool,
+    /// As what, or why not.
+    pub export: String,
+}
+
+impl Use {
+    /// `export` is the model that the export would write, or why it would not.
+    pub(super) fn new(
+        ranks: usize,
+        engine: Option<&EngineFacts>,
+        parameters: &Group,
+        optimizer: &OptimizerFacts,
+        has_trainer: bool,
+        export: Result<ModelConfig, ExportError>,
+        sound: bool,
+    ) -> Self {
+        // By whom, or why by nobody.
+        let resume = || -> Result<String, String> {
+            let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
+            let Some(engine) = engine else {
+                return Err(format!("not by the engine, which did not save it: its state has no \"engine\"; {reader}"));
+            };
+            match engine.version {
+                Some(ENGINE_VERSION) => {}
+                Some(version) => {
+                    return Err(format!(
+                        "not by this version, which reads engine state of version {ENGINE_VERSION}: this is version {version}; \
+                         use the version that saved it"
+                    ));
+                }
+                None => return Err(format!("not by the engine: its \"engine\" state names no version; {reader}")),
+            }
+            if parameters.tensors == 0 {
+                return Err("not by the engine: it has no tensor `model.…`".to_string());
+            }
+            if !sound {
+                return Err("by nobody while it is damaged".to_string());
+            }
+            let mut words = "at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit".to_string();
+            match &optimizer.name {
+                Some(name) => words += &format!(", with {name}"),
+                None => words += ", with the optimizer that saved it",
+            }
+            if optimizer.all.tensors == 0 {
+                words += "; there is no optimizer state, which starts from zero";
+            }
+            if !has_trainer {
+                words += "; by your program's ZeroEngine::load: there is no \"trainer\" state, which `zero train --resume` needs";
+            }
+            Ok(words)
+        };
+        let resume = resume();
+        let export = match export {
+            Ok(_) if !sound => Err("`zero export` refuses it while it is damaged".to_string()),
+            Ok(model) => Ok(match model.architecture() {
+                Some(architecture) => format!("`zero export` writes it as a {architecture} of Hugging Face"),
+                None => "`zero export` writes its parameters by their paths in the module".to_string(),
+            }),
+            Err(error) => Err(format!("`zero export` refuses it: {error}")),
+        };
+        Self {
+            can_resume: resume.is_ok(),
+            bit_for_bit: resume.is_ok().then(|| bit_for_bit(ranks, engine)),
+            resume: resume.unwrap_or_else(|why_not| why_not),
+            can_export: export.is_ok(),
+            export: export.unwrap_or_else(|why_not| why_not),
+        }
+    }
+}
+
+fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
+    let precision = engine
+        .and_then(|engine| engine.param_dtype.as_deref())
+        .map_or_else(|| "the same precision".to_string(), |dtype| format!("{} as saved", precision(dtype)));
+    match engine.and_then(|engine| engine.random_streams) {
+        Some(streams) if streams == ranks => {
+            format!(
+                "takes {}, each with its own random stream from here, and {precision}; other numbers of ranks resume from \
+                 the same parameters and moments, with other dropout and sums in another order",
+                count(ranks, "rank")
+            )
+        }
+        Some(streams) => format!(
+            "not where random numbers are drawn, such as by dropout: expected the random streams of {}, it has {streams}",
+            count(ranks, "rank")
+        ),
+        None => {
+            format!(
+                "takes {} and {precision}, and no random numbers, such as dropout's: it has no random streams",
+                count(ranks, "rank")
+            )
+        }
+    }
+}
+
+/// Of the types of an engine, as they are spoken of.
+pub(super) fn precision(dtype: &str) -> String {
+    match dtype {
+        "F32" => "fp32".to_string(),
+        "F16" => "fp16".to_string(),
+        "BF16" => "bf16".to_string(),
+        other => other.to_string(),
+    }
+}
+
+/// "1 rank", "2 ranks".
+pub(super) fn count(number: usize, what: &str) -> String {
+    format!("{} {what}{}", grouped(number as u64), if number == 1 { "" } else { "s" })
+}
+
+/// With commas between thousands.
+pub(super) fn grouped(value: u64) -> String {
+    HumanCount(value).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn thousands() {
+        for (value, text) in [(0, "0"), (999, "999"), (1000, "1,000"), (1_234_567, "1,234,567")] {
+            assert_eq!(grouped(value), text);
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-cli --test train [MODULE]`.
+
+mod averages;
+mod batch_law;
+mod bert;
+mod classes;
+#[path = "../common/mod.rs"]
+mod common;
+mod config;
+mod conversations;
+mod export;
+mod generate;
+mod hostile;
+mod inspect_command;
+mod llama;
+mod lora;
+mod loss_scales;
+mod malformed;
+#[path = "../../../zero-core/tests/common/mutate.rs"]
+mod mutate;
+mod reported;
+mod schedules;
+mod seq2seq;
+#[path = "../sharded/mod.rs"]
+mod sharded;
+mod tokenizers;
+mod trainer;
+mod zero_command;

@@ -1,0 +1,48 @@
+//! One validated [`ZeroPlan`] from a DeepSpeed JSON, an Accelerate YAML, or code.
+//!
+//! In: the bytes of a file (or a [`ZeroPlanBuilder`]). Out: a [`ZeroPlan`], owned by the caller; everything after reads
+//! the plan and never the file. Nothing here starts a thread, and nothing is read but the files named.
+//!
+//! ```text
+//! bytes -> node (a tree) -> walk against keys (every known key, its type, default, fate) -> Config
+//!       Config + Context (ranks, values for "auto") -> reader -> batch, optimizer, schedule, ... -> ZeroPlan
+//! ZeroPlanBuilder -> the same tree -> walk, reader -> ZeroPlan
+//! ```
+//!
+//! Three rules hold throughout. An unknown key is an error, wherever it stands. A known key that is not acted on is
+//! named in a warning, or refused when leaving it out would change the training result. All problems of a file are
+//! reported together.
+
+mod accelerate;
+mod auto;
+mod batch;
+mod builder;
+mod deepspeed;
+mod engine;
+mod error;
+mod explain;
+mod keys;
+mod load;
+pub mod loss_scale;
+mod node;
+mod optimizer;
+mod plan;
+mod reader;
+mod resolve;
+mod rule;
+pub mod schedule;
+mod scheduler;
+mod table;
+mod walk;
+
+pub use auto::{Auto, Context, Filled, MixedPrecision};
+pub use batch::{Batch, BatchError};
+pub use builder::ZeroPlanBuilder;
+pub use engine::EngineConfig;
+pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};
+pub use load::Config;
+pub use node::Node;
+pub use optimizer::OptimizerPlan;
+pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
+pub use table::key_table;
+pub use zero_core::config::Float;

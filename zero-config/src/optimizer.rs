@@ -1,0 +1,108 @@
+//! The optimizers, with DeepSpeed's names and defaults.
+
+use zero_kernels::Rule;
+
+use super::node::Node;
+use super::reader::Reader;
+
+/// An optimizer and its parameters: DeepSpeed's type "Adam" is [`Rule::AdamW`], or with `adam_w_mode: false` [`Rule::Adam`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct OptimizerPlan {
+    /// Learning rate, before any schedule.
+    pub lr: f64,
+    /// What updates parameters.
+    pub rule: Rule,
+}
+
+impl OptimizerPlan {
+    /// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
+    pub(super) const DEFAULT: Self = Self { lr: 1e-3, rule: Rule::adamw() };
+
+    /// In one line.
+    pub(super) fn describe(&self) -> String {
+        let Self { lr, rule } = *self;
+        let (name, decay) = match rule {
+            Rule::AdamW { .. } => ("AdamW", "weight decay"),
+            Rule::Adam { .. } => ("Adam", "L2 penalty"),
+            Rule::Lamb { .. } => ("LAMB", "weight decay"),
+            Rule::Sgd { .. } => ("SGD", "L2 penalty"),
+            Rule::Lion { .. } => ("Lion", "weight decay"),
+            Rule::Adagrad { .. } => ("Adagrad", "L2 penalty"),
+        };
+        let mut text = format!("{name}, lr {lr}");
+        let (betas, epsilon) = self.hyperparameters();
+        if let Some((beta_1, beta_2)) = betas {
+            text += &format!(", betas {beta_1} and {beta_2}");
+        }
+        if let Some(epsilon) = epsilon {
+            text += &format!(", epsilon {epsilon}");
+        }
+        if let Rule::Sgd { momentum, nesterov, .. } = rule {
+            text += &format!(", {} {momentum}", if nesterov { "Nesterov momentum" } else { "momentum" });
+        }
+        text += &format!(", {decay} {}", rule.weight_decay());
+        if let Rule::AdamW { bias_correction: false, .. }
+        | Rule::Adam { bias_correction: false, .. }
+        | Rule::Lamb { bias_correction: false, .. } = rule
+        {
+            text += ", no bias correction";
+        }
+        if let Rule::Lamb { max_coeff, min_coeff, .. } = rule {
+            text += &format!(", trust ratio from {min_coeff} to {max_coeff}");
+        }
+        text
+    }
+
+    /// Betas and epsilon, those that it has.
+    pub fn hyperparameters(&self) -> (Option<(f32, f32)>, Option<f32>) {
+        match self.rule {
+            Rule::AdamW { beta_1, beta_2, epsilon, .. }
+            | Rule::Adam { beta_1, beta_2, epsilon, .. }
+            | Rule::Lamb { beta_1, beta_2, epsilon, .. } => (Some((beta_1, beta_2)), Some(epsilon)),
+            Rule::Lion { beta_1, beta_2, .. } => (Some((beta_1, beta_2)), None),
+            Rule::Adagrad { epsilon, .. } => (None, Some(epsilon)),
+            Rule::Sgd { .. } => (None, None),
+        }
+    }
+
+    /// Reads `optimizer`.
+    pub(super) fn read(top: &Reader<'_>) -> Option<Self> {
+        let (name, params) = top.tagged("optimizer")?;
+        let decoupled = name == "AdamW" || name == "Adam" && params.get("adam_w_mode");
+        let mut values = params.values(Vec::new());
+        let (beta_1, beta_2): (f64, f64) = values.get("betas").and_then(Node::to).unwrap_or_default();
+        values.set("beta_1", beta_1.into());
+        values.set("beta_2", beta_2.into());
+        // torch.optim.AdamW is the one constructor whose weight decay is not 0 by default.
+        if decoupled && params.get("torch_adam") && params.absent("weight_decay") {
+            values.set("weight_decay", 0.01.into());
+        }
+        let rule = Node::map([("type", if decoupled { "AdamW" } else { name }.into()), ("params", values)]).to()?;
+        if matches!(rule, Rule::Sgd { nesterov: true, momentum: 0.0, .. }) {
+            params.conflict("nesterov", "needs a momentum: give `momentum` above 0 or remove `nesterov`");
+        }
+        if let Rule::Lamb { max_coeff, min_coeff, .. } = rule
+            && min_coeff > max_coeff
+        {
+            let message =
+                format!("{min_coeff} is above `max_coeff`, {max_coeff}: give a smaller one, or a larger `max_coeff`");
+            params.conflict("min_coeff", &message);
+        }
+        Some(Self { lr: params.get("lr"), rule })
+    }
+}
+
+/// The section DeepSpeed would have.
+impl From<OptimizerPlan> for Node {
+    fn from(plan: OptimizerPlan) -> Self {
+        let mut node = Node::of(&plan.rule);
+        node.set("params.lr", plan.lr.into());
+        if let (Some(first), Some(second)) = (node.remove("params.beta_1"), node.remove("params.beta_2")) {
+            node.set("params.betas", Node::List(vec![first, second]));
+        }
+        if matches!(plan.rule, Rule::Adam { .. }) {
+            node.set("params.adam_w_mode", false.into());
+        }
+        node
+    }
+}

@@ -1,0 +1,261 @@
+//! The vocabulary of the key tables: what a key may hold, what it holds by default, and what becomes of it.
+
+use super::auto::Fill;
+use super::node::Node;
+
+/// One known key.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Key {
+    pub(super) name: &'static str,
+    pub(super) kind: Kind,
+    /// What it holds when it is not given, as JSON.
+    pub(super) default: &'static str,
+    pub(super) fate: Fate,
+}
+
+/// A table of keys. A row is of keys, each with its default, that may hold the same and become the same.
+macro_rules! keys {
+    ($($($name:ident = $default:expr),+ => $kind:expr, $fate:expr;)+) => {
+        &[$($($crate::rule::Key {
+            name: stringify!($name),
+            kind: $kind,
+            default: stringify!($default),
+            fate: $fate,
+        }),+),+]
+    };
+}
+pub(super) use keys;
+
+/// What a key may hold. `null` is always accepted and means "not given".
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Kind {
+    /// `true` or `false`.
+    Bool,
+    /// A truth value that YAML files also write as `yes` or `no`.
+    YesNo,
+    /// A whole number from `min` to `max`.
+    Int { min: i128, max: i128 },
+    /// A finite number, at least `min`, at most `max`.
+    Num { min: f64, max: f64 },
+    /// A number in [0, 1): the decay of a running average.
+    Decay,
+    /// Two of them.
+    Betas,
+    /// A number of at least 0, or a list of equal ones, one for each group of parameters.
+    Rates,
+    /// A number in [0, 1), or such a list of them.
+    Decays,
+    /// A string.
+    Text,
+    /// A string or a list of strings.
+    Texts,
+    /// One of these words, in any case.
+    OneOf(&'static str),
+    /// Anything.
+    Any,
+    /// A map of these keys.
+    Section(&'static [Key], Gate),
+    /// A map whose `type` says which `params` it takes.
+    Tagged(&'static Tagged),
+    /// A map whose keys are not looked at, because the feature does not exist here.
+    Open(Gate),
+}
+
+/// Returns true for numbers that are all the same.
+fn alike(items: &[Node]) -> bool {
+    items.first().and_then(Node::as_f64).is_some_and(|first| items.iter().all(|item| item.as_f64() == Some(first)))
+}
+
+/// When a section does anything; a section that does nothing gives no warning and is never refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Gate {
+    /// When it is not empty.
+    Given,
+    /// When its `enabled`, or for an open section that of a part of it, is true.
+    Enabled,
+    /// When its `device` is not `none`.
+    Device,
+}
+
+/// A section with a `type` and its `params`.
+#[derive(Debug)]
+pub(super) struct Tagged {
+    /// What the section is, for messages.
+    pub(super) what: &'static str,
+    pub(super) variants: &'static [(&'static str, &'static [Key])],
+    /// DeepSpeed's types that do not exist here.
+    pub(super) refused: &'static [&'static str],
+    /// Keys beside `type` and `params`.
+    pub(super) beside: &'static [Key],
+}
+
+/// What becomes of a key.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Fate {
+    pub(super) treatment: Treatment,
+    /// What stands for `"auto"`.
+    pub(super) fill: Fill,
+    /// The ZeRO stage from which the key has an effect.
+    pub(super) from_stage: u8,
+}
+
+/// What becomes of a key that is set to something other than its default.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Treatment {
+    /// It is read into the plan.
+    Acted,
+    /// Nothing, and nothing is lost: not worth a warning.
+    Quiet,
+    /// It has no meaning here: a warning with the reason.
+    NoEffect(&'static str),
+    /// It will act one day, and training is right without it: a warning with the reason.
+    NotYet(&'static str),
+    /// Training without it would be another training: an error with the reason.
+    Refused(&'static str),
+    /// Another name of a key of the same section, with the value turned into that key's; deprecated ones are warned of.
+    Renamed { to: &'static str, change: fn(&Node) -> Node, deprecated: bool },
+}
+
+impl Fate {
+    pub(super) const ACTED: Fate = Fate::of(Treatment::Acted);
+    pub(super) const QUIET: Fate = Fate::of(Treatment::Quiet);
+
+    const fn of(treatment: Treatment) -> Self {
+        Self { treatment, fill: Fill::None, from_stage: 0 }
+    }
+
+    pub(super) const fn no_effect(reason: &'static str) -> Self {
+        Self::of(Treatment::NoEffect(reason))
+    }
+
+    pub(super) const fn not_yet(reason: &'static str) -> Self {
+        Self::of(Treatment::NotYet(reason))
+    }
+
+    pub(super) const fn refused(reason: &'static str) -> Self {
+        Self::of(Treatment::Refused(reason))
+    }
+
+    /// An old name for `to`.
+    pub(super) const fn renamed(to: &'static str, change: fn(&Node) -> Node) -> Self {
+        Self::of(Treatment::Renamed { to, change, deprecated: true })
+    }
+
+    /// Another name for `to`.
+    pub(super) const fn alias(to: &'static str) -> Self {
+        Self::of(Treatment::Renamed { to, change: Node::clone, deprecated: false })
+    }
+
+    pub(super) const fn auto(self, fill: Fill) -> Self {
+        Self { fill, ..self }
+    }
+
+    pub(super) const fn since_stage(self, from_stage: u8) -> Self {
+        Self { from_stage, ..self }
+    }
+}
+
+impl Key {
+    pub(super) fn find<'a>(keys: &'a [Key], name: &str) -> Option<&'a Key> {
+        keys.iter().find(|key| key.name == name)
+    }
+
+    pub(super) fn default(&self) -> Node {
+        serde_json::from_str(self.default).expect("defaults in the tables are JSON")
+    }
+
+    /// Whether `value` says what leaving the key out would say.
+    pub(super) fn is_default(&self, value: &Node) -> bool {
+        match (value, self.default()) {
+            (Node::Null, _) => true,
+            (Node::Text(value), Node::Text(default)) => value.eq_ignore_ascii_case(&default),
+            (value, Node::List(default)) if default.is_empty() => value.is_empty(),
+            (value, default) => match (value.as_f64(), default.as_f64()) {
+                (Some(value), Some(default)) => value == default,
+                _ => *value == default,
+            },
+        }
+    }
+}
+
+impl Kind {
+    /// A count that may be zero.
+    pub(super) const COUNT: Kind = Kind::Int { min: 0, max: i64::MAX as i128 };
+    /// A count of at least one.
+    pub(super) const ONE_UP: Kind = Kind::Int { min: 1, max: i64::MAX as i128 };
+    /// Any whole number.
+    pub(super) const INT: Kind = Kind::Int { min: i64::MIN as i128, max: i64::MAX as i128 };
+    /// A number that is not negative.
+    pub(super) const POSITIVE: Kind = Kind::Num { min: 0.0, max: f64::MAX };
+    /// A number from 0 to 1.
+    pub(super) const FRACTION: Kind = Kind::Num { min: 0.0, max: 1.0 };
+    /// Any number.
+    pub(super) const NUM: Kind = Kind::Num { min: f64::MIN, max: f64::MAX };
+
+    /// A map of `keys` that acts as its keys say.
+    pub(super) const fn section(keys: &'static [Key]) -> Self {
+        Kind::Section(keys, Gate::Given)
+    }
+
+    /// A map of `keys` that does something once enabled.
+    pub(super) const fn switch(keys: &'static [Key]) -> Self {
+        Kind::Section(keys, Gate::Enabled)
+    }
+
+    /// `value` with YAML's several spellings of no and yes made one.
+    pub(super) fn normal(self, value: &Node) -> Node {
+        let word = |word: &str| word.to_ascii_lowercase();
+        match (self, value) {
+            (Kind::YesNo, Node::Text(text)) if ["yes", "true", "on"].contains(&&*word(text)) => Node::Bool(true),
+            (Kind::YesNo, Node::Text(text)) if ["no", "false", "off"].contains(&&*word(text)) => Node::Bool(false),
+            (Kind::Rates | Kind::Decays, Node::List(items)) if alike(items) => items[0].clone(),
+            // YAML 1.1 reads a bare `no` as false.
+            (Kind::OneOf(words), Node::Bool(false)) if words.split(' ').any(|word| word == "no") => "no".into(),
+            _ => value.clone(),
+        }
+    }
+
+    /// Whether `value` may stand here. Containers are only checked to be containers.
+    pub(super) fn accepts(self, value: &Node) -> bool {
+        let is_decay = |value: &Node| value.as_f64().is_some_and(|value| (0.0..1.0).contains(&value));
+        match (self, value) {
+            (_, Node::Null) | (Kind::Any, _) => true,
+            (Kind::Bool | Kind::YesNo, Node::Bool(_)) => true,
+            (Kind::Int { min, max }, Node::Int(value)) => (min..=max).contains(value),
+            (Kind::Num { min, max }, value) => value.as_f64().is_some_and(|value| (min..=max).contains(&value)),
+            (Kind::Rates, value) => value.as_f64().is_some_and(|value| (0.0..=f64::MAX).contains(&value)),
+            (Kind::Decay | Kind::Decays, value) => is_decay(value),
+            (Kind::Betas, Node::List(items)) => items.len() == 2 && items.iter().all(is_decay),
+            (Kind::Text | Kind::Texts, Node::Text(_)) => true,
+            (Kind::Texts, Node::List(items)) => items.iter().all(|item| item.as_text().is_some()),
+            (Kind::OneOf(words), Node::Text(word)) => words.split(' ').any(|known| known.eq_ignore_ascii_case(word)),
+            (Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_), Node::Map(_)) => true,
+            // An open section of Accelerate may hold anything, and an empty list is as good as nothing.
+            (Kind::Open(_), value) => value.is_empty() || matches!(value, Node::Bool(_)),
+            _ => false,
+        }
+    }
+
+    /// What may stand here, in words.
+    pub(super) fn expected(self) -> String {
+        match self {
+            Kind::Bool | Kind::YesNo => "true or false".to_owned(),
+            Kind::Int { min, max } if max < 1_000_000 => format!("a whole number from {min} to {max}"),
+            Kind::Int { min, .. } if min > i128::from(i64::MIN) => format!("a whole number of at least {min}"),
+            Kind::Int { .. } => "a whole number".to_owned(),
+            Kind::Num { min, max } if max < f64::MAX => format!("a number from {min} to {max}"),
+            Kind::Num { min: f64::MIN_POSITIVE, .. } => "a number above 0".to_owned(),
+            Kind::Num { min, .. } if min > f64::MIN => format!("a number of at least {min}"),
+            Kind::Num { .. } => "a number".to_owned(),
+            Kind::Decay => "a number of at least 0 and below 1".to_owned(),
+            Kind::Rates => "a number of at least 0, or a list of equal ones (all groups have one schedule)".to_owned(),
+            Kind::Decays => "a number of at least 0 and below 1, or a list of equal ones".to_owned(),
+            Kind::Betas => "two numbers of at least 0 and below 1".to_owned(),
+            Kind::Text => "a string".to_owned(),
+            Kind::Texts => "a string or a list of strings".to_owned(),
+            Kind::OneOf(words) => format!("one of {}", words.replace(' ', ", ")),
+            Kind::Any => "anything".to_owned(),
+            Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_) => "a map".to_owned(),
+        }
+    }
+}

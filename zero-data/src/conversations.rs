@@ -1,0 +1,529 @@
+//! Conversations, and prompts with completions: a row each, of which the model learns the answers.
+//!
+//! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>), ShareGPT and
+//!   Stanford Alpaca.
+//! * Out: batches that are padded to their longest row, with labels for the tokens that count in the loss.
+//! * Memory: all tokens, 5 bytes each.
+
+use std::ops::Range;
+use std::path::Path;
+
+use rayon::prelude::*;
+use serde_json::{Map, Value};
+use zero_models::loss::IGNORED_LABEL;
+
+use super::documents::{self, DataFile, Place, kind_of};
+use super::tokenizer::{ChatTemplate, MARK, Message, NO_TEMPLATE, Tokenizer};
+use super::{Cutting, Source, TokenBatch, check_ids, is_tokens};
+use crate::error::{Result, wrong_data};
+
+/// Tokens of a row at most where nothing says, as TRL's `max_length`.
+pub const LONGEST: usize = 1024;
+
+/// Rows that are tokenized by all threads at a time.
+const PART: usize = 4096;
+
+/// The tokens over which the loss of a conversation is taken.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+pub enum LossOn {
+    /// Completions of prompts, and the assistant's messages
+    #[default]
+    Completions,
+    /// All tokens
+    All,
+}
+
+/// The fields in which a file has its conversations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ChatFormat {
+    /// `messages`: objects with `role` and `content`.
+    Messages,
+    /// `conversations`: objects with `from` and `value`, of ShareGPT.
+    ShareGpt,
+    /// `prompt` and `completion`: texts, or lists of messages.
+    PromptCompletion,
+    /// `instruction`, `input` and `output`: texts, of Stanford Alpaca.
+    Alpaca,
+}
+
+/// Formats with the fields by which they are told.
+const FORMATS: [(ChatFormat, &[&str]); 4] = [
+    (ChatFormat::Messages, &["messages"]),
+    (ChatFormat::ShareGpt, &["conversations"]),
+    (ChatFormat::PromptCompletion, &["prompt", "completion"]),
+    (ChatFormat::Alpaca, &["instruction", "output"]),
+];
+
+/// Fields of a row that would change its text, and are not read.
+const REFUSED: [&str; 4] = ["tools", "chat_template_kwargs", "system", "history"];
+
+/// The same of a message.
+const REFUSED_IN_MESSAGE: [&str; 7] =
+    ["tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "weight", "train"];
+
+/// The columns that are read.
+const COLUMNS: [&str; 11] = [
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    REFUSED[0],
+    REFUSED[1],
+    REFUSED[2],
+    REFUSED[3],
+];
+
+impl ChatFormat {
+    /// The format of a source's first row. `None`: it holds documents, or cannot be read.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError`](crate::DataError) for a folder that cannot be used.
+    pub fn of(source: &Source<'_>) -> Result<Option<Self>> {
+        let Source::File(path) = *source else { return Ok(None) };
+        if is_tokens(path) {
+            return Ok(None);
+        }
+        let mut first = None;
+        // An error of the file is told when it is read for its rows.
+        let _ = documents::objects(&documents::files(path)?[0], &COLUMNS, &mut |place, row| {
+            first = Some(row);
+            Err(place.wrong(path, "is the only one that is read"))
+        });
+        let has = |field: &&str| first.as_ref().is_some_and(|row| row.contains_key(*field));
+        Ok(FORMATS.iter().find(|(_, fields)| fields.iter().all(has)).map(|(format, _)| *format))
+    }
+}
+
+/// A row before it is tokenized.
+enum Example {
+    Conversation(Vec<Message>),
+    /// A prompt and its completion.
+    Messages([Vec<Message>; 2]),
+    Texts([String; 2]),
+}
+
+/// Rows of conversations.
+#[derive(Debug)]
+pub struct Conversations {
+    ids: Vec<i32>,
+    /// True at tokens that have a label.
+    counts: Vec<bool>,
+    /// The end of each row in `ids`.
+    ends: Vec<usize>,
+    longest: usize,
+    held_out: usize,
+    left_out: usize,
+    tokenizer: Tokenizer,
+}
+
+impl Conversations {
+    /// Reads and tokenizes the rows of a file or folder. Of each row the first `cutting.seq` tokens are kept, and it is left out
+    /// ([`left_out`](Self::left_out)) if no token of these has a label.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError`](crate::DataError) for a file that cannot be read, with the row that cannot be used: one of another format, one
+    /// that the chat template refuses, one with a token that the model does not know.
+    pub fn load(
+        path: &Path,
+        format: ChatFormat,
+        loss_on: LossOn,
+        cutting: &Cutting<'_>,
+        tokenizer: Tokenizer,
+    ) -> Result<Self> {
+        let seq = Some(cutting.seq.unwrap_or(LONGEST.min(cutting.n_positions)));
+        let seq = Cutting { seq, ..cutting.clone() }.row_length(2)?;
+        let text = tokenizer.chat_template_text();
+        // An error of the template is told by the first row that needs it.
+        let template = text.as_deref().map(|text| tokenizer.chat_template(text));
+        let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: cutting.vocab_size };
+        let files = documents::files(path)?;
+        let split = files.partition_point(|file| !file.is_held_out);
+        let mut rows = Rows::default();
+        for file in &files[..split] {
+            rows.read(file, format, &encoder)?;
+        }
+        let trained = rows.ends.len();
+        if trained == 0 {
+            let problem = format!(
+                "has no row with an answer in its first {seq} tokens, with the tokenizer of {}: expected prompts with completions, or \
+                 messages of the assistant, and a --seq that reaches them",
+                tokenizer.whose()
+            );
+            return Err(wrong_data(path, problem));
+        }
+        for file in &files[split..] {
+            rows.read(file, format, &encoder)?;
+        }
+        let found = rows.ends.len() - trained;
+        if found == 0 && cutting.held_out != Some(0) && split < files.len() {
+            let problem = format!(
+                "has no row with an answer in its first {seq} tokens: expected some in the validation split; give a --seq that reaches \
+                 them, or --eval 0"
+            );
+            return Err(wrong_data(&files[split].path, problem));
+        }
+        let held_out = if split == files.len() { 0 } else { documents::held_out(cutting.held_out, found)? };
+        rows.ends.truncate(trained + held_out);
+        let begins = [0].into_iter().chain(rows.ends.iter().copied());
+        let longest = begins.zip(&rows.ends).map(|(begin, end)| end - begin).max().unwrap_or(0);
+        let Rows { ids, counts, ends, left_out } = rows;
+        Ok(Self { ids, counts, ends, longest, held_out, left_out, tokenizer })
+    }
+
+    /// Number of rows.
+    pub fn rows(&self) -> usize {
+        self.ends.len()
+    }
+
+    /// The number of last rows that belong to a validation split.
+    pub fn held_out(&self) -> usize {
+        self.held_out
+    }
+
+    /// The number of rows that were left out, as none of their tokens has a label.
+    pub fn left_out(&self) -> usize {
+        self.left_out
+    }
+
+    /// Tokens of the longest row.
+    pub fn seq(&self) -> usize {
+        self.longest
+    }
+
+    /// The tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    fn range(&self, row: usize) -> Range<usize> {
+        row.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[row]
+    }
+
+    /// Tokens of some rows, without padding.
+    pub fn tokens(&self, rows: &[usize]) -> usize {
+        rows.iter().map(|&row| self.range(row).len()).sum()
+    }
+
+    /// Labels of some rows that the model predicts: the first token of a row is not predicted.
+    pub fn labels(&self, rows: &[usize]) -> usize {
+        let of_row = |&row: &usize| self.counts[self.range(row)][1..].iter().filter(|counts| **counts).count();
+        rows.iter().map(of_row).sum()
+    }
+
+    /// The tokens before a row's first label.
+    pub fn prompt(&self, row: usize) -> &[i32] {
+        let range = self.range(row);
+        let length = self.counts[range.clone()].iter().take_while(|counts| !**counts).count();
+        &self.ids[range][..length]
+    }
+
+    /// Checksum of the tokens and labels of some rows, to tell data from other data.
+    pub fn checksum(&self, rows: Range<usize>) -> u32 {
+        rows.map(|row| self.range(row)).fold(0, |sum, range| {
+            let sum = crc32c::crc32c_append(sum, &(range.len() as u64).to_le_bytes());
+            let sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(&self.ids[range.clone()]));
+            crc32c::crc32c_append(sum, bytemuck::cast_slice(&self.counts[range]))
+        })
+    }
+
+    /// A batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels.
+    pub fn batch(&self, rows: &[usize]) -> TokenBatch {
+        let ranges = || rows.iter().map(|&row| self.range(row));
+        let width = ranges().map(|range| range.len()).max().unwrap_or(0);
+        let mut batch = TokenBatch { width, ..TokenBatch::default() };
+        for range in ranges() {
+            let padding = width - range.len();
+            let (ids, counts) = (&self.ids[range.clone()], &self.counts[range]);
+            let labels = ids.iter().zip(counts).map(|(&id, &counts)| if counts { id } else { IGNORED_LABEL });
+            batch.labels.extend(labels.chain(std::iter::repeat_n(IGNORED_LABEL, padding)));
+            batch.input_ids.extend(ids.iter().copied().chain(std::iter::repeat_n(0, padding)));
+        }
+        batch
+    }
+}
+
+/// Rows as they are read.
+#[derive(Default)]
+struct Rows {
+    ids: Vec<i32>,
+    counts: Vec<bool>,
+    ends: Vec<usize>,
+    left_out: usize,
+}
+
+impl Rows {
+    fn read(&mut self, file: &DataFile, format: ChatFormat, encoder: &Encoder<'_>) -> Result<()> {
+        let mut part: Vec<(Place, Map<String, Value>)> = Vec::new();
+        let mut flush = |part: &mut Vec<(Place, Map<String, Value>)>| -> Result<()> {
+            let encoded: Result<Vec<_>> = std::mem::take(part)
+                .into_par_iter()
+                .map(|(place, row)| {
+                    let encoded = encoder.example(format, row).and_then(|example| encoder.encode(&example));
+                    encoded.map_err(|problem| place.wrong(&file.path, &problem))
+                })
+                .collect();
+            for (ids, counts) in encoded? {
+                // The first token is not predicted.
+                if !counts.iter().skip(1).any(|counts| *counts) {
+                    self.left_out += 1;
+                    continue;
+                }
+                self.ids.extend(ids.iter().map(|&id| id as i32));
+                self.counts.extend(counts);
+                self.ends.push(self.ids.len());
+            }
+            Ok(())
+        };
+        documents::objects(file, &COLUMNS, &mut |place, row| {
+            part.push((place, row));
+            if part.len() == PART { flush(&mut part) } else { Ok(()) }
+        })?;
+        flush(&mut part)
+    }
+}
+
+/// Tokenizes rows.
+struct Encoder<'a> {
+    tokenizer: &'a Tokenizer,
+    template: Option<Result<ChatTemplate<'a>, String>>,
+    loss_on: LossOn,
+    seq: usize,
+    vocab_size: usize,
+}
+
+/// Tokens, and whether each has a label.
+type Encoded = (Vec<u32>, Vec<bool>);
+
+impl Encoder<'_> {
+    /// A row's example, or what is wrong with the row.
+    fn example(&self, format: ChatFormat, mut row: Map<String, Value>) -> Result<Example, String> {
+        if let Some(name) = REFUSED.iter().find(|name| is_given(row.get(**name))) {
+            return Err(format!("has a \"{name}\", which is not read: make it part of the messages, or remove it"));
+        }
+        let mut take = |name: &str| row.remove(name);
+        Ok(match format {
+            ChatFormat::Messages => Example::Conversation(messages("messages", take("messages"))?),
+            ChatFormat::ShareGpt => Example::Conversation(messages("conversations", take("conversations"))?),
+            ChatFormat::PromptCompletion => match (take("prompt"), take("completion")) {
+                (Some(Value::String(prompt)), Some(Value::String(completion))) => Example::Texts([prompt, completion]),
+                (prompt @ Some(Value::Array(_)), completion) => {
+                    Example::Messages([messages("prompt", prompt)?, messages("completion", completion)?])
+                }
+                (prompt, completion) => {
+                    let [prompt, completion] = [prompt, completion].map(|value| got(value.as_ref()));
+                    let expected = "expected texts, or lists of messages";
+                    return Err(format!("its \"prompt\" {prompt}, and its \"completion\" {completion}: {expected}"));
+                }
+            },
+            ChatFormat::Alpaca => {
+                let instruction = text("instruction", take("instruction"))?;
+                let input = take("input").filter(|input| !input.is_null());
+                let input = input.map_or(Ok(String::new()), |input| text("input", Some(input)))?;
+                let output = text("output", take("output"))?;
+                match self.template {
+                    Some(_) => {
+                        let parts = if input.is_empty() { vec![instruction] } else { vec![instruction, input] };
+                        let user = Message::new("user", parts.join("\n\n"));
+                        Example::Conversation(vec![user, Message::new("assistant", output)])
+                    }
+                    None => Example::Texts([alpaca(&instruction, &input), output]),
+                }
+            }
+        })
+    }
+
+    /// The first tokens of an example, at most `seq`.
+    fn encode(&self, example: &Example) -> Result<Encoded, String> {
+        let (mut ids, mut counts) = match example {
+            Example::Texts([prompt, completion]) => self.continued(prompt, &format!("{prompt}{completion}"), true)?,
+            Example::Messages([prompt, completion]) => {
+                let template = self.template()?;
+                let whole = template.render(&[&prompt[..], completion].concat(), false)?;
+                let before = match self.loss_on {
+                    LossOn::All => String::new(),
+                    LossOn::Completions => template.render(prompt, true)?,
+                };
+                if !whole.starts_with(&before) {
+                    return Err(self.unstable("the prompt in another way when a completion follows", ""));
+                }
+                self.continued(&before, &whole, false)?
+            }
+            Example::Conversation(messages) => {
+                let (text, answers) = self.answers(messages)?;
+                let cut = self.tokenizer.encode_with_offsets(&text)?;
+                let (ids, offsets) = (cut.get_ids().to_vec(), cut.get_offsets());
+                let is_marked = self.template()?.is_marked;
+                let mut counts = vec![false; ids.len()];
+                for answer in answers.into_iter().filter(|answer| !answer.is_empty()) {
+                    let first = offsets.iter().position(|(_, end)| *end > answer.start);
+                    let last = offsets.iter().rposition(|(begin, _)| *begin < answer.end);
+                    // transformers ends a marked part with the first token of its last character.
+                    let has_last = |(begin, end): &(usize, usize)| (*begin..*end).contains(&(answer.end - 1));
+                    let last = offsets.iter().position(has_last).filter(|_| is_marked).or(last);
+                    if let (Some(first), Some(last)) = (first, last) {
+                        counts[first..(last + 1).max(first)].fill(true);
+                    }
+                }
+                (ids, counts)
+            }
+        };
+        if self.loss_on == LossOn::All {
+            counts.fill(true);
+        }
+        check_ids(&ids, self.vocab_size)?;
+        ids.truncate(self.seq);
+        counts.truncate(self.seq);
+        Ok((ids, counts))
+    }
+
+    /// The tokens of `whole`; those have a label that differ from the tokens of `prompt`, as in TRL. Of documents, the tokens
+    /// that begin and end one are put around.
+    fn continued(&self, prompt: &str, whole: &str, are_documents: bool) -> Result<Encoded, String> {
+        let begin = if are_documents { self.tokenizer.put_before() } else { &[] };
+        let encode = |text| Ok::<_, String>([begin, &self.tokenizer.encode(text)?].concat());
+        let (before, mut ids) = (encode(prompt)?, encode(whole)?);
+        if are_documents {
+            let problem = "the tokenizer has no token that ends a text: name it as eos_token in a tokenizer_config.json beside the \
+                           tokenizer";
+            let end = self.tokenizer.end().ok_or(problem)?;
+            if ids.last() != Some(&end) {
+                ids.push(end);
+            }
+        }
+        let same = before.iter().zip(&ids).take_while(|(a, b)| a == b).count();
+        let counts = (0..ids.len()).map(|at| at >= same).collect();
+        Ok((ids, counts))
+    }
+
+    fn template(&self) -> Result<&ChatTemplate<'_>, String> {
+        match &self.template {
+            Some(template) => template.as_ref().map_err(String::clone),
+            None => Err(format!("holds messages, and {} {NO_TEMPLATE}", self.tokenizer.whose())),
+        }
+    }
+
+    /// The text of a conversation, and the parts of it that the assistant says: those that the template marks by `{% generation %}`;
+    /// or all behind the text with `add_generation_prompt` up to the end of the message.
+    fn answers(&self, messages: &[Message]) -> Result<(String, Vec<Range<usize>>), String> {
+        let template = self.template()?;
+        let mut answers = Vec::new();
+        if self.loss_on == LossOn::All {
+            return Ok((template.render(messages, false)?, answers));
+        }
+        if template.is_marked {
+            if messages.iter().any(|message| message.content.contains(MARK)) {
+                return Err(format!("holds the noncharacter {}: remove it", MARK.escape_unicode()));
+            }
+            let mut text = String::new();
+            for (at, part) in template.render_marked(messages)?.split(MARK).enumerate() {
+                let begin = text.len();
+                text.push_str(part);
+                if at % 2 == 1 {
+                    answers.push(begin..text.len());
+                }
+            }
+            if text != template.render(messages, false)? {
+                return Err(format!(
+                    "the chat template of {} changes text that it marks by {{% generation %}} (by a filter, for example): mark it where it is \
+                     written out, or use --loss-on all",
+                    self.tokenizer.whose()
+                ));
+            }
+            return Ok((text, answers));
+        }
+        let text = template.render(messages, false)?;
+        for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.role == "assistant") {
+            let before = match template.render(&messages[..at], true) {
+                Err(_) if at == 0 => {
+                    return Err(self.unstable("no text before a message of the assistant that is the first", MARKS));
+                }
+                before => before?,
+            };
+            let through = match at + 1 == messages.len() {
+                true => &text,
+                false => &template.render(&messages[..=at], false)?,
+            };
+            if !(through.starts_with(&before) && text.starts_with(through)) {
+                return Err(self.unstable(&format!("message {at} in another way when others follow"), MARKS));
+            }
+            answers.push(before.len()..through.len());
+        }
+        Ok((text, answers))
+    }
+
+    fn unstable(&self, what: &str, remedy: &str) -> String {
+        format!(
+            "the chat template of {} renders {what}, so that it does not tell which tokens are the assistant's: {remedy}use --loss-on all",
+            self.tokenizer.whose()
+        )
+    }
+}
+
+/// Advice for a template that does not tell the tokens of the assistant.
+const MARKS: &str = "put {% generation %} and {% endgeneration %} around these in the template, or ";
+
+/// Alpaca's prompt, for models without a chat template, as Alpaca-LoRA has it: <https://github.com/tloen/alpaca-lora>.
+fn alpaca(instruction: &str, input: &str) -> String {
+    let (about, input) = match input {
+        "" => (". Write", String::new()),
+        input => (", paired with an input that provides further context. Write", format!("### Input:\n{input}\n\n")),
+    };
+    format!(
+        "Below is an instruction that describes a task{about} a response that appropriately completes the request.\n\n\
+         ### Instruction:\n{instruction}\n\n{input}### Response:\n"
+    )
+}
+
+/// Returns true if a field is there and says something.
+fn is_given(value: Option<&Value>) -> bool {
+    !matches!(value, None | Some(Value::Null)) && value != Some(&Value::Array(Vec::new())) && value != Some(&"".into())
+}
+
+/// Describes a field, for messages.
+fn got(value: Option<&Value>) -> String {
+    value.map_or("is not there".into(), |value| format!("is {}", kind_of(value)))
+}
+
+fn text(name: &str, value: Option<Value>) -> Result<String, String> {
+    match value {
+        Some(Value::String(text)) => Ok(text),
+        other => Err(format!("its \"{name}\" {}: expected a text", got(other.as_ref()))),
+    }
+}
+
+/// The messages of a field, with `role` and `content` or ShareGPT's `from` and `value`.
+fn messages(name: &str, value: Option<Value>) -> Result<Vec<Message>, String> {
+    let Some(Value::Array(list)) = value else {
+        return Err(format!("its \"{name}\" {}: expected a list of messages", got(value.as_ref())));
+    };
+    if list.is_empty() {
+        return Err(format!("its \"{name}\" has no messages: expected at least one"));
+    }
+    let message = |(at, value): (usize, Value)| {
+        let problem = |problem: String| format!("message {at} of its \"{name}\": {problem}");
+        let Value::Object(mut message) = value else {
+            return Err(problem(format!("is {}: expected an object with a role and a content", kind_of(&value))));
+        };
+        if let Some(key) = REFUSED_IN_MESSAGE.iter().find(|key| is_given(message.get(**key))) {
+            return Err(problem(format!(
+                "has a \"{key}\", which is not read: make it part of the content, or remove it"
+            )));
+        }
+        let keys = if message.contains_key("from") { ["from", "value"] } else { ["role", "content"] };
+        let [role, content] = keys.map(|key| text(key, message.remove(key)).map_err(problem));
+        let role = match &*role? {
+            "human" => "user".into(),
+            "gpt" => "assistant".into(),
+            role if keys[0] == "role" || ["system", "user", "assistant", "tool"].contains(&role) => role.to_string(),
+            role => return Err(problem(format!("is from {role:?}: expected human, gpt or system"))),
+        };
+        Ok(Message { role, content: content? })
+    };
+    list.into_iter().enumerate().map(message).collect()
+}

@@ -1,0 +1,218 @@
+//! A conversation as the text that a model was trained on: in go messages and a folder's `chat_template` (Jinja), out comes what
+//! transformers' `apply_chat_template` renders.
+//!
+//! A template is untrusted code: it reads no files, and its steps ([`STEPS`]) and depth are limited.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, ValueKind};
+use minijinja::{Environment, Error, ErrorKind, Value, context};
+use serde_json::ser::{Formatter, PrettyFormatter};
+use serde_json::{Map, Serializer};
+use zero_core::checkpoint::SideFile;
+
+use crate::caught::caught;
+
+/// Steps of the interpreter that a template may take: a conversation of a thousand messages takes fewer.
+const STEPS: u64 = 5_000_000;
+
+/// The largest template that is read.
+const LARGEST: usize = 1 << 20;
+
+/// A message of a conversation.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Message {
+    /// Whose it is: `system`, `user` or `assistant`.
+    pub role: String,
+    /// Its text.
+    pub content: String,
+}
+
+impl Message {
+    /// A message of `role`.
+    pub fn new(role: &str, content: impl Into<String>) -> Self {
+        Self { role: role.into(), content: content.into() }
+    }
+}
+
+/// The template in a tokenizer's files, if there is one: that of `chat_template.jinja`, or of `tokenizer_config.json`, or of
+/// `chat_template.json`; of several with names, the one that is named `default`.
+pub(super) fn template(files: &[SideFile]) -> Option<String> {
+    source(files).map(|text| with_marks(&text))
+}
+
+fn source(files: &[SideFile]) -> Option<String> {
+    let bytes = |name: &str| files.iter().find(|file| file.name == name).map(|file| &file.bytes);
+    let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).ok();
+    if let Some(template) = bytes("chat_template.jinja").and_then(|bytes| text(bytes)) {
+        return Some(template);
+    }
+    ["tokenizer_config.json", "chat_template.json"].iter().find_map(|name| {
+        let bytes = bytes(name)?;
+        let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(bytes);
+        let keys: Map<String, serde_json::Value> = serde_json::from_slice(bytes).ok()?;
+        match keys.get("chat_template")? {
+            serde_json::Value::String(template) => Some(template.clone()),
+            serde_json::Value::Array(named) => {
+                let default = named.iter().find(|template| template["name"] == "default")?;
+                default["template"].as_str().map(str::to_string)
+            }
+            _ => None,
+        }
+    })
+}
+
+/// A character that stands around what the assistant says, in a text of [`ChatTemplate::render_marked`]: a noncharacter of Unicode.
+pub(crate) const MARK: char = '\u{fdd0}';
+
+/// The variable that has the [`MARK`], if one is wanted.
+const MARK_NAME: &str = "zero_generation_mark";
+
+/// A chat template that is ready to render.
+#[derive(Debug)]
+pub(crate) struct ChatTemplate<'t> {
+    jinja: Environment<'t>,
+    /// The place that it was read from, for messages.
+    whose: &'t str,
+    /// True if it tells by `{% generation %}` what the assistant says.
+    pub(crate) is_marked: bool,
+}
+
+impl<'t> ChatTemplate<'t> {
+    /// Parses the text of [`template`]. `special` are the texts of special tokens by their names.
+    pub(super) fn new(text: &'t str, special: &BTreeMap<&'static str, String>, whose: &'t str) -> Result<Self, String> {
+        if text.len() > LARGEST {
+            return Err(told(whose, format!("it has {} bytes: expected at most {LARGEST}", text.len())));
+        }
+        let made = caught(|| {
+            let mut jinja = Environment::new();
+            let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+            jinja.set_syntax(syntax.expect("the delimiters are the default ones"));
+            jinja.set_fuel(Some(STEPS));
+            jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+            // As Python writes them.
+            jinja.set_formatter(|out, state, value| match value.kind() {
+                ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
+                ValueKind::None => out.write_str("None").map_err(Error::from),
+                _ => minijinja::escape_formatter(out, state, value),
+            });
+            jinja.add_filter("tojson", to_json);
+            let refuse =
+                |message: String| -> Result<Value, Error> { Err(Error::new(ErrorKind::InvalidOperation, message)) };
+            jinja.add_function("raise_exception", refuse);
+            // One time for all texts, as parts of a conversation are compared.
+            let now = chrono::DateTime::<chrono::Utc>::from(std::time::SystemTime::now());
+            jinja.add_function("strftime_now", move |format: String| {
+                // An invalid format gives an empty text.
+                let mut text = String::new();
+                let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{}", now.format(&format)));
+                text
+            });
+            for (name, token) in special {
+                jinja.add_global(*name, Value::from(token.as_str()));
+            }
+            jinja.add_template(NAME, text)?;
+            Ok(jinja)
+        });
+        Ok(Self { jinja: unwrapped(whose, made)?, whose, is_marked: text.contains(MARK_NAME) })
+    }
+
+    /// The text of a conversation, as transformers' `apply_chat_template`. With `add_generation_prompt` the model answers behind it.
+    pub(crate) fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
+        self.render_with(messages, add_generation_prompt, context! {})
+    }
+
+    /// The text of a conversation, with [`MARK`]s around each `{% generation %}`.
+    pub(crate) fn render_marked(&self, messages: &[Message]) -> Result<String, String> {
+        self.render_with(messages, false, Value::from_pairs([(MARK_NAME, MARK.to_string())]))
+    }
+
+    fn render_with(&self, messages: &[Message], add_generation_prompt: bool, more: Value) -> Result<String, String> {
+        let rendered = caught(|| {
+            let messages: Vec<Value> = messages
+                .iter()
+                .map(|Message { role, content }| context! { role => role, content => content })
+                .collect();
+            let known = context! { messages, tools => (), documents => (), add_generation_prompt, ..more };
+            self.jinja.get_template(NAME)?.render(known)
+        });
+        unwrapped(self.whose, rendered)
+    }
+}
+
+/// The name of the only template.
+const NAME: &str = "chat_template";
+
+/// The result of the library, or its error as text.
+fn unwrapped<T>(whose: &str, result: Result<Result<T, Error>, String>) -> Result<T, String> {
+    let problem = |error: Error| match error.detail() {
+        _ if error.kind() == ErrorKind::OutOfFuel => format!("it takes more than {STEPS} steps"),
+        Some(detail) if error.kind() == ErrorKind::InvalidOperation => detail.to_string(),
+        _ => error.to_string(),
+    };
+    result.and_then(|result| result.map_err(problem)).map_err(|problem| told(whose, problem))
+}
+
+fn told(whose: &str, problem: String) -> String {
+    format!("the chat template of {whose} cannot be used: {problem}")
+}
+
+/// A template with a variable in place of the tags that mark what an assistant says: it is empty, or the [`MARK`].
+fn with_marks(template: &str) -> String {
+    let mut out = String::with_capacity(template.len());
+    let mut rest = template;
+    while let Some(begin) = rest.find("{%") {
+        let Some(length) = rest[begin + 2..].find("%}").map(|at| at + 2) else { break };
+        let tag = &rest[begin..begin + length + 2];
+        let (before, after) = (if tag.starts_with("{%-") { "{%-" } else { "{%" }, tag.ends_with("-%}"));
+        let word = tag[2..tag.len() - 2].trim_matches('-').trim();
+        out.push_str(&rest[..begin]);
+        let after = if after { "-%}" } else { "%}" };
+        // Tags on both sides, so that blanks are cut as around one tag.
+        let mark = ["{{ ", MARK_NAME, " }}"].concat();
+        match word {
+            "generation" => out.extend([before, " if true %}", &mark, "{% if true ", after]),
+            "endgeneration" => out.extend([before, " endif %}", &mark, "{% endif ", after]),
+            _ => out.push_str(tag),
+        }
+        rest = &rest[begin + length + 2..];
+    }
+    out + rest
+}
+
+/// As Python's `json.dumps`, without escapes of what is no ASCII.
+fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
+    let indent: Option<usize> = options.get("indent")?;
+    let mut out = Vec::new();
+    let written = match indent {
+        Some(width) if width <= 64 => {
+            let blanks = " ".repeat(width);
+            serde::Serialize::serialize(
+                &value,
+                &mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(blanks.as_bytes())),
+            )
+        }
+        _ => serde::Serialize::serialize(&value, &mut Serializer::with_formatter(&mut out, OneLine)),
+    };
+    written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
+}
+
+/// One line, with a blank behind commas and colons.
+struct OneLine;
+
+impl Formatter for OneLine {
+    fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if first { Ok(()) } else { out.write_all(b", ") }
+    }
+
+    fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        out.write_all(b": ")
+    }
+}

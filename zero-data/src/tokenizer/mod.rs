@@ -1,0 +1,518 @@
+//! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
+
+mod chat;
+mod files;
+mod gpt2;
+mod sentence_piece;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+use serde_json::json;
+use tokenizers::NormalizerWrapper;
+use unicode_segmentation::UnicodeSegmentation;
+use zero_core::checkpoint::SideFile;
+use zero_models::Seq2SeqSettings;
+
+pub use self::chat::Message;
+pub(super) use self::chat::{ChatTemplate, MARK};
+use self::files::Read;
+use super::wordpiece::{GOES_ON, SPECIAL};
+use super::{Cutting, check_ids};
+use crate::caught::caught;
+use crate::error::{Result, io, wrong, wrong_data};
+
+/// The most tokens of a GPT-2 whose vocabulary was padded for speed.
+const PADDED: usize = 50432;
+
+/// Files of tokenizers that are not read.
+const OTHERS: [&str; 2] = ["tekken.json", "vocab.json"];
+
+/// Tokens that end a document, in tokenizers that do not say which of theirs does.
+const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
+
+/// Tokens that begin a text, in tokenizers that have one.
+const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
+
+/// Texts, of which one has a token in most tokenizers.
+const LETTERS: [&str; 4] = ["a", "A", "0", "."];
+
+/// The error for a folder without a chat template.
+pub const NO_TEMPLATE: &str = "has no chat template: expected a chat_template in tokenizer_config.json, or \
+                                      chat_template.jinja, of a model that was trained to chat";
+
+/// Cuts text into ids.
+pub struct Tokenizer {
+    kind: Kind,
+    /// Of its files, to tell it from others.
+    pub(super) checksum: u32,
+    /// The tokens that it puts before a text.
+    begin: Vec<u32>,
+    /// The token that begins a text from nothing.
+    bos: Option<u32>,
+    end: Option<u32>,
+    /// Whether [`encode`](Self::encode) tells sentences and documents apart.
+    pub(super) sentences: bool,
+    /// The texts of special tokens by their names, such as `eos_token`.
+    named: BTreeMap<&'static str, String>,
+    /// The files it was read from.
+    files: Vec<SideFile>,
+    /// The place of these, for messages.
+    whose: String,
+}
+
+enum Kind {
+    Gpt2,
+    File(Box<tokenizers::Tokenizer>),
+}
+
+impl core::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Tokenizer of {} tokens", self.tokens())
+    }
+}
+
+impl Tokenizer {
+    /// The one that is asked for, or the model's, or GPT-2's; `text` is what it is for, for messages.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError`](crate::DataError) when a file cannot be used, or the model does not know all its tokens.
+    pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self> {
+        let (found, whose) = match cutting.tokenizer {
+            Some(given) => match Self::read(given)? {
+                Some(found) => (Some(found), given),
+                None => {
+                    let expected = "expected a tokenizer.json, or a folder with one (or with vocab.json and merges.txt, vocab.txt, or \
+                                    tokenizer.model)";
+                    return Err(wrong("tokenizer", given.display(), expected));
+                }
+            },
+            None => {
+                let read = cutting.folders.iter().map(|folder| Ok((Self::read(folder)?, *folder)));
+                read.collect::<Result<Vec<_>>>()?.into_iter().find(|(found, _)| found.is_some()).unwrap_or((None, text))
+            }
+        };
+        let ids = "or cut the text with the model's own tokenizer and give the ids: --data FILE.safetensors with an int tensor \
+                   input_ids [rows, T]";
+        let vocab_size = cutting.vocab_size;
+        let Some(found) = found else {
+            let other = |folder: &&Path| OTHERS.iter().map(|file| folder.join(file)).find(|path| path.is_file());
+            if let Some(other) = cutting.folders.iter().find_map(other) {
+                let problem = format!(
+                    "is the model's tokenizer, and of a kind that is not read: add its tokenizer.json (transformers' \
+                     save_pretrained writes one), give one with --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(&other, problem));
+            }
+            if cutting.sentences {
+                let problem = "is text, and no tokenizer is there: make one from it with `zero tokenizer DIR --data FILE`, and give \
+                               it with --tokenizer DIR";
+                return Err(wrong_data(text, problem));
+            }
+            let tokens = gpt2::TOKENS;
+            if vocab_size < tokens {
+                let problem = format!(
+                    "is text, which without a tokenizer of the model's own is cut into GPT-2's tokens, but the model has \
+                     {vocab_size} tokens, and GPT-2 {tokens}: give its tokenizer with --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(text, problem));
+            }
+            // A preset has no tokenizer of its own.
+            if let Some(folder) = cutting.folders.iter().find(|folder| folder.is_dir())
+                && !(cutting.is_gpt2 && vocab_size <= PADDED)
+            {
+                let problem = format!(
+                    "has no tokenizer: add the model's tokenizer.json (transformers' save_pretrained writes one), give one with \
+                     --tokenizer FILE, {ids}"
+                );
+                return Err(wrong_data(folder, problem));
+            }
+            let end = Some(tokens as u32 - 1);
+            let (kind, begin, files) = (Kind::Gpt2, Vec::new(), Vec::new());
+            let named = BTreeMap::new();
+            let whose = "GPT-2's own tokenizer".to_string();
+            return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files, whose });
+        };
+        let tokens = found.tokens();
+        // Some models have no row for a token that was added, such as BART's <mask>: it must not occur.
+        if found.tokens_of_model() > vocab_size {
+            let problem = format!(
+                "has a tokenizer of {tokens} tokens, and the model knows {vocab_size}: use the tokenizer that the model was \
+                 made for"
+            );
+            return Err(wrong_data(whose, problem));
+        }
+        let found = Self { whose: whose.display().to_string(), ..found };
+        if cutting.sentences { found.for_sentences(whose) } else { Ok(found) }
+    }
+
+    pub(super) fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
+        let begin = put_before(&tokenizer);
+        let kind = Kind::File(Box::new(tokenizer));
+        let (named, files) = (BTreeMap::new(), Vec::new());
+        Self { kind, checksum, begin, bos: None, end, sentences: false, named, files, whose: String::new() }
+    }
+
+    /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
+    pub(super) fn for_sentences(mut self, path: &Path) -> Result<Self> {
+        for token in SPECIAL {
+            if self.id(token).is_none() {
+                let problem =
+                    format!("has no token {token}: expected a tokenizer as BERT's (`zero tokenizer` makes one)");
+                return Err(wrong_data(path, problem));
+            }
+        }
+        (self.end, self.sentences) = (self.id("[SEP]"), true);
+        Ok(self)
+    }
+
+    /// Writes its [`files`](Self::files) into a folder.
+    ///
+    /// # Errors
+    ///
+    /// [`DataError`](crate::DataError) when they cannot be written, or are there.
+    pub fn save(&self, dir: &Path) -> Result<()> {
+        std::fs::create_dir_all(dir).map_err(io("create", dir))?;
+        for SideFile { name, bytes } in self.files() {
+            let path = dir.join(name);
+            let file = std::fs::File::create_new(&path).map_err(io("create", &path))?;
+            (&file).write_all(&bytes).and_then(|()| file.sync_all()).map_err(io("write", &path))?;
+        }
+        Ok(())
+    }
+
+    /// The number of a token.
+    pub fn id(&self, token: &str) -> Option<u32> {
+        match &self.kind {
+            Kind::Gpt2 => self.end.filter(|_| token == ENDS[0]),
+            Kind::File(tokenizer) => tokenizer.token_to_id(token),
+        }
+    }
+
+    /// By their numbers, whether tokens go on with a word.
+    pub(super) fn going_on(&self) -> Vec<bool> {
+        let mut all = vec![false; self.tokens()];
+        if let Kind::File(tokenizer) = &self.kind {
+            for (token, id) in tokenizer.get_vocab(true) {
+                all[id as usize] = token.starts_with(GOES_ON);
+            }
+        }
+        all
+    }
+
+    /// The tokenizer in a file or folder, if there is one.
+    fn read(path: &Path) -> Result<Option<Self>> {
+        let Some(Read { tokenizer, named, files }) = files::read(path)? else { return Ok(None) };
+        let end = match named.get("eos_token") {
+            Some(token) => tokenizer.token_to_id(token),
+            None => ENDS.iter().find_map(|token| tokenizer.token_to_id(token)),
+        };
+        let bos = named.get("bos_token").and_then(|token| tokenizer.token_to_id(token));
+        let checksum = files.iter().fold(0, |sum, file| crc32c::crc32c_append(sum, &file.bytes));
+        Ok(Some(Self { files, bos, named, ..Self::new(tokenizer, checksum, end) }))
+    }
+
+    /// The files that transformers and this program read it from: those it was read from; GPT-2's; or, of one that was learned,
+    /// `tokenizer.json`, `vocab.txt` and `tokenizer_config.json`.
+    pub fn files(&self) -> Vec<SideFile> {
+        match &self.kind {
+            Kind::Gpt2 => gpt2::files(),
+            Kind::File(tokenizer) if self.files.is_empty() => learned_files(tokenizer),
+            Kind::File(_) => self.files.clone(),
+        }
+    }
+
+    /// How many tokens there are.
+    pub fn tokens(&self) -> usize {
+        match &self.kind {
+            Kind::Gpt2 => gpt2::TOKENS,
+            Kind::File(tokenizer) => largest(tokenizer.get_vocab(true)),
+        }
+    }
+
+    /// The number of tokens without those that were added.
+    fn tokens_of_model(&self) -> usize {
+        match &self.kind {
+            Kind::Gpt2 => gpt2::TOKENS,
+            Kind::File(tokenizer) => {
+                let added: Vec<u32> = tokenizer.get_added_tokens_decoder().into_keys().collect();
+                let own = tokenizer.get_vocab(false).into_iter().filter(|(_, id)| !added.contains(id));
+                largest(own.collect())
+            }
+        }
+    }
+
+    /// The token that begins a text, if it has one.
+    pub fn begin(&self) -> Option<u32> {
+        self.begin.first().copied().or_else(|| BEGINS.iter().find_map(|token| self.id(token)))
+    }
+
+    /// The tokens that begin a text for a model with an encoder.
+    pub fn begin_of(&self, settings: &Seq2SeqSettings) -> Vec<u32> {
+        match settings.has_begin {
+            true => self.begin().into_iter().collect(),
+            false => self.put_before().to_vec(),
+        }
+    }
+
+    /// The token that a text made of nothing begins with (`bos_token`), if it has one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The tokens that stand before a text that a model continues, such as Llama's beginning of text; none for GPT-2.
+    pub fn put_before(&self) -> &[u32] {
+        if self.sentences { &[] } else { &self.begin }
+    }
+
+    /// The token that fills up rows. Nothing looks at it: any does where none is named.
+    pub fn pad(&self) -> u32 {
+        let named = self.named.get("pad_token").map(String::as_str).into_iter().chain([SPECIAL[0], "<pad>"]);
+        named.filter_map(|token| self.id(token)).next().unwrap_or(0)
+    }
+
+    /// The tokens before a text or a pair of texts, between these, and after them: those of its template, or BERT's.
+    pub(super) fn around(&self, pair: bool) -> Option<[Vec<u32>; 3]> {
+        let by_template = |text: &&str| {
+            let Kind::File(tokenizer) = &self.kind else { return None };
+            let put = || if pair { tokenizer.encode((*text, *text), true) } else { tokenizer.encode(*text, true) };
+            let put = caught(put).ok()?.ok()?;
+            let (mut found, mut texts, mut in_text) = ([Vec::new(), Vec::new(), Vec::new()], 0, false);
+            for (&id, &special) in put.get_ids().iter().zip(put.get_special_tokens_mask()) {
+                match special {
+                    1 => found[texts].push(id),
+                    _ if !in_text => texts += 1,
+                    _ => {}
+                }
+                in_text = special == 0;
+                if texts > 2 {
+                    return None;
+                }
+            }
+            if !pair {
+                found.swap(1, 2);
+            }
+            Some(found).filter(|found| texts == 1 + usize::from(pair) && !found.concat().is_empty())
+        };
+        let as_bert = || {
+            let id = |name: &str, default: &str| self.id(self.named.get(name).map_or(default, String::as_str));
+            let (cls, sep) = (id("cls_token", "[CLS]")?, id("sep_token", "[SEP]")?);
+            Some([vec![cls], if pair { vec![sep] } else { Vec::new() }, vec![sep]])
+        };
+        LETTERS.iter().find_map(by_template).or_else(as_bert)
+    }
+
+    /// The token that ends a document, if it has one.
+    pub fn end(&self) -> Option<u32> {
+        self.end
+    }
+
+    /// As [`encode`](Self::encode), for a model with so many tokens.
+    pub fn encode_within(&self, text: &str, vocab_size: usize) -> Result<Vec<u32>, String> {
+        let ids = self.encode(text)?;
+        check_ids(&ids, vocab_size)?;
+        Ok(ids)
+    }
+
+    /// The tokens of a text, without special ones but those that tell sentences apart. A line ends a sentence, an empty line a
+    /// document.
+    ///
+    /// # Errors
+    ///
+    /// What the tokenizer says.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
+        if !self.sentences {
+            return self.cut(text);
+        }
+        let mut all: Vec<u32> = Vec::new();
+        let mut ended = true;
+        for line in text.lines() {
+            if line.trim().is_empty() {
+                all.extend(self.end.filter(|_| !ended));
+                ended = true;
+            }
+            for sentence in line.unicode_sentences() {
+                let ids = self.cut(sentence)?;
+                if !ids.is_empty() {
+                    all.extend(ids.into_iter().chain(self.end));
+                    ended = false;
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    /// The tokens of a conversation, behind which the model answers, by the folder's chat template.
+    ///
+    /// # Errors
+    ///
+    /// When there is no template, it cannot be rendered, or refuses the conversation.
+    pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, String> {
+        self.encode(&self.chat(messages)?)
+    }
+
+    /// The text of a conversation by the folder's chat template, as transformers' `apply_chat_template` with `add_generation_prompt`.
+    ///
+    /// # Errors
+    ///
+    /// As [`encode_chat`](Self::encode_chat).
+    pub fn chat(&self, messages: &[Message]) -> Result<String, String> {
+        let Some(template) = chat::template(&self.files) else {
+            return Err(format!("the tokenizer's folder {NO_TEMPLATE}"));
+        };
+        self.chat_template(&template)?.render(messages, true)
+    }
+
+    /// The text of the folder's chat template, for [`chat_template`](Self::chat_template).
+    pub(super) fn chat_template_text(&self) -> Option<String> {
+        chat::template(&self.files)
+    }
+
+    /// The chat template of this text.
+    pub(super) fn chat_template<'t>(&'t self, text: &'t str) -> Result<ChatTemplate<'t>, String> {
+        ChatTemplate::new(text, &self.named, &self.whose)
+    }
+
+    /// The folder or file that it was read from, for messages.
+    pub(super) fn whose(&self) -> &str {
+        &self.whose
+    }
+
+    /// Returns true if there is a chat template.
+    pub fn has_chat_template(&self) -> bool {
+        chat::template(&self.files).is_some()
+    }
+
+    /// The text of tokens, without special ones. What is no text is shown as U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> String {
+        match &self.kind {
+            Kind::Gpt2 => {
+                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < gpt2::TOKENS - 1).collect();
+                let bytes = gpt2::table().decode_bytes(&known).unwrap_or_default();
+                String::from_utf8_lossy(&bytes).into_owned()
+            }
+            Kind::File(tokenizer) => caught(|| tokenizer.decode(ids, true).unwrap_or_default()).unwrap_or_default(),
+        }
+    }
+
+    fn cut(&self, text: &str) -> Result<Vec<u32>, String> {
+        match &self.kind {
+            // "<|endoftext|>" is one token, as in transformers.
+            Kind::Gpt2 => Ok(gpt2::table().encode_with_special_tokens(text)),
+            Kind::File(tokenizer) => {
+                Ok(encoding(|| tokenizer.encode_fast(text, false).map_err(|error| error.to_string()))?
+                    .get_ids()
+                    .to_vec())
+            }
+        }
+    }
+
+    /// The tokens of a conversation's text, with the bytes of the text that each is of (`get_offsets`).
+    ///
+    /// # Errors
+    ///
+    /// As [`encode`](Self::encode).
+    pub(super) fn encode_with_offsets(&self, text: &str) -> Result<tokenizers::Encoding, String> {
+        match &self.kind {
+            Kind::Gpt2 => Err(format!("{} {NO_TEMPLATE}", self.whose)),
+            Kind::File(tokenizer) => encoding(|| tokenizer.encode(text, false).map_err(|error| error.to_string())),
+        }
+    }
+}
+
+/// The library's encoding, or its error or panic as text.
+fn encoding(cut: impl FnOnce() -> Result<tokenizers::Encoding, String>) -> Result<tokenizers::Encoding, String> {
+    caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"))
+}
+
+fn largest(vocabulary: std::collections::HashMap<String, u32>) -> usize {
+    vocabulary.into_values().max().map_or(0, |largest| largest as usize + 1)
+}
+
+fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
+    let mut vocabulary: Vec<(String, u32)> = tokenizer.get_vocab(true).into_iter().collect();
+    vocabulary.sort_by_key(|(_, id)| *id);
+    let lines: String = vocabulary.iter().map(|(token, _)| format!("{token}\n")).collect();
+    let lowercase = matches!(
+        tokenizer.get_normalizer(),
+        Some(NormalizerWrapper::BertNormalizer(normalizer)) if normalizer.lowercase
+    );
+    let config = json!({ "tokenizer_class": "BertTokenizer", "do_lower_case": lowercase });
+    let json = tokenizer.to_string(true).expect("a tokenizer is numbers and texts");
+    let file = |name: &str, text: String| SideFile { name: name.into(), bytes: text.into_bytes().into() };
+    vec![file("vocab.txt", lines), file("tokenizer_config.json", format!("{config:#}\n")), file("tokenizer.json", json)]
+}
+
+/// The special tokens that a tokenizer's template has before the text.
+fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
+    for text in LETTERS {
+        let Ok(Ok(around)) = caught(|| tokenizer.encode(text, true)) else { continue };
+        let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
+        if special < around.len() {
+            return around.get_ids()[..special].to_vec();
+        }
+    }
+    Vec::new()
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn cutting<'a>(vocab_size: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
+        Cutting { vocab_size, n_positions: 8, folders, ..Cutting::default() }
+    }
+
+    /// Words of a small vocabulary.
+    fn words(dir: &Path, words: &[&str]) {
+        let vocab: serde_json::Map<_, _> =
+            words.iter().enumerate().map(|(id, word)| (word.to_string(), id.into())).collect();
+        let json = json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": { "type": "Whitespace" },
+            "post_processor": null, "decoder": null,
+            "truncation": { "direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0 },
+            "padding": null,
+            "model": { "type": "WordLevel", "vocab": vocab, "unk_token": words[0] }
+        });
+        std::fs::write(dir.join("tokenizer.json"), json.to_string()).unwrap();
+    }
+
+    #[test]
+    fn the_models_own_cuts_and_gpt2s_where_it_has_none() {
+        let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
+        words(dir.path(), &["<unk>", "a", "rose", "is", "</s>"]);
+        let own = Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap();
+        assert_eq!((own.tokens(), own.end()), (5, Some(4)));
+        assert_eq!(own.encode("a rose is a flower").unwrap(), [1, 2, 3, 1, 0]);
+        std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "is"}}"#).unwrap();
+        assert_eq!(Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap().end(), Some(3));
+        // Asked for.
+        let given = Cutting { tokenizer: Some(dir.path()), ..cutting(50257, &[]) };
+        assert_eq!(Tokenizer::find(text, &given).unwrap().tokens(), 5);
+        let gpt2 = Tokenizer::find(text, &cutting(50257, &[])).unwrap();
+        assert_eq!(gpt2.encode("Hello world").unwrap(), [15496, 995]);
+    }
+
+    #[test]
+    fn what_is_not_the_models_is_refused() {
+        let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
+        let told = |cutting: &Cutting<'_>| Tokenizer::find(text, cutting).err().unwrap().to_string();
+        let error = told(&cutting(32000, &[]));
+        assert!(error.starts_with("book.txt: is text") && error.contains("the model has 32000 tokens"), "{error}");
+        words(dir.path(), &["<unk>", "a", "rose"]);
+        let error = told(&cutting(2, &[dir.path()]));
+        assert!(error.contains("a tokenizer of 3 tokens, and the model knows 2"), "{error}");
+        for (file, content) in [("tokenizer.json", "{"), ("tokenizer.model", ""), ("vocab.json", "{}")] {
+            let dir = tempfile::tempdir().unwrap();
+            std::fs::write(dir.path().join(file), content).unwrap();
+            let error = told(&cutting(50257, &[dir.path()]));
+            assert!(error.contains(file) && error.contains("tokenizer"), "{error}");
+        }
+        let missing = Cutting { tokenizer: Some(Path::new("/nowhere")), ..cutting(50257, &[]) };
+        assert!(told(&missing).contains("--tokenizer /nowhere: expected a tokenizer.json"));
+    }
+}
