@@ -46,3 +46,7 @@ pub use optimizer::OptimizerPlan;
 pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
 pub use table::key_table;
 pub use zero_core::config::Float;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

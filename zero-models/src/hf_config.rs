@@ -209,7 +209,7 @@ pub(crate) use named;
 const LARGEST_SIZE: usize = u32::MAX as usize;
 
 /// The most layers of a model.
-const MOST_LAYERS: usize = 1 << 16;
+const MOST_LAYERS: usize = 10_000;
 
 /// The most parameters of a model.
 const MOST_PARAMETERS: u128 = 1 << 44;

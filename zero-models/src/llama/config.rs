@@ -810,7 +810,7 @@ mod tests {
                 r#"{"num_hidden_layers": 9223372036854775808}"#,
                 "num_hidden_layers = 9223372036854775808; change it to 1 to",
             ),
-            (r#"{"num_hidden_layers": 70000, "hidden_size": 2, "num_attention_heads": 1}"#, "at most 65536"),
+            (r#"{"num_hidden_layers": 70000, "hidden_size": 2, "num_attention_heads": 1}"#, "at most 10000"),
             (r#"{"head_dim": 2147483648}"#, "a number of parameters = "),
         ] {
             let error = LlamaConfig::from_json(text).unwrap_err().to_string();
