@@ -23,10 +23,10 @@ pub struct EngineConfig {
     pub schedule: Schedule,
     /// What the loss is multiplied by, for fp16.
     pub loss_scale: Option<LossScaler>,
-    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all ([`Step::Skipped`]). Always so with a loss
+    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all (`Step::Skipped` of `zero-train`). Always so with a loss
     /// scale. Default true; where it is false, such an update is made, and rank 0 warns once.
     pub skip_overflow: bool,
-    /// An update whose gradients hold an infinity or a NaN is an error ([`EngineError::NotFinite`]) on all ranks, and is neither
+    /// An update whose gradients hold an infinity or a NaN is an error (`EngineError::NotFinite`) on all ranks, and is neither
     /// made nor skipped. PyTorch's `error_if_nonfinite`.
     pub error_if_nonfinite: bool,
     /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an

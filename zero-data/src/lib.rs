@@ -103,7 +103,7 @@ impl Source<'_> {
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when there is such a file and it cannot be read.
+    /// [`DataError`] when there is such a file and it cannot be read.
     pub fn row_length(&self) -> Result<Option<usize>> {
         match self {
             Source::File(path) if is_tokens(path) => Ok(token_file::TokenFile::open(path)?.row_length()),
