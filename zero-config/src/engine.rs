@@ -3,13 +3,13 @@
 use crate::loss_scale::LossScaler;
 use crate::schedule::Schedule;
 
-/// How an engine steps.
+/// Settings of an engine's steps.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
     /// Micro-batches per update. Their losses are averaged.
     pub accumulation: usize,
-    /// Whether gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
-    /// summed on the rank, whole and in fp32, and reduced once, at the last. What is not set is true at stages 2 and 3, for
+    /// True if gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
+    /// summed on the rank, whole and in fp32, and reduced once, at the last. `None` is true at stages 2 and 3, for
     /// memory, and false at 0 and 1, for fewer bytes on the wire: sums in another order, which differ in their last bits.
     /// With either value all stages give the same bits. Accelerate's `sync_each_batch`.
     pub sync_each_batch: Option<bool>,
@@ -21,7 +21,7 @@ pub struct EngineConfig {
     pub world: Option<usize>,
     /// Learning rate by update.
     pub schedule: Schedule,
-    /// What the loss is multiplied by, for fp16.
+    /// The scale of the loss, for fp16.
     pub loss_scale: Option<LossScaler>,
     /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all (`Step::Skipped` of `zero-train`). Always so with a loss
     /// scale. Default true; where it is false, such an update is made, and rank 0 warns once.

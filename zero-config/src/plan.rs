@@ -14,8 +14,7 @@ use super::error::Warning;
 use super::node::Node;
 use super::optimizer::OptimizerPlan;
 use crate::EngineConfig;
-use crate::loss_scale::LossScaleError;
-use crate::loss_scale::{DynamicLossScale, LossScaler};
+use crate::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
 use crate::schedule::{Schedule, at_least_two};
 
 /// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.

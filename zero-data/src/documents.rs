@@ -363,29 +363,29 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
     rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.into_text())))
 }
 
-/// Where the rows of some data are: for each its file, and its number there.
+/// The file of each row, and the row's number in it.
 pub(super) struct Places {
     files: Vec<DataFile>,
     rows: Vec<(usize, usize)>,
 }
 
 impl Places {
-    /// The error, with the name of the file that the row is in.
+    /// Makes the error, with the name of the row's file.
     pub(super) fn wrong(&self, WrongRow { row, problem }: WrongRow) -> DataError {
         let (file, row) = self.rows[row];
         wrong_data(&self.files[file].path, format!("row {row} {problem}"))
     }
 }
 
-/// A row that cannot be used. The problem is what follows its name.
+/// A row that cannot be used, and the problem, which follows "row N" in the error.
 #[derive(Debug)]
 pub(super) struct WrongRow {
     pub(super) row: usize,
     pub(super) problem: String,
 }
 
-/// These fields of every row of a file, or of the files of a folder; where the rows are; and how many of the last rows are of a
-/// validation split: at most as many as `held_out` says.
+/// Reads these fields of every row of a file, or of the files of a folder. Returns the rows, their places, and the number of last rows
+/// that belong to a validation split: at most `held_out`.
 pub(super) fn read_rows(
     path: &Path,
     fields: &[FieldOf<'_>],

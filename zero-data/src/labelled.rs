@@ -132,7 +132,7 @@ impl LabelledTexts {
             let first = rows.first().map_or(0, count);
             if let Some(row) = rows.iter().position(|row| count(row) != first || first == 0) {
                 let problem = format!(
-                    "has the model's eos_token_id {end} {} times in its tokens, and the first row {first} times: expected the same number \
+                    "has {} of the model's eos_token_id {end} in its tokens, and the first row has {first}: expected the same number \
                      in all rows, by a tokenizer that ends texts with it, and no text with it",
                     count(&rows[row])
                 );

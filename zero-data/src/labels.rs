@@ -22,7 +22,7 @@ pub struct KnownHead<'a> {
     pub end_token: Option<u32>,
 }
 
-/// Labels that cannot be used, and the row of which the problem is told, if it is of one.
+/// Labels that cannot be used. `row` is the row with the problem, if it is in one row.
 #[derive(Debug)]
 pub(super) struct WrongLabels {
     pub(super) row: Option<usize>,

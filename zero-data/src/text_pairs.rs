@@ -96,7 +96,7 @@ impl TextPairs {
             let target = marked(&ids, cutting.n_positions);
             if target.len() < begin.len() + ids.len() + 1 {
                 let problem = format!(
-                    "has a \"{}\" of more tokens than the model's {} positions: shorten it",
+                    "has a \"{}\" with more tokens than the model's {} positions: shorten it",
                     fields[1].name, cutting.n_positions
                 );
                 return Err(WrongRow { row: number, problem });

@@ -453,7 +453,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     assert!(text.contains("unknown variant `ranking`, expected one of `regression`"), "{text}");
     // A text that ends where it does not.
     let text = told(&["--model", "bart"], "rows.jsonl", &rows(["0", "1"]).replacen("cat", "cat [SEP]", 1));
-    let expected = "row 1 has the model's eos_token_id 3 1 times in its tokens, and the first row 2 times";
+    let expected = "row 1 has 1 of the model's eos_token_id 3 in its tokens, and the first row has 2";
     assert!(text.contains(expected), "{text}");
     // Of several files, the file and its own row.
     std::fs::create_dir_all(dir.path().join("split")).unwrap();

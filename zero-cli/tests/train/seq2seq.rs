@@ -204,7 +204,7 @@ fn what_does_not_fit_is_told() {
     // A T5 knows distances, and no positions.
     ok(&["train", "--tokenizer", "tok", "--model", "t5", "--data", "long.jsonl", "--dry-run"], dir.path());
     let text = told(&["--model", "bart", "--data", "long.jsonl"]);
-    assert!(text.contains("row 0 has a \"label\" of more tokens than the model's 24 positions"), "{text}");
+    assert!(text.contains("row 0 has a \"label\" with more tokens than the model's 24 positions"), "{text}");
 }
 
 /// Both forms that a T5's tokenizer has.

@@ -438,3 +438,17 @@ impl From<Dtype> for MixedPrecision {
         }
     }
 }
+
+#[cfg(all(test, feature = "cli"))]
+mod tests {
+    use clap::{Args, FromArgMatches};
+
+    use super::Options;
+
+    #[test]
+    fn defaults_are_those_of_an_empty_command_line() {
+        let matches = Options::augment_args(clap::Command::new("train")).get_matches_from(["train"]);
+        let parsed = Options::from_arg_matches(&matches).unwrap();
+        assert_eq!(format!("{parsed:?}"), format!("{:?}", Options::default()));
+    }
+}
