@@ -95,18 +95,18 @@ fn measure<O: Optimizer<Gpt2<B>, B>>(run: &Run, optimizer: fn() -> O) -> (usize,
 
 #[test]
 fn an_allocator_counts_what_the_formulas_say() {
-    follows_the_formulas("Burn's AdamW", adamw::<Gpt2<B>>);
-    follows_the_formulas("fused AdamW", || Fused::<B>::new(Rule::adamw()));
+    follows_the_formulas("Burn's AdamW", &[2], adamw::<Gpt2<B>>);
+    follows_the_formulas("fused AdamW", &[1, 2, 4], || Fused::<B>::new(Rule::adamw()));
     activations_follow_theirs();
 }
 
 fn activations_follow_theirs() {
-    let (layers, width, seq, batch) = (12, 64, 128, 16);
+    let (layers, width, seq, batch) = (12, 64, 128, 8);
     let model = Gpt2Config { n_layer: layers, n_embd: width, n_positions: seq, ..Run::tiny(Stage::DataParallel).model };
     for stage in [Stage::DataParallel, Stage::Parameters] {
         let zero = ZeroConfig::new(stage);
-        let run = Run { model: model.clone(), zero, ranks: 1, batch, seq, steps: 2 + MEASURED };
-        checkpointing_saves_what_the_plan_says(&run, Tier::Memory, &[6, 11, 12]);
+        let run = Run { model: model.clone(), zero, ranks: 1, batch, seq, steps: 2 };
+        checkpointing_saves_what_the_plan_says(&run, Tier::Memory, &[6, 12]);
     }
 }
 
@@ -181,11 +181,11 @@ fn checkpointing_saves_what_the_plan_says(run: &Run, state: Tier, checkpointed: 
     }
 }
 
-fn follows_the_formulas<O: Optimizer<Gpt2<B>, B>>(name: &str, optimizer: fn() -> O) {
+fn follows_the_formulas<O: Optimizer<Gpt2<B>, B>>(name: &str, worlds: &[usize], optimizer: fn() -> O) {
     let base = Run::tiny(Stage::DataParallel);
     // One layer against three: what differs is model state alone, whatever the machinery around it takes.
     let model = |layers| Gpt2Config { vocab_size: 256, n_embd: 512, n_layer: layers, ..base.model.clone() };
-    for ranks in [1, 2, 4] {
+    for &ranks in worlds {
         for stage in Stage::ALL {
             let zero = ZeroConfig {
                 reduce_bucket_size: 200_000,

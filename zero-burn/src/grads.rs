@@ -5,7 +5,6 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{AutodiffModule, Module, ParamId};
 use burn::optim::GradientsParams;
-use burn_backend::Backend;
 #[cfg(feature = "cubecl")]
 use burn_backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
@@ -15,7 +14,6 @@ use zero_core::{Axes, ReduceOp};
 
 use crate::autodiff::ZeroAutodiff;
 use crate::birth::of_part;
-use crate::cell::slot::Residual;
 use crate::cell::{Cell, Kind};
 use crate::context::Context;
 use crate::elementwise::own_piece;
@@ -82,14 +80,6 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
         slot.is_counted.fetch_and(is_counted, Ordering::Relaxed);
         slot.is_averaged.fetch_or(axis == Axes::EXPERT, Ordering::Relaxed);
     });
-}
-
-/// Has error feedback ([`ErrorFeedback`](crate::config::ErrorFeedback)) begin anew on this rank: after an update that was not made, or
-/// a change of the loss scale, what it keeps is of other gradients than those that come next. Every rank must call it, between passes.
-pub fn reset_error_feedback<B: Backend>() {
-    for slot in Context::<B>::current().rank.parameters.slots() {
-        *slot.residual.lock() = Residual::default();
-    }
 }
 
 /// Says that the module's parameters are parts of a whole that is cut over foreign axes of the mesh, and draws their first values: other ones

@@ -80,3 +80,7 @@ pub use device::ZeroDevice;
 pub use tensor::ZeroTensor;
 #[doc(inline)]
 pub use zero_core::config;
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

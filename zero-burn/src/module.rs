@@ -23,9 +23,7 @@ use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
 use crate::experts;
-pub use crate::grads::{
-    cut_along, first_nonfinite, grad_norm, replicated_along, reset_error_feedback, scale_grads, set_gradient,
-};
+pub use crate::grads::{cut_along, first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::{sign, sign_bytes};
 use crate::reduce::Phase;
@@ -61,169 +59,173 @@ use crate::walk::{self, ParamMeta, below, leaf};
 /// With the launcher's error when ranks differ in their modules, or when the module was built outside of the launch or by
 /// another rank.
 pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> M {
-    struct Prepare<'a, A: ZeroAutodiff> {
-        context: Arc<Context<A::Base>>,
-        device: &'a A::Device,
-        /// State of layers.
-        buffers: &'a HashSet<ParamId>,
-        /// Seeds and births of parameters that were drawn.
-        drawn: Vec<(u64, u64)>,
-        /// Parameters so far by identity and cell.
-        seen: HashSet<(ParamId, Option<Key>)>,
-        /// Those that are trained.
-        trained: Vec<Arc<Slot<A::Base>>>,
-        /// Parameters so far.
-        places: u64,
-        /// Of their numbers, shapes and types.
-        signature: u64,
-        /// Parameters so far by identity and place in the graph: a clone of one is the same parameter.
-        prepared: HashMap<(ParamId, u64), A::FloatTensorPrimitive>,
-    }
-
-    impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-            let wanted = dtype_of(self.context.rank.config.param_dtype);
-            if !A::Base::supports_dtype(self.device.inner(), wanted) {
-                let backend = A::Base::name(self.device.inner());
-                stop(format!(
-                    "backend {backend} cannot compute in {wanted:?}: use another param_dtype, or another backend"
-                ));
-            }
-            let (id, tensor, mapper) = param.consume();
-            let TensorPrimitive::Float(in_graph) = tensor.clone().into_primitive() else {
-                return Param::from_mapped_value(id, tensor, mapper);
-            };
-            let (tracked, node) = (A::is_tracked(&in_graph), A::node(&in_graph));
-            if let Some(prepared) = self.prepared.get(&(id, node)) {
-                let tensor = Tensor::from_primitive(TensorPrimitive::Float(prepared.clone()));
-                return Param::from_mapped_value(id, tensor, mapper);
-            }
-            let requires_grad = tensor.is_require_grad();
-            // Not a leaf of the graph, so that it would get no gradient: made one below.
-            let is_result = tracked && !requires_grad;
-            let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
-                return Param::from_mapped_value(id, tensor, mapper);
-            };
-            if let ZeroTensor::Shard(shard) = &primitive
-                && !Arc::ptr_eq(&shard.cell.rank, &self.context.rank)
-            {
-                stop_foreign(&shard.cell.shape);
-            }
-            if self.buffers.contains(&id) {
-                let state = buffer(&self.context, primitive, self.device.inner());
-                return Param::from_mapped_value(id, leaf(state, id, false), mapper);
-            }
-            let identity = DistributedParamId::from(id.val());
-            // Whether another parameter is on the same tensor, so that this one needs its own.
-            let is_another = |cell: &Cell<A::Base>| {
-                cell.slot.as_ref().and_then(|slot| slot.id.get()).is_some_and(|known| *known != identity)
-            };
-            let (tensor, cell) = match primitive {
-                ZeroTensor::Shard(shard)
-                    if shard.is_parameter()
-                        && shard.views.is_empty()
-                        && !is_result
-                        && !is_another(&shard.cell)
-                        && (shard.cell.dtype != DType::F32 || wanted == DType::F32) =>
-                {
-                    (tensor, shard.cell.clone())
-                }
-                other => {
-                    let shard = match other {
-                        ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => {
-                            shard
-                        }
-                        other => share(&self.context, other, self.device),
-                    };
-                    let dtype = if shard.cell.dtype == DType::F32 { wanted } else { shard.cell.dtype };
-                    let shard = if dtype != shard.cell.dtype || is_another(&shard.cell) {
-                        converted(&self.context, &shard.cell, dtype)
-                    } else {
-                        shard
-                    };
-                    let cell = shard.cell.clone();
-                    (leaf(ZeroTensor::Shard(shard), id, tracked), cell)
-                }
-            };
-            let slot = cell.slot.clone().expect("a parameter's cell has a slot");
-            if self.seen.insert((id, cell.key)) {
-                self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
-                self.trained.extend(tracked.then(|| slot.clone()));
-                slot.is_frozen.store(!tracked, Ordering::Relaxed);
-            }
-            self.places += 1;
-            slot.place.store(self.places, Ordering::Relaxed);
-            let dims = slot.shape.iter().map(|&dim| dim as u64);
-            self.signature = sign(
-                &[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat(),
-            );
-            // A module that is prepared once more keeps what it was.
-            let _ = slot.id.set(identity);
-            self.context.rank.parameters.name(identity, slot);
-            let tensor = if tracked { tensor.set_distributed(identity) } else { tensor };
-            if let TensorPrimitive::Float(prepared) = tensor.clone().into_primitive() {
-                self.prepared.insert((id, node), prepared);
-            }
-            Param::from_mapped_value(id, tensor, mapper)
-        }
-
-        fn map_int<const D: usize>(&mut self, param: Param<Tensor<A, D, Int>>) -> Param<Tensor<A, D, Int>> {
-            let (id, tensor, mapper) = param.consume();
-            Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
-        }
-
-        fn map_bool<const D: usize>(&mut self, param: Param<Tensor<A, D, Bool>>) -> Param<Tensor<A, D, Bool>> {
-            let (id, tensor, mapper) = param.consume();
-            Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
-        }
-    }
-
     let context = Context::of_device(device);
     let (known, dropped) = context.rank.parameters.dropped();
     let buffers = buffers::<A, M>(&module);
-    let mut mapper = Prepare::<A> {
-        context: context.clone(),
-        device,
-        buffers: &buffers,
-        drawn: Vec::new(),
-        seen: HashSet::new(),
-        trained: Vec::new(),
-        places: 0,
-        signature: 0,
-        prepared: HashMap::new(),
-    };
+    let mut mapper = Prepare::<A>::new(context.clone(), device, &buffers);
     let module = module.map(&mut mapper);
-    let Prepare { places, drawn, trained, signature, .. } = mapper;
-    context.rank.keep_states(&trained);
-    let signature = sign(&[signature, drawn.len() as u64]);
-    let seeds = drawn.iter().fold(0, |seeds, &(seed, birth)| sign(&[seeds, seed, birth]));
-    let all = context.gather_bytes([&sign(&[signature, seeds]).to_le_bytes()[..], &dropped].concat());
-    let all: Vec<(&[u8], &[u8])> = all.chunks_exact(8 + dropped.len()).map(|rank| rank.split_at(8)).collect();
-    let is_alike = all.iter().all(|(rank, _)| *rank == all[0].0);
-    let signatures = if is_alike { Vec::new() } else { context.gather_bytes(signature.to_le_bytes().to_vec()) };
-    if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
-        raise(CommError::Mismatch {
-            at: Called::new(
-                "parameters",
-                0,
-                context.rank.place.rank,
-                format!("prepare on a module of {places} parameters"),
-            ),
-            other_rank: context.rank.window.in_run(other),
-            other_op: "prepare on a module whose parameters have other shapes or were created in another order (build \
-                       the same model on every rank, and touch none of its parameters before)"
-                .into(),
-        });
-    }
-    let module = if is_alike { module } else { draw_as_rank_0::<A, M>(&context, module, &drawn) };
-    let gone = known.iter().enumerate().filter(|&(place, _)| all.iter().all(|(_, dropped)| dropped[place] == 1));
-    gone.for_each(|(_, &index)| context.rank.forget_slot(index));
+    context.rank.keep_states(&mapper.trained);
+    let (is_alike, gone) = mapper.compare_ranks(&dropped);
+    let module = if is_alike { module } else { draw_as_rank_0::<A, M>(&context, module, &mapper.drawn) };
+    known.iter().zip(gone).filter(|(_, gone)| *gone).for_each(|(&index, _)| context.rank.forget_slot(index));
     // All ranks are here and none has read anything: what initialisers left over is not needed.
     context.rank.drop_retired();
     // A rank may use a parameter alone later.
     context.gather_awaited();
     context.end_building();
     module
+}
+
+/// Goes over a module's parameters for [`prepare`].
+struct Prepare<'a, A: ZeroAutodiff> {
+    context: Arc<Context<A::Base>>,
+    device: &'a A::Device,
+    /// State of layers.
+    buffers: &'a HashSet<ParamId>,
+    /// Seeds and births of parameters that were drawn.
+    drawn: Vec<(u64, u64)>,
+    /// Parameters so far by identity and cell.
+    seen: HashSet<(ParamId, Option<Key>)>,
+    /// Those that are trained.
+    trained: Vec<Arc<Slot<A::Base>>>,
+    /// Parameters so far.
+    places: u64,
+    /// Of their numbers, shapes and types.
+    signature: u64,
+    /// Parameters so far by identity and place in the graph: a clone of one is the same parameter.
+    prepared: HashMap<(ParamId, u64), A::FloatTensorPrimitive>,
+}
+
+impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
+    fn new(context: Arc<Context<A::Base>>, device: &'a A::Device, buffers: &'a HashSet<ParamId>) -> Self {
+        let wanted = dtype_of(context.rank.config.param_dtype);
+        if !A::Base::supports_dtype(device.inner(), wanted) {
+            let backend = A::Base::name(device.inner());
+            stop(format!(
+                "backend {backend} cannot compute in {wanted:?}: use another param_dtype, or another backend"
+            ));
+        }
+        Self {
+            context,
+            device,
+            buffers,
+            drawn: Vec::new(),
+            seen: HashSet::new(),
+            trained: Vec::new(),
+            places: 0,
+            signature: 0,
+            prepared: HashMap::new(),
+        }
+    }
+
+    /// A parameter's shard, of its own and in its type; and whether it is another than the one that was found.
+    fn own_shard(&self, id: ParamId, found: ZeroTensor<A::Base>, is_result: bool) -> (Shard<A::Base>, bool) {
+        let wanted = dtype_of(self.context.rank.config.param_dtype);
+        let identity = DistributedParamId::from(id.val());
+        // Whether another parameter is on the same tensor, so that this one needs its own.
+        let is_another = |cell: &Cell<A::Base>| {
+            cell.slot.as_ref().and_then(|slot| slot.id.get()).is_some_and(|known| *known != identity)
+        };
+        let (shard, is_new) = match found {
+            ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => (shard, false),
+            other => (share(&self.context, other, self.device), true),
+        };
+        let dtype = if shard.cell.dtype == DType::F32 { wanted } else { shard.cell.dtype };
+        if dtype != shard.cell.dtype || is_another(&shard.cell) {
+            return (converted(&self.context, &shard.cell, dtype), true);
+        }
+        (shard, is_new)
+    }
+
+    /// Counts a parameter, which is numbered by its place in the module.
+    fn add(&mut self, id: ParamId, cell: &Cell<A::Base>, tracked: bool) {
+        let slot = cell.slot.clone().expect("a parameter's cell has a slot");
+        if self.seen.insert((id, cell.key)) {
+            self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
+            self.trained.extend(tracked.then(|| slot.clone()));
+            slot.is_frozen.store(!tracked, Ordering::Relaxed);
+        }
+        self.places += 1;
+        slot.place.store(self.places, Ordering::Relaxed);
+        let dims = slot.shape.iter().map(|&dim| dim as u64);
+        self.signature =
+            sign(&[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat());
+        let identity = DistributedParamId::from(id.val());
+        // A module that is prepared once more keeps what it was.
+        let _ = slot.id.set(identity);
+        self.context.rank.parameters.name(identity, slot);
+    }
+
+    /// Compares the ranks' modules, and stops where they differ. Whether the ranks drew the same values, and which of the parameters
+    /// that `dropped` has an entry for are gone on every rank.
+    fn compare_ranks(&self, dropped: &[u8]) -> (bool, Vec<bool>) {
+        let Self { context, places, drawn, .. } = self;
+        let signature = sign(&[self.signature, drawn.len() as u64]);
+        let seeds = drawn.iter().fold(0, |seeds, &(seed, birth)| sign(&[seeds, seed, birth]));
+        let all = context.gather_bytes([&sign(&[signature, seeds]).to_le_bytes()[..], dropped].concat());
+        let all: Vec<(&[u8], &[u8])> = all.chunks_exact(8 + dropped.len()).map(|rank| rank.split_at(8)).collect();
+        let is_alike = all.iter().all(|(rank, _)| *rank == all[0].0);
+        let signatures = if is_alike { Vec::new() } else { context.gather_bytes(signature.to_le_bytes().to_vec()) };
+        if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
+            let mine = format!("prepare on a module of {places} parameters");
+            raise(CommError::Mismatch {
+                at: Called::new("parameters", 0, context.rank.place.rank, mine),
+                other_rank: context.rank.window.in_run(other),
+                other_op:
+                    "prepare on a module whose parameters have other shapes or were created in another order (build \
+                           the same model on every rank, and touch none of its parameters before)"
+                        .into(),
+            });
+        }
+        (is_alike, (0..dropped.len()).map(|place| all.iter().all(|(_, dropped)| dropped[place] == 1)).collect())
+    }
+}
+
+impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let TensorPrimitive::Float(in_graph) = tensor.clone().into_primitive() else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        let (tracked, node) = (A::is_tracked(&in_graph), A::node(&in_graph));
+        if let Some(prepared) = self.prepared.get(&(id, node)) {
+            let tensor = Tensor::from_primitive(TensorPrimitive::Float(prepared.clone()));
+            return Param::from_mapped_value(id, tensor, mapper);
+        }
+        // Not a leaf of the graph, so that it would get no gradient: made one below.
+        let is_result = tracked && !tensor.is_require_grad();
+        let TensorPrimitive::Float(primitive) = tensor.clone().inner().into_primitive() else {
+            return Param::from_mapped_value(id, tensor, mapper);
+        };
+        if let ZeroTensor::Shard(shard) = &primitive
+            && !Arc::ptr_eq(&shard.cell.rank, &self.context.rank)
+        {
+            stop_foreign(&shard.cell.shape);
+        }
+        if self.buffers.contains(&id) {
+            let state = buffer(&self.context, primitive, self.device.inner());
+            return Param::from_mapped_value(id, leaf(state, id, false), mapper);
+        }
+        let (shard, is_new) = self.own_shard(id, primitive, is_result);
+        let cell = shard.cell.clone();
+        let tensor = if is_new { leaf(ZeroTensor::Shard(shard), id, tracked) } else { tensor };
+        self.add(id, &cell, tracked);
+        let tensor = if tracked { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor };
+        if let TensorPrimitive::Float(prepared) = tensor.clone().into_primitive() {
+            self.prepared.insert((id, node), prepared);
+        }
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<A, D, Int>>) -> Param<Tensor<A, D, Int>> {
+        let (id, tensor, mapper) = param.consume();
+        Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<A, D, Bool>>) -> Param<Tensor<A, D, Bool>> {
+        let (id, tensor, mapper) = param.consume();
+        Param::from_mapped_value(id, of_rank_0(&self.context, tensor), mapper)
+    }
 }
 
 /// A tensor that is not of floats, with rank 0's values.

@@ -10,8 +10,7 @@ use crate::trouble::raise;
 /// One rank's measured memory and traffic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankStats {
-    /// Model state: parameters and gradients at their peak since the last reset, optimizer state held now. What gradients have lost to
-    /// quantisation, and error feedback keeps, counts as gradients.
+    /// Model state: parameters and gradients at their peak since the last reset, optimizer state held now.
     pub model_state_bytes: StateBytes,
     /// Most bytes of whole gradients waiting to be reduced since the last reset, at stages 2 and 3; at stages 0 and 1 they
     /// are part of the model state.
@@ -31,7 +30,7 @@ pub fn rank_stats<B: Backend>() -> RankStats {
     RankStats {
         model_state_bytes: StateBytes {
             parameters: gauges.parameters.peak(),
-            gradients: gauges.gradients.peak() + context.rank.parameters.residual_bytes(),
+            gradients: gauges.gradients.peak(),
             optimizer: gauges.optimizer.live(),
         },
         gradients_in_flight_peak: gauges.in_flight.peak(),

@@ -1,7 +1,7 @@
 //! A plan in code: the same keys, checks and arithmetic as a file's.
 
 use zero_core::Stage;
-use zero_core::config::{ErrorFeedback, Float};
+use zero_core::config::Float;
 
 use super::auto::Context;
 use super::error::ConfigError;
@@ -137,13 +137,6 @@ impl ZeroPlanBuilder {
         }
     }
 
-    /// Whether what quantised gradients lose is added to those that come next.
-    pub fn error_feedback(self, value: ErrorFeedback) -> Self {
-        let ErrorFeedback { err_beta, reset_interval } = value;
-        let loco = [("err_beta", f64::from(err_beta).into()), ("reset_T", reset_interval.into())];
-        self.set("zero_optimization.zeropp_loco_param", Node::map(loco))
-    }
-
     /// Where optimizer state is kept.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
         let own = [
@@ -173,10 +166,10 @@ impl ZeroPlanBuilder {
         let mut plan = config.resolve(&Context { world: Some(world), ..Context::default() })?;
         // zero-burn's defaults: DeepSpeed's buckets are made for GPUs with tens of GB.
         if self.tree.at(REDUCE_BUCKET).is_none() {
-            plan.reduce_bucket_size = 1 << 23;
+            plan.zero.reduce_bucket_size = 1 << 23;
         }
         if self.tree.at(REUSE_DISTANCE).is_none() {
-            plan.max_reuse_distance = 0;
+            plan.zero.max_reuse_distance = 0;
         }
         Ok(plan)
     }

@@ -16,11 +16,11 @@ impl ZeroPlan {
     pub fn explain_filled(&self, filled: &[Filled]) -> String {
         let open = |key: &str| filled.iter().any(|filled| filled.value.is_none() && filled.path.ends_with(key));
         let size = |key, value| if open(key) { "\"auto\"".to_owned() } else { number(value) };
-        let bucket = size("reduce_bucket_size", self.reduce_bucket_size);
+        let bucket = size("reduce_bucket_size", self.zero.reduce_bucket_size);
         let mut lines = vec![
             format!(
                 "ZeRO stage {} over {}: {}.",
-                self.stage,
+                self.zero.stage,
                 count(self.world, "rank"),
                 self.sharding() + &self.groups()
             ),
@@ -44,8 +44,9 @@ impl ZeroPlan {
             format!(
                 "Optimizer: {}{}{}.",
                 self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe),
-                if self.bf16_optimizer_states { ", moments in bf16" } else { "" },
-                self.ema_decay
+                if self.zero.bf16_optimizer_states { ", moments in bf16" } else { "" },
+                self.zero
+                    .ema_decay
                     .map_or_else(String::new, |decay| format!(", and a moving average of the weights (decay {decay})"))
             ),
             format!(
@@ -57,27 +58,30 @@ impl ZeroPlan {
                 None => format!("Gradients: not clipped, {}.", self.reduction(&bucket)),
             },
         ];
-        if self.stage.shards_parameters() {
-            let again = match self.max_reuse_distance {
+        if self.zero.stage.shards_parameters() {
+            let again = match self.zero.max_reuse_distance {
                 0 => String::new(),
                 distance => format!(
                     ", or if it is used again within {} elements, as long as no more than {} are held",
                     number(distance),
-                    number(self.max_live_parameters)
+                    number(self.zero.max_live_parameters)
                 ),
             };
             lines.push(format!(
                 "Parameters: {} elements are prefetched (all-gather ahead of use); one stays gathered if it has up to {} \
                 elements{}.",
-                size("prefetch_bucket_size", self.prefetch_bucket_size),
-                size("param_persistence_threshold", self.param_persistence_threshold),
+                size("prefetch_bucket_size", self.zero.prefetch_bucket_size),
+                size("param_persistence_threshold", self.zero.param_persistence_threshold),
                 again
             ));
         }
-        if self.check_replicas > 0 {
-            lines.push(format!("Replicas: compared before every {} updates.", number(self.check_replicas)));
+        if self.zero.check_replicas > 0 {
+            lines.push(format!(
+                "Replicas: compared before every {} updates.",
+                number(self.zero.check_replicas as usize)
+            ));
         }
-        match self.checkpointed_blocks {
+        match self.zero.checkpointed_blocks {
             0 => {}
             usize::MAX => {
                 lines.push("Activations: of every block dropped, and computed again in the backward pass.".into())
@@ -111,12 +115,12 @@ impl ZeroPlan {
 
     fn groups(&self) -> String {
         let groups = |size| format!("within {} of {}", count(self.world / size, "group"), count(size, "rank"));
-        let cut = match (self.shard_size, self.secondary_shard_size) {
+        let cut = match (self.zero.shard_size, self.zero.secondary_shard_size) {
             (Some(size), _) => format!(", {}", groups(size)),
             (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
             _ => String::new(),
         };
-        let weights = match (self.quantized_weights, self.quantized_nontrainable_weights) {
+        let weights = match (self.zero.quantized_weights, self.zero.quantized_nontrainable_weights) {
             (Some(how), _) => format!("; large weights are gathered in {how}"),
             (_, Some(how)) => format!("; large frozen weights are gathered in {how}"),
             _ => String::new(),
@@ -125,7 +129,7 @@ impl ZeroPlan {
     }
 
     fn sharding(&self) -> String {
-        let what = match self.stage.number() {
+        let what = match self.zero.stage.number() {
             0 => "nothing is sharded, every rank holds all model state (data parallel)",
             1 => "optimizer state is sharded, every rank holds all gradients and parameters",
             2 => "optimizer state and gradients are sharded, every rank holds all parameters",
@@ -135,18 +139,16 @@ impl ZeroPlan {
     }
 
     fn reduction(&self, bucket: &str) -> String {
-        let dtype = self.communication_data_type.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
-        let quantized = self.quantized_gradients.map_or(String::new(), |how| {
-            let across = if self.shard_size.is_some() { " across groups" } else { "" };
-            let feedback = if self.error_feedback.is_some() { " with error feedback" } else { "" };
-            format!(", in {how}{across}{feedback}")
+        let dtype = self.zero.communication_dtype.map_or(String::new(), |dtype| format!(" as {}", float_name(dtype)));
+        let quantized = self.zero.quantized_gradients.map_or(String::new(), |how| {
+            let across = if self.zero.shard_size.is_some() { " across groups" } else { "" };
+            format!(", in {how}{across}")
         });
-        let overlap = match self.overlap_comm {
-            Some(true) => ", overlapped with the backward pass",
-            Some(false) => " after the backward pass",
-            None => "",
+        let overlap = match self.zero.overlap_comm {
+            true => ", overlapped with the backward pass",
+            false => " after the backward pass",
         };
-        let often = match self.sync_each_batch.unwrap_or(self.stage.shards_gradients()) {
+        let often = match self.sync_each_batch.unwrap_or(self.zero.stage.shards_gradients()) {
             _ if self.batch.accumulation == 1 => "",
             true => ", with each micro-batch",
             false => ", once per optimizer step",

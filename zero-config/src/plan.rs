@@ -3,11 +3,9 @@
 
 use std::path::PathBuf;
 
-use zero_core::Stage;
-use zero_core::config::{Disk, ErrorFeedback, Float, Gathers, Tier, ZeroConfig};
+use zero_core::config::{Disk, Float, Tier, ZeroConfig};
 use zero_core::offload::AioOptions;
 use zero_kernels::Rule;
-use zero_kernels::quantized::Format;
 
 use super::batch::Batch;
 use super::error::Warning;
@@ -21,33 +19,12 @@ use crate::schedule::{Schedule, at_least_two};
 // A field for each setting that a file can have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroPlan {
-    /// What is sharded.
-    pub stage: Stage,
+    /// What the decorator is launched with, but for what follows from other settings: [`zero_config`](Self::zero_config) has all.
+    pub zero: ZeroConfig,
     /// Number of ranks, at least 1.
     pub world: usize,
-    /// Among how many of them model state is sharded, which divides `world`; `None` is all.
-    pub shard_size: Option<usize>,
-    /// Among how many of them a second cut of the parameters is kept for gathers, which divides `world`; `None` is none. Stage 3.
-    pub secondary_shard_size: Option<usize>,
     /// How the rows of a step are split.
     pub batch: Batch,
-    /// Elements of one gradient bucket, at least 1.
-    pub reduce_bucket_size: usize,
-    /// Elements of parameters gathered ahead of their use; 0 turns prefetch off. Stage 3.
-    pub prefetch_bucket_size: usize,
-    /// Elements of gathered parameters that may be kept. Stage 3.
-    pub max_live_parameters: usize,
-    /// A gathered parameter is kept when at most this many other elements are used before it is used again. Stage 3.
-    pub max_reuse_distance: usize,
-    /// Parameters of at most this many elements stay gathered. Stage 3.
-    pub param_persistence_threshold: usize,
-    /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
-    pub check_replicas: usize,
-    /// How many of the model's first blocks drop their activations and compute them again in the backward pass;
-    /// `usize::MAX` for all.
-    pub checkpointed_blocks: usize,
-    /// Whether gradients are reduced while the backward pass goes on, which is also what `None` does.
-    pub overlap_comm: Option<bool>,
     /// Whether gradients are reduced with each micro-batch, or once per optimizer step; `None` is each at stages 2 and 3, and
     /// once at 0 and 1 (`gradient_accumulation_kwargs.sync_each_batch`, as Hugging Face's Trainer has it).
     pub sync_each_batch: Option<bool>,
@@ -63,23 +40,8 @@ pub struct ZeroPlan {
     pub sums_gradients: bool,
     /// The type of parameters and activations.
     pub precision: Precision,
-    /// The type gradients are reduced in; `None` is their own.
-    pub communication_data_type: Option<Float>,
-    /// How gradients are quantised on their way across groups of ranks, or within the one there is; `None` sends them as they are.
-    pub quantized_gradients: Option<Format>,
-    /// Whether what they lose by it is added to those that come next.
-    pub error_feedback: Option<ErrorFeedback>,
-    /// How weights are quantised when they are gathered; `None` gathers them as they are.
-    pub quantized_weights: Option<Format>,
-    /// The same of frozen ones; `None` as the others.
-    pub quantized_nontrainable_weights: Option<Format>,
     /// The type gradients of micro-batches are added up in; `None` is fp32 over several micro-batches and otherwise their own.
     pub grad_accum_dtype: Option<Float>,
-    /// Whether the optimizer keeps its moments in bf16. It changes what is trained.
-    pub bf16_optimizer_states: bool,
-    /// The decay of an exponential moving average of the weights, kept with the optimizer's state; `None` keeps none. No file has a
-    /// key for it.
-    pub ema_decay: Option<f64>,
     /// The optimizer; `None` leaves it to the program.
     pub optimizer: Option<OptimizerPlan>,
     /// The learning-rate schedule, with the steps of its warm-up as written; `None` leaves it to the program.
@@ -108,28 +70,12 @@ pub struct ZeroPlan {
 impl ZeroPlan {
     /// Ranks among which model state is sharded.
     pub fn shards(&self) -> usize {
-        self.shard_size.unwrap_or(self.world)
+        self.zero.shard_size.unwrap_or(self.world)
     }
 
     /// What the decorator is launched with. `seed` is of parameters and dropout.
     pub fn zero_config(&self, seed: u64) -> ZeroConfig {
         ZeroConfig {
-            gathers: Gathers::default(),
-            check_replicas: self.check_replicas as u64,
-            checkpointed_blocks: self.checkpointed_blocks,
-            stage: self.stage,
-            axes: Default::default(),
-            shard_size: self.shard_size,
-            secondary_shard_size: self.secondary_shard_size,
-            quantized_gradients: self.quantized_gradients,
-            error_feedback: self.error_feedback,
-            quantized_weights: self.quantized_weights,
-            quantized_nontrainable_weights: self.quantized_nontrainable_weights,
-            reduce_bucket_size: self.reduce_bucket_size,
-            prefetch_bucket_size: self.prefetch_bucket_size,
-            max_live_parameters: self.max_live_parameters,
-            max_reuse_distance: self.max_reuse_distance,
-            param_persistence_threshold: self.param_persistence_threshold,
             seed,
             param_dtype: match self.precision {
                 Precision::Fp32 => Float::F32,
@@ -137,15 +83,12 @@ impl ZeroPlan {
                 Precision::Fp16 { .. } => Float::F16,
             },
             gradient_dtype: self.gradient_dtype(),
-            bf16_optimizer_states: self.bf16_optimizer_states,
-            ema_decay: self.ema_decay,
-            communication_dtype: self.communication_data_type,
-            overlap_comm: self.overlap_comm.unwrap_or(true),
             offload: self.offload(),
             gradient_predivide_factor: match self.prescale_gradients {
                 true => self.world as f32,
                 false => self.gradient_predivide_factor as f32,
             },
+            ..self.zero.clone()
         }
     }
 

@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::path::PathBuf;
 
 use zero_core::Mesh;
-use zero_core::config::ErrorFeedback;
+use zero_core::config::ZeroConfig;
 use zero_core::offload::AioOptions;
 use zero_kernels::quantized::Format;
 
@@ -72,19 +72,27 @@ impl Config {
         let format = "zero_quantized_weights_format";
         let weights = |key| quantized(&zero, key, format).filter(|_| self.stage.shards_parameters());
         let plan = ZeroPlan {
-            stage: self.stage,
+            zero: ZeroConfig {
+                stage: self.stage,
+                shard_size: shard_size(&zero, world).filter(|_| self.stage.shards_optimizer()),
+                secondary_shard_size: secondary_shard_size(&zero, world).filter(|_| self.stage.shards_parameters()),
+                reduce_bucket_size: zero.get("reduce_bucket_size"),
+                prefetch_bucket_size: zero.get("stage3_prefetch_bucket_size"),
+                max_live_parameters: zero.get("stage3_max_live_parameters"),
+                max_reuse_distance: zero.get("stage3_max_reuse_distance"),
+                param_persistence_threshold: zero.get("stage3_param_persistence_threshold"),
+                check_replicas: zero.get("check_replicas"),
+                checkpointed_blocks: checkpointed.unwrap_or(0),
+                overlap_comm: zero.get::<Option<bool>>("overlap_comm").unwrap_or(true),
+                communication_dtype: float_named(&top.get::<String>("communication_data_type")),
+                quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),
+                quantized_weights: weights("zero_quantized_weights"),
+                quantized_nontrainable_weights: weights("zero_quantized_nontrainable_weights"),
+                bf16_optimizer_states: top.section("bf16").get("bf16_optimizer_states"),
+                ..ZeroConfig::default()
+            },
             world,
-            shard_size: shard_size(&zero, world).filter(|_| self.stage.shards_optimizer()),
-            secondary_shard_size: secondary_shard_size(&zero, world).filter(|_| self.stage.shards_parameters()),
             batch,
-            reduce_bucket_size: zero.get("reduce_bucket_size"),
-            prefetch_bucket_size: zero.get("stage3_prefetch_bucket_size"),
-            max_live_parameters: zero.get("stage3_max_live_parameters"),
-            max_reuse_distance: zero.get("stage3_max_reuse_distance"),
-            param_persistence_threshold: zero.get("stage3_param_persistence_threshold"),
-            check_replicas: zero.get("check_replicas"),
-            checkpointed_blocks: checkpointed.unwrap_or(0),
-            overlap_comm: zero.get("overlap_comm"),
             sync_each_batch: top.section("gradient_accumulation_kwargs").get("sync_each_batch"),
             error_if_nonfinite: watchdog.get("error_if_nonfinite"),
             gradient_clipping: Some(top.get("gradient_clipping")).filter(|norm| *norm > 0.0),
@@ -92,14 +100,7 @@ impl Config {
             gradient_predivide_factor: top.get("gradient_predivide_factor"),
             sums_gradients: top.get::<String>("gradient_allreduce_op") == "sum",
             precision: precision(&top),
-            communication_data_type: float_named(&top.get::<String>("communication_data_type")),
-            quantized_gradients: quantized(&zero, "zero_quantized_gradients", "zero_quantized_gradients_format"),
-            error_feedback: error_feedback(&zero),
-            quantized_weights: weights("zero_quantized_weights"),
-            quantized_nontrainable_weights: weights("zero_quantized_nontrainable_weights"),
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
-            ema_decay: None,
-            bf16_optimizer_states: top.section("bf16").get("bf16_optimizer_states"),
             schedule: scheduler::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
             // Where it has no effect there is a warning.
@@ -263,19 +264,6 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 fn quantized(zero: &Reader<'_>, key: &str, format: &str) -> Option<Format> {
     let format: String = zero.get(format);
     format.parse().ok().filter(|_| zero.get(key))
-}
-
-fn error_feedback(zero: &Reader<'_>) -> Option<ErrorFeedback> {
-    const KEY: &str = "zeropp_loco_param";
-    if zero.absent(KEY) {
-        return None;
-    }
-    if !zero.get::<bool>("zero_quantized_gradients") {
-        zero.conflict(KEY, "it is of quantised gradients: expected zero_quantized_gradients with it, or neither");
-        return None;
-    }
-    let loco = zero.section(KEY);
-    Some(ErrorFeedback { err_beta: loco.get("err_beta"), reset_interval: loco.get("reset_T") })
 }
 
 /// Ranks of a group, if there are several groups.

@@ -32,3 +32,7 @@ pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
 pub use error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
 pub use partition::{Axes, Mesh, Partition};
 pub use stage::{InvalidStage, Stage};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

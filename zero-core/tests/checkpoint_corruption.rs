@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use common::{check, save_specs, small_specs};
-use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, SaveOptions, find_latest, verify};
+use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, SaveOptions, find_latest, list, verify};
 
 const WORLD: usize = 2;
 
@@ -235,4 +235,55 @@ fn a_latest_that_is_nonsense_is_noted_and_passed_over() {
     // `latest` is obeyed when it names an older one that is sound.
     fs::write(dir.path().join("latest"), "step-00000001").unwrap();
     assert_eq!(find_latest(dir.path(), Check::Sizes).unwrap().checkpoint, Some(dir.path().join("step-00000001")));
+}
+
+#[test]
+fn a_folder_is_listed_and_the_choice_is_that_of_find_latest() {
+    let dir = tempfile::tempdir().unwrap();
+    for (step, world) in [(5, 1), (20, 2), (10, 3)] {
+        save_specs(&small_specs(), dir.path(), step, world, &SaveOptions::default());
+    }
+    let agree = || {
+        for check in [Check::Sizes, Check::Contents] {
+            let listing = list(dir.path(), check).unwrap();
+            let found = find_latest(dir.path(), check).unwrap();
+            assert_eq!(listing.resume.map(|name| dir.path().join(name)), found.checkpoint);
+        }
+        list(dir.path(), Check::Contents).unwrap()
+    };
+    let listing = agree();
+    let steps: Vec<_> = listing.checkpoints.iter().map(|listed| (listed.step, listed.world.unwrap())).collect();
+    assert_eq!(steps, [(5, 1), (10, 3), (20, 2)]);
+    assert_eq!(listing.latest.as_deref(), Some("step-00000010"));
+    assert!(listing.remains.is_empty() && listing.problem(dir.path()).is_none());
+
+    // Found only by its checksum, and then by its size.
+    let file = dir.path().join("step-00000010/rank-00002-of-00003.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&file, bytes).unwrap();
+    assert_eq!(agree().resume.as_deref(), Some("step-00000020"));
+    fs::write(&file, "").unwrap();
+    let listing = agree();
+    assert_eq!(listing.checkpoints[1].problems.len(), 1);
+
+    // A save of step 20 again that died between its renames, and remains of others.
+    let aside = dir.path().join(".replaced-step-00000020");
+    fs::rename(dir.path().join("step-00000020"), &aside).unwrap();
+    for name in [".saving-step-00000030-1-2", ".pruned-step-00000001"] {
+        fs::create_dir(dir.path().join(name)).unwrap();
+        fs::write(dir.path().join(name).join("x"), [0; 100]).unwrap();
+    }
+    fs::write(dir.path().join(".latest-new"), "step-").unwrap();
+    fs::write(dir.path().join("latest"), "step-00000020\n").unwrap();
+    let listing = agree();
+    assert_eq!(listing.resume.as_deref(), Some(".replaced-step-00000020"));
+    let remains: Vec<_> = listing.remains.iter().map(|one| (one.name.as_str(), one.disk_bytes)).collect();
+    assert_eq!(remains, [(".latest-new", 5), (".pruned-step-00000001", 100), (".saving-step-00000030-1-2", 100)]);
+
+    fs::write(dir.path().join("latest"), "step-00000077\n").unwrap();
+    assert!(agree().problem(dir.path()).unwrap().contains("names step-00000077, which is not there"));
+    fs::write(dir.path().join("latest"), "nonsense").unwrap();
+    assert!(agree().problem(dir.path()).unwrap().contains("expected a name such as"));
+    assert!(list(&dir.path().join("absent"), Check::Sizes).is_err());
 }

@@ -8,8 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Result, io, wrong_data};
-use memmap2::Mmap;
-use safetensors::{Dtype, SafeTensors};
+use zero_core::checkpoint::{CheckpointError, ElementType as Type, Header};
 
 /// Bytes of ids that are read at a time when all are looked at.
 const PART: usize = 1 << 20;
@@ -22,40 +21,39 @@ pub(super) struct TokenFile {
     /// Where the ids begin.
     begin: u64,
     shape: Vec<usize>,
-    dtype: Dtype,
+    dtype: Type,
 }
 
 impl TokenFile {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let problem = |problem: String| wrong_data(path, problem);
         let file = File::open(path).map_err(io("read", path))?;
-        // SAFETY: of the map only the header is read, once, here; a file that another program shortens meanwhile ends this one
-        // with a signal, as it would any reader of a map.
-        let map = unsafe { Mmap::map(&file) }.map_err(io("read", path))?;
-        let tensors = SafeTensors::deserialize(&map)
-            .map_err(|error| problem(format!("is not a whole safetensors file ({error}): write it again")))?;
-        let ids = tensors.tensor("input_ids").map_err(|_| {
-            let names = tensors.names();
+        let header = Header::read(&file, path).map_err(|error| match error {
+            CheckpointError::BadHeader { reason, .. } => {
+                problem(format!("is not a whole safetensors file ({reason}): write it again"))
+            }
+            other => problem(other.to_string()),
+        })?;
+        let ids = header.tensors.get("input_ids").ok_or_else(|| {
+            let names: Vec<&String> = header.tensors.keys().collect();
             problem(format!(
                 "has no tensor input_ids (it has {names:?}): expected an int tensor input_ids of [rows, T] or [N]"
             ))
         })?;
-        match ids.shape() {
+        match *ids.shape {
             [0] | [0, _] | [_, 0] => return Err(problem("input_ids has no rows: expected at least one".into())),
             [_] | [_, _] => {}
-            other => {
+            ref other => {
                 return Err(problem(format!(
                     "input_ids has shape {other:?}: expected two dimensions, [rows, T], or one"
                 )));
             }
         }
-        if !matches!(ids.dtype(), Dtype::I64 | Dtype::I32 | Dtype::U32 | Dtype::I16 | Dtype::U16) {
-            let other = ids.dtype();
-            return Err(problem(format!("input_ids has type {other:?}: expected I64, I32, U32, I16 or U16")));
+        if !matches!(ids.dtype, Type::I64 | Type::I32 | Type::U32 | Type::I16 | Type::U16) {
+            let other = ids.dtype;
+            return Err(problem(format!("input_ids has type {other}: expected I64, I32, U32, I16 or U16")));
         }
-        let (shape, dtype) = (ids.shape().to_vec(), ids.dtype());
-        let begin = (ids.data().as_ptr() as usize - map.as_ptr() as usize) as u64;
-        drop(map);
+        let (begin, shape, dtype) = (header.data_start + ids.data_offsets.0, ids.shape.clone(), ids.dtype);
         Ok(Self { file, path: path.to_path_buf(), begin, shape, dtype })
     }
 
@@ -70,7 +68,7 @@ impl TokenFile {
     }
 
     fn width(&self) -> usize {
-        self.dtype.bitsize() / 8
+        self.dtype.size()
     }
 
     /// The ids from `first` on, as many as `ids` has. One that no `i32` holds is -1, which no vocabulary has.
@@ -81,10 +79,10 @@ impl TokenFile {
         self.file.read_exact_at(&mut bytes, at).map_err(io("read", &self.path))?;
         let id = |id: i64| i32::try_from(id).unwrap_or(-1);
         match self.dtype {
-            Dtype::I64 => fill(ids, bytes.as_chunks().0, |&bytes| id(i64::from_le_bytes(bytes))),
-            Dtype::I32 => fill(ids, bytes.as_chunks().0, |&bytes| i32::from_le_bytes(bytes)),
-            Dtype::U32 => fill(ids, bytes.as_chunks().0, |&bytes| id(u32::from_le_bytes(bytes).into())),
-            Dtype::I16 => fill(ids, bytes.as_chunks().0, |&bytes| i16::from_le_bytes(bytes).into()),
+            Type::I64 => fill(ids, bytes.as_chunks().0, |&bytes| id(i64::from_le_bytes(bytes))),
+            Type::I32 => fill(ids, bytes.as_chunks().0, |&bytes| i32::from_le_bytes(bytes)),
+            Type::U32 => fill(ids, bytes.as_chunks().0, |&bytes| id(u32::from_le_bytes(bytes).into())),
+            Type::I16 => fill(ids, bytes.as_chunks().0, |&bytes| i16::from_le_bytes(bytes).into()),
             _ => fill(ids, bytes.as_chunks().0, |&bytes| u16::from_le_bytes(bytes).into()),
         }
         Ok(())
@@ -111,7 +109,7 @@ fn fill<T>(ids: &mut [i32], from: &[T], id: impl Fn(&T) -> i32) {
 
 #[cfg(test)]
 mod tests {
-    use safetensors::tensor::TensorView;
+    use safetensors::tensor::{Dtype, TensorView};
 
     use super::*;
 

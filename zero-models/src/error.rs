@@ -157,17 +157,13 @@ pub enum ModelError {
         hint: &'static str,
     },
 
-    /// A checkpoint file that ends too early.
-    #[error(
-        "{path} is cut short: it has {got_bytes} bytes, its header asks for {expected_bytes}; copy or download it again"
-    )]
-    Truncated {
+    /// A file of tensors that cannot be read, such as one that is cut short.
+    #[error("{path} cannot be read as a safetensors file: {reason}; copy or download it again")]
+    BadFile {
         /// The file.
         path: PathBuf,
-        /// The length its header asks for; for a file cut inside the header, the length up to the header's end.
-        expected_bytes: u64,
-        /// The length it has.
-        got_bytes: u64,
+        /// What was expected, and what came.
+        reason: String,
     },
 
     /// A Git LFS pointer in place of a file.
@@ -177,7 +173,7 @@ pub enum ModelError {
         path: PathBuf,
     },
 
-    /// A checkpoint file that breaks the safetensors format, or an index that is not the JSON of an index.
+    /// An index that is not the JSON of an index.
     #[error("{path} is not {format}; copy or download it again")]
     Format {
         /// The file.

@@ -12,7 +12,7 @@ use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
 use crate::hf_params::{AS_NAMED, Family, ModelParam, Rules, rules, sources};
-use crate::lora::config::peft_name;
+use crate::peft::peft_name;
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{KeyMap, ModelError, Result};
 

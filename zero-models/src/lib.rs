@@ -49,6 +49,7 @@ pub mod lora;
 pub mod loss;
 mod model_config;
 mod module_config;
+mod peft;
 #[cfg(feature = "burn")]
 pub mod quantize;
 pub mod safetensors_file;
@@ -83,7 +84,7 @@ pub use layers::Ids;
 #[cfg(feature = "burn")]
 pub use llama::Llama;
 pub use llama::LlamaConfig;
-pub use model_config::{ModelConfig, Seq2SeqSettings};
+pub use model_config::{AdaptedModel, ModelConfig, Seq2SeqSettings};
 pub use module_config::ModuleConfig;
 #[cfg(feature = "burn")]
 pub use seq2seq::Seq2SeqLm;

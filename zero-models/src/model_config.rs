@@ -200,7 +200,7 @@ impl ModelConfig {
 
     /// Whether an adapter of PEFT lies in a folder; what was adapted then, if its file names a folder.
     pub fn adapter_base(dir: &Path) -> Option<Option<PathBuf>> {
-        let text = std::fs::read_to_string(dir.join(crate::lora::CONFIG)).ok()?;
+        let text = std::fs::read_to_string(dir.join(crate::peft::CONFIG)).ok()?;
         let keys: Value = serde_json::from_str(&text).unwrap_or_default();
         Some(keys["base_model_name_or_path"].as_str().map(PathBuf::from).filter(|base| base.is_dir()))
     }
@@ -273,7 +273,7 @@ impl ModelConfig {
     /// The name of the file with all tensors, and that of the file with the keys.
     pub(crate) fn files(&self) -> [&'static str; 2] {
         match self {
-            Self::Adapted(_) => [ADAPTER, crate::lora::CONFIG],
+            Self::Adapted(_) => [ADAPTER, crate::peft::CONFIG],
             _ => [SINGLE, "config.json"],
         }
     }

@@ -5,17 +5,18 @@
 //! converted, any range of them, so that one tensor, or one rank's piece of it, is in memory at a time. A [`Checkpoint`]
 //! owns the maps; a [`StoredTensor`] borrows from it.
 
-use std::cmp::Ordering;
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
+use std::io::Read;
 use std::ops::Range;
 use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
 use memmap2::Mmap;
-use safetensors::tensor::{Dtype, Metadata, SafeTensorError};
+use safetensors::tensor::Dtype;
 use serde::Deserialize;
+use zero_core::checkpoint::{CheckpointError, Header};
 use zero_kernels::quantized::Format;
 
 use crate::error::io_at;
@@ -25,10 +26,6 @@ pub(crate) const SINGLE: &str = "model.safetensors";
 /// What PEFT calls the file of an adapter.
 pub(crate) const ADAPTER: &str = "adapter_model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
-/// Bytes of the header's length at the start of a file.
-const LENGTH_BYTES: usize = 8;
-/// The longest header that readers of the format accept.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// The tensors of one checkpoint, by name.
 #[derive(Debug)]
@@ -85,7 +82,7 @@ impl Checkpoint {
     /// Opens one file in a folder.
     pub(crate) fn open_file(dir: &Path, name: &str) -> Result<Self> {
         let file = MappedFile::open(dir.join(name))?;
-        let tensors = file.names().map(|tensor| (tensor, name.to_string())).collect();
+        let tensors = file.header.tensors.keys().map(|tensor| (tensor.clone(), name.to_string())).collect();
         let files = BTreeMap::from([(name.to_string(), file)]);
         Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0), quantized: None })
     }
@@ -237,39 +234,37 @@ pub(crate) fn transposed<T: Copy + Default>(
 struct MappedFile {
     path: PathBuf,
     map: Mmap,
-    metadata: Metadata,
-    /// Where the data starts, in bytes.
-    data_start: usize,
+    header: Header,
 }
 
 impl MappedFile {
     fn open(path: PathBuf) -> Result<Self> {
         let file = File::open(&path).map_err(io_at("open", &path))?;
-        let got_bytes = file.metadata().map_err(io_at("open", &path))?.len();
-        if got_bytes == 0 {
-            // Which cannot be mapped.
-            return Err(ModelError::Truncated { path, expected_bytes: LENGTH_BYTES as u64, got_bytes });
+        let mut begins = Vec::new();
+        (&file).take(LFS_POINTER.len() as u64).read_to_end(&mut begins).map_err(io_at("read", &path))?;
+        if begins == LFS_POINTER {
+            return Err(ModelError::Pointer { path });
         }
+        let header = Header::read(&file, &path).map_err(|error| match error {
+            CheckpointError::BadHeader { path, reason } => ModelError::BadFile { path, reason },
+            other => other.into(),
+        })?;
         // SAFETY: a map is unsound only if the file changes under it. Checkpoints are written to a new file and then
         // renamed (this project's own too), and nothing here writes to the file.
         let map = unsafe { Mmap::map(&file) }.map_err(io_at("map", &path))?;
-        let (data_start, metadata) = read_header(&path, &map)?;
-        Ok(Self { data_start, path, map, metadata })
-    }
-
-    fn names(&self) -> impl Iterator<Item = String> + use<> {
-        self.metadata.offset_keys().into_iter()
+        Ok(Self { path, map, header })
     }
 
     fn tensor<'a>(&'a self, name: &'a str, converted_bytes: &'a AtomicU64) -> Option<StoredTensor<'a>> {
-        let info = self.metadata.info(name)?;
-        let (start, end) = info.data_offsets;
+        let entry = self.header.tensors.get(name)?;
+        let [start, end] =
+            [entry.data_offsets.0, entry.data_offsets.1].map(|at| (self.header.data_start + at) as usize);
         Some(StoredTensor {
             name,
             path: &self.path,
-            shape: &info.shape,
-            dtype: info.dtype,
-            bytes: &self.map[self.data_start + start..self.data_start + end],
+            shape: &entry.shape,
+            dtype: entry.dtype.into(),
+            bytes: &self.map[start..end],
             converted_bytes,
         })
     }
@@ -277,41 +272,6 @@ impl MappedFile {
 
 /// The beginning of a Git LFS pointer, <https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md>.
 pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
-
-/// Where the data of a file starts, and what its header says, checked in full: the tensors lie in the file, one after
-/// another, each with the bytes of its shape.
-///
-/// Not by `SafeTensors::read_metadata`: safetensors 0.7.0 adds up the sizes of header and tensors without a check, and a
-/// header of tensors that end just below 2^64 makes it panic where overflows are checked.
-fn read_header(path: &Path, file: &[u8]) -> Result<(usize, Metadata)> {
-    let got_bytes = file.len() as u64;
-    let short = |expected_bytes| ModelError::Truncated { path: path.to_path_buf(), expected_bytes, got_bytes };
-    let malformed = |source: SafeTensorError| ModelError::Format {
-        path: path.to_path_buf(),
-        format: "a valid safetensors file",
-        source: source.into(),
-    };
-    if file.starts_with(LFS_POINTER) {
-        return Err(ModelError::Pointer { path: path.to_path_buf() });
-    }
-    let (length, rest) = file.split_first_chunk::<LENGTH_BYTES>().ok_or_else(|| short(LENGTH_BYTES as u64))?;
-    let length = u64::from_le_bytes(*length);
-    let data_start = length.saturating_add(LENGTH_BYTES as u64);
-    let header = usize::try_from(length).ok().and_then(|length| rest.get(..length));
-    let header = header.ok_or_else(|| short(data_start))?;
-    if length > MAX_HEADER_BYTES {
-        return Err(malformed(SafeTensorError::HeaderTooLarge));
-    }
-    // Checks everything but the file's length.
-    let metadata: Metadata = serde_json::from_slice(header)
-        .map_err(|error| malformed(SafeTensorError::InvalidHeaderDeserialization(error)))?;
-    let expected_bytes = data_start.saturating_add(metadata.data_len() as u64);
-    match expected_bytes.cmp(&got_bytes) {
-        Ordering::Greater => Err(short(expected_bytes)),
-        Ordering::Less => Err(malformed(SafeTensorError::MetadataIncompleteBuffer)),
-        Ordering::Equal => Ok((LENGTH_BYTES + header.len(), metadata)),
-    }
-}
 
 type Shards = (BTreeMap<String, MappedFile>, BTreeMap<String, String>);
 
@@ -355,13 +315,13 @@ fn open_shards(dir: &Path, index: &Path) -> Result<Shards> {
         Err(ModelError::IndexDisagrees { index: path(), shard, tensor, difference })
     };
     for (tensor, shard) in &weight_map {
-        if files[shard].metadata.info(tensor).is_none() {
+        if !files[shard].header.tensors.contains_key(tensor) {
             return disagree(shard, tensor, "lists it there, the shard lacks it");
         }
     }
     for (shard, file) in &files {
-        if let Some(extra) = file.names().find(|name| weight_map.get(name) != Some(shard)) {
-            return disagree(shard, &extra, "does not list it there, the shard has it");
+        if let Some(extra) = file.header.tensors.keys().find(|name| weight_map.get(*name) != Some(shard)) {
+            return disagree(shard, extra, "does not list it there, the shard has it");
         }
     }
     Ok((files, weight_map))

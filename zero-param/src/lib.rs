@@ -84,3 +84,7 @@ pub use slot::Uses;
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;
 pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

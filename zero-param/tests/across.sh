@@ -78,7 +78,13 @@ goes_on() { # NAME [options]: the same from the first step on, and from front to
 goes_on AdamW
 echo 'AdamW: from 0.21 to 0.22 and back, without an update: every bit is the same'
 "$examples/copy" "$fixture" "$work/AdamW-old/step-00000003" "$work/copy"
-"$zero" diff "$work/AdamW-old/step-00000003" "$work/copy/step-00000003" --json >"$work/diff" || { cat "$work/diff"; exit 1; }
+python3 - "$work"/{AdamW-old,copy}/step-00000003/manifest.json <<'PYTHON'
+import json, sys
+# Tensors with their checksums.
+one, other = ({key: json.load(open(path))[key] for key in ("step", "world", "tensors", "state")} for path in sys.argv[1:])
+different = [key for key in one if one[key] != other[key]]
+assert not different, f"{different} differ: {one} {other}"
+PYTHON
 # Masks are the same: they follow from seed, rank and draw.
 cp -r "$fixture" "$work/dropping"
 sed -i 's/_pdrop": 0.0/_pdrop": 0.1/' "$work/dropping/config.json"

@@ -42,7 +42,7 @@ const ODD: [&str; 5] = ["model", "depth", "bucket", "mesh", "clipping"];
 const STEPS: usize = 40;
 
 fn runs() -> usize {
-    std::env::var("ZERO_FAULT_RUNS").map_or(4, |runs| runs.parse().expect("ZERO_FAULT_RUNS is a number"))
+    std::env::var("ZERO_FAULT_RUNS").map_or(2, |runs| runs.parse().expect("ZERO_FAULT_RUNS is a number"))
 }
 
 /// A random number below `end`: the seed of each hasher is one.

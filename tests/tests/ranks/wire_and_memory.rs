@@ -9,7 +9,7 @@ use burn::nn::{Linear, LinearConfig};
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
 use common::{B, Run, gpt2_stats, on_ranks};
-use zero_burn::config::{ErrorFeedback, ZeroConfig};
+use zero_burn::config::ZeroConfig;
 use zero_burn::module::prepare;
 use zero_burn::stats::rank_stats;
 use zero_core::estimate::{Precision, model_state};
@@ -224,28 +224,6 @@ fn uncompressed_bytes_are_those_of_a_run_without_quantisation() {
         println!("stage {stage}, {shards:?}, {second:?}: {} sent, {uncompressed} for {expected}", quantized.total());
         assert_eq!(uncompressed, expected);
         assert!(10 * quantized.total() < 9 * uncompressed, "{} and {uncompressed}", quantized.total());
-    }
-}
-
-/// In fp32, of all that a rank quantises.
-#[test]
-fn error_feedback_takes_the_bytes_of_what_it_keeps() {
-    for (stage, shards, second, part) in [
-        (Stage::DataParallel, None, None, 1),
-        (Stage::Parameters, None, None, 1),
-        (Stage::Gradients, Some(2), None, 2),
-        (Stage::DataParallel, Some(2), None, 1),
-        (Stage::Parameters, None, Some(2), 2),
-    ] {
-        let mut run = run(stage, 4);
-        (run.zero.shard_size, run.zero.secondary_shard_size) = (shards, second);
-        run.zero.quantized_gradients = Some(Format::Int4);
-        let gradients = |run: &Run| gpt2_stats(run)[0].model_state_bytes.gradients;
-        let without = gradients(&run);
-        run.zero.error_feedback = Some(ErrorFeedback::default());
-        let (kept, expected) = (gradients(&run) - without, 4 * run.model.num_params() as u64 / part);
-        println!("stage {stage}, {shards:?}, {second:?}: {kept} bytes for {expected}");
-        assert!((kept as f64 / expected as f64 - 1.0).abs() < 0.02, "{kept} for {expected}");
     }
 }
 

@@ -53,17 +53,6 @@ pub(crate) struct Slot<B: Backend> {
     pub(crate) reduced_version: AtomicU64,
     /// True if a program had put an ordinary tensor in its place, alike on all ranks, when gradients were last collected.
     pub(crate) is_edited: AtomicBool,
-    /// What its gradients have lost.
-    pub(crate) residual: Mutex<Residual>,
-}
-
-/// What a parameter's gradients have lost where this rank quantised them, for error feedback: it is added to those that come next.
-#[derive(Default)]
-pub(crate) struct Residual {
-    /// In the order of the parameter's elements, whatever bucket they come in: rows of a piece each. Empty before the first.
-    pub(crate) values: Vec<f32>,
-    /// Reductions so far.
-    pub(crate) reductions: usize,
 }
 
 /// What a parameter's first values were drawn from.
@@ -190,7 +179,6 @@ impl<B: Backend> Parameters<B> {
             is_frozen: AtomicBool::new(false),
             reduced_version: AtomicU64::new(0),
             is_edited: AtomicBool::new(false),
-            residual: Mutex::default(),
             shape,
             dtype,
             place: AtomicU64::new(0),
@@ -210,11 +198,6 @@ impl<B: Backend> Parameters<B> {
     /// The parameters that `prepare` has seen, in the order of their numbers.
     pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
         self.slots.lock().values().cloned().collect()
-    }
-
-    /// Bytes that are kept for error feedback.
-    pub(crate) fn residual_bytes(&self) -> u64 {
-        self.slots().iter().map(|slot| size_of_val(&slot.residual.lock().values[..]) as u64).sum()
     }
 
     /// The version of parameter `index` that is in use.

@@ -8,9 +8,11 @@ use zero_ops::Rule;
 use zero_ops::update::{Kernel, Norms};
 
 use super::state::{EMA, MASTER, ParamState, mismatch};
+use crate::cell::rank::Rank;
+use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::tensor::Shard;
-use crate::tier::{Home, Stored, filled};
+use crate::tier::{Home, Stored, SwapDisk, filled};
 use crate::trouble::{or_stop, stop};
 use crate::update::{Array, Averaged, Job};
 use crate::values::{flat, narrow_or_f32, of_type, read};
@@ -55,9 +57,7 @@ impl<B: Backend> Update<B> {
         let templates: Vec<Template<B>> = kept.iter().map(template).collect();
         // One element of filler where the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
-        let slot = parent.slot.clone();
-        let disk = |dtype: DType| rank.disk_for(Kind::Optimizer, elements * dtype.size(), slot.as_deref());
-        let first = parent.partition.range(parent.place()).start;
+        let (slot, first) = (parent.slot.clone(), parent.partition.range(parent.place()).start);
         drop(parent);
         self.edit_master(state);
         let place = self.place(state, elements);
@@ -67,61 +67,23 @@ impl<B: Backend> Update<B> {
         state.time = if complete { state.time + 1 } else { 1 };
         let kernel = Kernel::new(self.rule, self.lr, state.time);
 
-        let mut held = std::mem::take(&mut state.cells);
-        // Where a state is that may be there already.
-        let mut taken = |name: &str, dtype: DType| {
-            let cell = held.swap_remove(held.iter().position(|(known, _)| known == name)?).1;
-            let kept_as = cell.dtype;
-            Some(match place {
-                // One that was loaded is in fp32.
-                Where::Device => Array::Tensor(of_type::<B>(cell.into_local(), dtype)),
-                Where::Here | Where::Beside => match cell.into_stored() {
-                    // As it was loaded, before it was known whose it is.
-                    Ok(Stored::Disk(stored)) if disk(dtype).is_none() || kept_as != dtype => {
-                        let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
-                        let data = filled(&rank.mover, elements, kept_as, [elements], read);
-                        Array::Memory(data.convert_dtype(dtype))
-                    }
-                    Ok(Stored::Host(data)) if kept_as != dtype => {
-                        Array::Memory(TensorData::clone(&data).convert_dtype(dtype))
-                    }
-                    Ok(stored) => Array::of(stored, &rank.mover),
-                    Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
-                },
-            })
-        };
-        let fresh = |dtype: DType| match disk(dtype) {
-            Some(disk) => Array::Disk { stored: or_stop(disk.reserve(elements * dtype.size())), fresh: true },
-            None => Array::Memory(TensorData::full_dtype([elements], 0.0_f32, dtype)),
-        };
-        let states: Vec<Option<Array<B>>> = names.iter().map(|name| taken(name, state_dtype)).collect();
+        let mut there = There { cells: std::mem::take(&mut state.cells), place, elements, rank, slot };
+        let states: Vec<Option<Array<B>>> = names.iter().map(|name| there.take(name, state_dtype)).collect();
         let states = match place {
             // All of them, or the kernel makes them.
             Where::Device if !complete => Vec::new(),
-            _ => states.into_iter().map(|state| state.unwrap_or_else(|| fresh(state_dtype))).collect(),
+            _ => states.into_iter().map(|state| state.unwrap_or_else(|| there.fresh(state_dtype))).collect(),
         };
-        let average = decay.map(|decay| match taken(EMA, DType::F32) {
+        let average = decay.map(|decay| match there.take(EMA, DType::F32) {
             Some(array) => Averaged { array, decay, fresh: false },
             // On a device the parameter's tensor takes its place.
-            None => Averaged { array: fresh(DType::F32), decay, fresh: true },
+            None => Averaged { array: there.fresh(DType::F32), decay, fresh: true },
         });
-        let master = taken(MASTER, DType::F32);
+        let master = there.take(MASTER, DType::F32);
         let own = own(self.parameter, place, half && master.is_some());
         let (parameter, copy) = match half {
             false => (own, None),
-            true => {
-                let master = master.unwrap_or_else(|| match (&own, disk(DType::F32)) {
-                    (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
-                    (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
-                    (Array::Disk { stored, .. }, None) => {
-                        let read = |bytes: &mut [u8]| or_stop(stored.read_into(bytes));
-                        let copy = filled(&rank.mover, elements, dtype, [elements], read);
-                        Array::Memory(copy.convert_dtype(DType::F32))
-                    }
-                    (_, Some(_)) => fresh(DType::F32),
-                });
-                (master, Some((own, dtype)))
-            }
+            true => (master.unwrap_or_else(|| there.fresh_master(&own, dtype)), Some((own, dtype))),
         };
         let gradient = gradient(self.gradient, place);
         let copied = copy.as_ref().map(|(copy, _)| copy);
@@ -193,6 +155,66 @@ impl<B: Backend> Update<B> {
             return Where::Device;
         }
         Where::Here
+    }
+}
+
+/// The state of a parameter before an update.
+struct There<B: Backend> {
+    cells: Vec<(String, Arc<Cell<B>>)>,
+    place: Where,
+    /// Of each array.
+    elements: usize,
+    rank: Arc<Rank<B>>,
+    slot: Option<Arc<Slot<B>>>,
+}
+
+impl<B: Backend> There<B> {
+    /// The disk that an array of this type is kept on, if it is.
+    fn disk(&self, dtype: DType) -> Option<&Arc<SwapDisk>> {
+        self.rank.disk_for(Kind::Optimizer, self.elements * dtype.size(), self.slot.as_deref())
+    }
+
+    /// A state that may be there already, in this type.
+    fn take(&mut self, name: &str, dtype: DType) -> Option<Array<B>> {
+        let cell = self.cells.swap_remove(self.cells.iter().position(|(known, _)| known == name)?).1;
+        let kept_as = cell.dtype;
+        if self.place == Where::Device {
+            // One that was loaded is in fp32.
+            return Some(Array::Tensor(of_type::<B>(cell.into_local(), dtype)));
+        }
+        Some(match cell.into_stored() {
+            // As it was loaded, before it was known whose it is.
+            Ok(Stored::Disk(stored)) if self.disk(dtype).is_none() || kept_as != dtype => {
+                Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).convert_dtype(dtype))
+            }
+            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(TensorData::clone(&data).convert_dtype(dtype)),
+            Ok(stored) => Array::of(stored, &self.rank.mover),
+            Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
+        })
+    }
+
+    /// A state that begins.
+    fn fresh(&self, dtype: DType) -> Array<B> {
+        match self.disk(dtype) {
+            Some(disk) => Array::Disk { stored: or_stop(disk.reserve(self.elements * dtype.size())), fresh: true },
+            None => Array::Memory(TensorData::full_dtype([self.elements], 0.0_f32, dtype)),
+        }
+    }
+
+    /// The fp32 master of a parameter that has none yet.
+    fn fresh_master(&self, own: &Array<B>, dtype: DType) -> Array<B> {
+        match (own, self.disk(DType::F32)) {
+            (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
+            (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
+            (Array::Disk { stored, .. }, None) => {
+                Array::Memory(self.read(dtype, |bytes| or_stop(stored.read_into(bytes))).convert_dtype(DType::F32))
+            }
+            (_, Some(_)) => self.fresh(DType::F32),
+        }
+    }
+
+    fn read(&self, dtype: DType, read: impl FnOnce(&mut [u8])) -> TensorData {
+        filled(&self.rank.mover, self.elements, dtype, [self.elements], read)
     }
 }
 

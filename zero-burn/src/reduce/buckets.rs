@@ -59,14 +59,8 @@ pub(super) trait Medium<B: Backend>: Send {
     /// Puts a segment into the bucket that is being filled, of `row` columns.
     fn add(&mut self, gradient: &Option<Self::Gradient>, segment: Segment, row: usize);
 
-    /// Sends that bucket, of `row` columns, with these segments.
-    fn send(
-        &mut self,
-        row: usize,
-        segments: &[Segment],
-        pieces: &[Option<Reduced<B, Self::Target>>],
-        name: &str,
-    ) -> Result<Self::Sent, CommError>;
+    /// Sends that bucket, of `row` columns.
+    fn send(&mut self, row: usize, name: &str) -> Result<Self::Sent, CommError>;
 
     /// Waits for a bucket of `row` columns, and puts its segments where they belong.
     fn receive(
@@ -143,7 +137,7 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
         self.filled = 0;
         let pieces = segments.iter().filter_map(|segment| self.pieces[segment.piece].as_ref());
         let name = names(pieces.map(|piece| &*piece.cell));
-        let sent = self.medium.send(row, &segments, &self.pieces, &name);
+        let sent = self.medium.send(row, &name);
         self.release();
         self.in_flight = Some(InFlight::Bucket { sent: sent?, segments, row });
         Ok(())

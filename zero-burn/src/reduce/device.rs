@@ -90,13 +90,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         self.items.push(PackItem { tensor: gradient.clone(), numel, from, columns });
     }
 
-    fn send(
-        &mut self,
-        row: usize,
-        _segments: &[Segment],
-        _pieces: &[Option<Reduced<B, B::FloatTensorPrimitive>>],
-        name: &str,
-    ) -> Result<Begun<B>, CommError> {
+    fn send(&mut self, row: usize, name: &str) -> Result<Begun<B>, CommError> {
         let (items, ranks) = (std::mem::take(&mut self.items), self.rank.mesh.shards());
         let bucket = match items.iter().all(|item| item.tensor.is_none()) {
             true => B::float_zeros(Shape::new([ranks, row]), &self.rank.device, self.sent_as.into()),

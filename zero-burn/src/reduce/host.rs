@@ -15,8 +15,6 @@ use super::buckets::{Medium, Reduced, Segment};
 use super::{Hops, quantized};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
-use crate::cell::slot::Slot;
-use crate::config::ErrorFeedback;
 use crate::values::{buffer, data, elements_of, here, narrow_or_f32, on_the_wire, read};
 
 /// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
@@ -25,7 +23,6 @@ const ALONE: usize = 1 << 16;
 pub(super) struct Host {
     hops: Hops,
     quantized: Option<Format>,
-    error_feedback: Option<ErrorFeedback>,
     mesh: Mesh,
     /// The groups that have a piece of what is added on the way to all ranks, each for ranks of all groups.
     on_the_way: Option<Mesh>,
@@ -46,8 +43,7 @@ impl Host {
         let mesh = rank.mesh;
         let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
         let sent_as = sent_as.on_the_wire();
-        let error_feedback = rank.config.error_feedback;
-        Self { hops, quantized, error_feedback, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
+        Self { hops, quantized, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }
 
     /// Where the row for `rank` is: those that cross groups from one rank are together.
@@ -71,100 +67,26 @@ impl Host {
 
     /// Adds up what a group has, `row` elements for each rank of which it is, across the groups.
     /// Those on the way to several ranks are parted there.
-    fn across<B: Backend>(&self, reduced: Buffer, bucket: &Bucket<'_, B>) -> Result<Vec<f32>, CommError> {
+    fn across(&self, reduced: Buffer, row: usize) -> Result<Vec<f32>, CommError> {
         let Some(across) = &self.hops.across else { return Ok(reduced.into_f32()) };
         let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
         let Some(how) = self.quantized else { return Ok(across.all_reduce(reduced, ReduceOp::Sum)?.into_f32()) };
         let mut reduced = reduced.into_f32();
         if self.on_the_way.is_some() {
-            let codes = self.encode(how, &**across, reduced, bucket);
-            return Ok(quantized::sum(how, across.all_to_all(codes)?, bucket.row));
+            let codes = self.encode(how, &**across, &reduced, row);
+            return Ok(quantized::sum(how, across.all_to_all(codes)?, row));
         }
-        self.compensate(&mut reduced, bucket);
-        let mut lost = vec![0.0; if self.error_feedback.is_some() { reduced.len() } else { 0 }];
-        let mut rows_lost = lost.chunks_mut(bucket.row);
         // Row by row, so that at every stage the same values share a scale.
-        for row in reduced.chunks_mut(bucket.row) {
-            quantized::all_reduce(how, &**across, row, rows_lost.next(), self.sent_as)?;
+        for row in reduced.chunks_mut(row) {
+            quantized::all_reduce(how, &**across, row, self.sent_as)?;
         }
-        self.keep(&mut lost, bucket);
         Ok(reduced)
     }
 
-    /// The codes of each row of `values`, for a rank of `comm` each, with what those before them have lost.
-    fn encode<B: Backend>(
-        &self,
-        how: Format,
-        comm: &dyn Collective,
-        mut values: Vec<f32>,
-        bucket: &Bucket<'_, B>,
-    ) -> Buffer {
-        let rows = values.len() / bucket.row;
-        self.compensate(&mut values, bucket);
-        let codes = quantized::encode(how, &values, rows);
-        quantized::count(how, comm, WireKind::AllToAll, bucket.row, self.sent_as);
-        if self.error_feedback.is_some() {
-            quantized::subtract(how, &codes, &mut values, rows);
-            self.keep(&mut values, bucket);
-        }
-        codes
-    }
-
-    /// Adds what the gradients before them have lost to `values`.
-    fn compensate<B: Backend>(&self, values: &mut [f32], bucket: &Bucket<'_, B>) {
-        let Some(ErrorFeedback { reset_interval, .. }) = self.error_feedback else { return };
-        for segment in bucket.segments.iter().filter(|segment| segment.from == 0) {
-            let mut residual = bucket.slot(segment).residual.lock();
-            if residual.reductions.is_multiple_of(reset_interval) {
-                residual.values.fill(0.0);
-            }
-            residual.reductions += 1;
-        }
-        self.with_residuals(values, bucket, |value, residual| *value += *residual);
-    }
-
-    /// Keeps what was lost for the gradients that come next. Of a block that is not finite nothing was said: it is left out.
-    fn keep<B: Backend>(&self, lost: &mut [f32], bucket: &Bucket<'_, B>) {
-        let Some(ErrorFeedback { err_beta, .. }) = self.error_feedback else { return };
-        self.with_residuals(lost, bucket, |lost, residual| {
-            if lost.is_finite() {
-                *residual = err_beta * *residual + (1.0 - err_beta) * *lost;
-            }
-        });
-    }
-
-    /// Each of a bucket's values with the residual of its element.
-    fn with_residuals<B: Backend>(
-        &self,
-        values: &mut [f32],
-        bucket: &Bucket<'_, B>,
-        each: impl Fn(&mut f32, &mut f32),
-    ) {
-        for segment in bucket.segments {
-            let &Segment { numel, from, columns, at, .. } = segment;
-            let stride = self.mesh.partition(numel).stride();
-            let mut residual = bucket.slot(segment).residual.lock();
-            residual.values.resize(values.len() / bucket.row * stride, 0.0);
-            for (row, kept) in values.chunks_mut(bucket.row).zip(residual.values.chunks_mut(stride)) {
-                let values = row[at..at + columns].iter_mut();
-                values.zip(&mut kept[from..from + columns]).for_each(|(value, residual)| each(value, residual));
-            }
-        }
-    }
-}
-
-/// What a bucket's rows, of `row` columns each, consist of.
-struct Bucket<'b, B: Backend> {
-    row: usize,
-    segments: &'b [Segment],
-    pieces: &'b [Option<Reduced<B, Vec<f32>>>],
-}
-
-impl<'b, B: Backend> Bucket<'b, B> {
-    /// The parameter of a segment's gradient.
-    fn slot(&self, segment: &Segment) -> &'b Slot<B> {
-        let piece = self.pieces[segment.piece].as_ref().expect("a piece is completed by its last segment");
-        piece.cell.slot.as_ref().expect("gradients are of parameters")
+    /// The codes of each row of `values`, of `row` values, for a rank of `comm` each.
+    fn encode(&self, how: Format, comm: &dyn Collective, values: &[f32], row: usize) -> Buffer {
+        quantized::count(how, comm, WireKind::AllToAll, row, self.sent_as);
+        quantized::encode(how, values, values.len() / row)
     }
 }
 
@@ -212,18 +134,10 @@ impl<B: Backend> Medium<B> for Host {
         }
     }
 
-    fn send(
-        &mut self,
-        row: usize,
-        segments: &[Segment],
-        pieces: &[Option<Reduced<B, Vec<f32>>>],
-        name: &str,
-    ) -> Result<Pending, CommError> {
+    fn send(&mut self, row: usize, name: &str) -> Result<Pending, CommError> {
         let rows = std::mem::take(&mut self.rows);
         let request = match (self.quantizes_within(), self.shards) {
-            (Some(how), _) => {
-                Request::AllToAll(self.encode(how, &*self.hops.within, rows, &Bucket { row, segments, pieces }))
-            }
+            (Some(how), _) => Request::AllToAll(self.encode(how, &*self.hops.within, &rows, row)),
             (None, true) => Request::ReduceScatter(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
             (None, false) => Request::AllReduce(Buffer::from_f32(rows, self.sent_as), ReduceOp::Sum),
         };
@@ -238,7 +152,7 @@ impl<B: Backend> Medium<B> for Host {
         pieces: &mut [Option<Reduced<B, Vec<f32>>>],
     ) -> Result<(), CommError> {
         let reduced = match self.quantizes_within() {
-            None => self.across(sent.wait()?, &Bucket { row, segments, pieces })?,
+            None => self.across(sent.wait()?, row)?,
             Some(how) => {
                 let sum = quantized::sum(how, sent.wait()?, row);
                 // As they are: the stages have the same bits.

@@ -21,17 +21,6 @@ pub(super) fn count(how: Format, comm: &dyn Collective, kind: WireKind, numel: u
     comm.wire().add_uncompressed(kind, others * numel * dtype.size(), others * how.bytes(numel));
 }
 
-/// Leaves of `values` what their `codes` do not say.
-pub(super) fn subtract(how: Format, codes: &Buffer, values: &mut [f32], pieces: usize) {
-    let Buffer::U8(codes) = codes else { unreachable!("codes are bytes") };
-    let numel = (values.len() / pieces).max(1);
-    let mut said = vec![0.0; numel];
-    for (codes, values) in codes.chunks_exact(how.bytes(numel)).zip(values.chunks_exact_mut(numel)) {
-        how.decode_row(codes, &mut said);
-        values.iter_mut().zip(&said).for_each(|(value, said)| *value -= said);
-    }
-}
-
 /// The sum, in their order, of the pieces that have come, of `numel` values each.
 pub(super) fn sum(how: Format, received: Buffer, numel: usize) -> Vec<f32> {
     let (received, mut sum) = (received.into_u8(), vec![0.0; numel]);
@@ -40,13 +29,11 @@ pub(super) fn sum(how: Format, received: Buffer, numel: usize) -> Vec<f32> {
 }
 
 /// Sums `values` over the ranks, quantised on both ways of an all-reduce: to the rank that adds a piece, and back. Every rank has the
-/// same bits of the result. `lost` becomes what was lost here, of this rank's values and of the sum that it sent back: added to its values
-/// at another time, whatever rank sums them up then, all of it is in a sum. Not quantised they would be sent as `dtype`.
+/// same bits of the result. Not quantised they would be sent as `dtype`.
 pub(super) fn all_reduce(
     how: Format,
     comm: &dyn Collective,
     values: &mut [f32],
-    lost: Option<&mut [f32]>,
     dtype: DType,
 ) -> Result<(), CommError> {
     let (world, numel) = (comm.world(), values.len().div_ceil(comm.world()));
@@ -54,16 +41,8 @@ pub(super) fn all_reduce(
     padded.resize(world * numel, 0.0);
     [WireKind::AllToAll, WireKind::AllGather].into_iter().for_each(|kind| count(how, comm, kind, numel, dtype));
     let codes = encode(how, &padded, world);
-    let mut left = lost.is_some().then(|| padded.clone());
-    left.iter_mut().for_each(|left| subtract(how, &codes, left, world));
-    let mut sum = sum(how, comm.all_to_all(codes)?, numel);
+    let sum = sum(how, comm.all_to_all(codes)?, numel);
     let codes = encode(how, &sum, 1);
-    if let (Some(lost), Some(mut left)) = (lost, left) {
-        subtract(how, &codes, &mut sum, 1);
-        let own = &mut left[comm.rank() * numel..][..numel];
-        own.iter_mut().zip(sum).for_each(|(left, of_sum)| *left += of_sum);
-        lost.copy_from_slice(&left[..lost.len()]);
-    }
     let all = comm.all_gather(codes)?.into_u8();
     padded.fill(0.0);
     let pieces = all.chunks_exact(how.bytes(numel).max(1)).zip(padded.chunks_mut(numel.max(1)));
@@ -85,7 +64,7 @@ mod tests {
                 let value = |rank: usize, i: usize| ((rank * 37 + i * 11) % 101) as f32 / 50.0 - 1.0;
                 let sums = run(ranks, &ThreadOptions::default(), |comm| {
                     let mut values: Vec<f32> = (0..numel).map(|i| value(comm.rank(), i)).collect();
-                    all_reduce(how, &*comm, &mut values, None, DType::F32).map(|()| values)
+                    all_reduce(how, &*comm, &mut values, DType::F32).map(|()| values)
                 });
                 let sums = sums.unwrap();
                 assert!(sums.iter().all(|sum| *sum == sums[0]), "{how}, {ranks} ranks");
@@ -105,36 +84,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_lost_makes_up_for_all_that_the_sum_has_not() {
-        for how in [Format::Int8, Format::Int4, Format::Nf4] {
-            for (ranks, numel) in [(1, 70), (3, 1000), (4, 30)] {
-                let value = |rank: usize, i: usize| ((rank * 37 + i * 11) % 101) as f32 / 50.0 - 1.0;
-                let sums = run(ranks, &ThreadOptions::default(), |comm| {
-                    let mut values: Vec<f32> = (0..numel).map(|i| value(comm.rank(), i)).collect();
-                    let mut lost = vec![f32::NAN; numel];
-                    all_reduce(how, &*comm, &mut values, Some(&mut lost), DType::F32).map(|()| (values, lost))
-                });
-                let sums = sums.unwrap();
-                let mut is_rounded = false;
-                for i in 0..numel {
-                    let exact: f64 = (0..ranks).map(|rank| f64::from(value(rank, i))).sum();
-                    let sum = f64::from(sums[0].0[i]);
-                    let made_up = sum + sums.iter().map(|(_, lost)| f64::from(lost[i])).sum::<f64>();
-                    assert!((made_up - exact).abs() < 1e-5, "{how}, {ranks} ranks: {made_up} for {exact}");
-                    is_rounded |= (sum - exact).abs() > 1e-3;
-                }
-                assert!(is_rounded, "{how}, {ranks} ranks");
-            }
-        }
-    }
-
-    #[test]
     fn what_is_not_finite_is_seen_by_all() {
         for odd in [f32::NAN, f32::INFINITY] {
             let sums = run(2, &ThreadOptions::default(), |comm| {
                 let mut values = vec![1.0; 300];
                 values[200] = if comm.rank() == 1 { odd } else { 1.0 };
-                all_reduce(Format::Int8, &*comm, &mut values, None, DType::F32).map(|()| values)
+                all_reduce(Format::Int8, &*comm, &mut values, DType::F32).map(|()| values)
             });
             assert!(sums.unwrap().iter().all(|sum| sum[200].is_nan() && sum[0] > 1.9), "{odd}");
         }

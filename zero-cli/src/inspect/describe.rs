@@ -4,9 +4,8 @@ use std::path::Path;
 
 use serde::Serialize;
 use serde_json::Value;
-use zero_core::checkpoint::{Check, Manifest, TensorEntry, disk_bytes};
+use zero_core::checkpoint::{Check, ElementType, Manifest, TensorEntry, disk_bytes};
 
-use super::compare::Kind;
 use super::facts::{EngineFacts, Group, OptimizerFacts, Part, bytes};
 use super::time::utc;
 use super::words::Use;
@@ -77,6 +76,15 @@ pub struct ModelFacts {
     pub name: Option<String>,
     /// Its configuration.
     pub config: Value,
+}
+
+/// Element type and dimensions.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Kind {
+    /// Element type.
+    pub dtype: ElementType,
+    /// Dimensions of the whole.
+    pub shape: Vec<usize>,
 }
 
 /// One tensor.
@@ -170,6 +178,10 @@ impl ModelFacts {
 
 impl TensorFacts {
     fn new((name, tensor): (&String, &TensorEntry)) -> Self {
-        Self { name: name.clone(), kind: Kind::of(tensor), bytes: bytes(tensor) }
+        Self {
+            name: name.clone(),
+            kind: Kind { dtype: tensor.dtype, shape: tensor.shape.clone() },
+            bytes: bytes(tensor),
+        }
     }
 }

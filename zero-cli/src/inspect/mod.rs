@@ -1,18 +1,14 @@
-//! What lies in a sharded checkpoint, for people and for programs: `zero inspect` and `zero diff`.
+//! What lies in a sharded checkpoint, for people and for programs: `zero inspect`.
 //!
 //! * In: the folder of a checkpoint, or the folder above with several (see [`zero_core::checkpoint`]). Nothing is assumed of
 //!   the state in a manifest, which other programs may have written; what the engine writes is told in words.
-//! * Out: [`Inspection`], [`Folder`] and [`Difference`], each of which is text by `Display` and stable JSON by `serde`:
+//! * Out: [`Inspection`] and [`Folder`], each of which is text by `Display` and stable JSON by `serde`:
 //!   keys may be added, and a change of meaning raises `format`.
 //! * Memory: a few MiB and the manifests, whatever the tensors. Threads: the caller's.
 
-mod compare;
 mod describe;
-mod diff;
 mod facts;
 mod folder;
-mod number;
-mod states;
 mod text;
 mod time;
 mod words;
@@ -21,12 +17,9 @@ use std::path::{Path, PathBuf};
 
 use zero_core::checkpoint::{CheckpointError, is_checkpoint_name};
 
-pub use compare::{Comparison, Extreme, Kind, TensorDifference, Tolerance, Unlike, compare};
-pub use describe::{Description, Inspection, ModelFacts, TensorFacts, inspect};
-pub use diff::{Difference, Side, diff};
+pub use describe::{Description, Inspection, Kind, ModelFacts, TensorFacts, inspect};
 pub use facts::{EngineFacts, Group, OptimizerFacts};
 pub use folder::{Folder, FolderEntry, folder};
-pub use states::{StateDifference, compare_states};
 pub use words::Use;
 
 /// The version of the JSON that this module writes.

@@ -4,23 +4,16 @@ use std::borrow::Borrow;
 use std::fmt::{self, Display, Formatter};
 
 use serde_json::Value;
-use zero_core::checkpoint::ElementType;
 
-use super::compare::{Extreme, Kind, TensorDifference};
-use super::describe::{Description, Inspection, ModelFacts, TensorFacts};
-use super::diff::{Difference, Side};
+use super::describe::{Description, Inspection, Kind, ModelFacts, TensorFacts};
 use super::facts::{EngineFacts, Group, OptimizerFacts};
 use super::folder::{Folder, FolderEntry};
-use super::states::StateDifference;
 use super::time::utc;
 use super::words::{count, grouped, precision};
 use zero_train::memory::format_bytes;
 
 /// The numbers of a configuration that tell one model from another, in the words of GPT-2 and of BERT.
 const SIZES: [&str; 6] = ["n_layer", "n_head", "n_embd", "num_hidden_layers", "num_attention_heads", "hidden_size"];
-
-/// Signs of a value that are shown.
-const VALUE_CHARS: usize = 60;
 
 /// Names that are shown of many.
 const NAMES: usize = 5;
@@ -208,118 +201,6 @@ impl Display for Folder {
     }
 }
 
-impl Display for Difference {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let found = &self.comparison;
-        writeln!(f, "a: {}\nb: {}\n", self.a, self.b)?;
-        for (which, names) in [("a", &found.only_a), ("b", &found.only_b)] {
-            names.iter().try_for_each(|name| writeln!(f, "{name}: only in {which}"))?;
-        }
-        for unlike in &found.unlike {
-            writeln!(f, "{}: {} in a, {} in b", unlike.name, kind(&unlike.a), kind(&unlike.b))?;
-        }
-        found.tensors.iter().try_for_each(|tensor| write!(f, "{}", Tensor(tensor)))?;
-        if found.steps[0] != found.steps[1] {
-            writeln!(f, "step: {} | {}", found.steps[0], found.steps[1])?;
-        }
-        for StateDifference { path, a, b } in &found.state {
-            let place = if path.is_empty() { "state" } else { path };
-            writeln!(f, "{place}: {} | {}", value(a), value(b))?;
-        }
-        self.summary(f)
-    }
-}
-
-impl Difference {
-    fn summary(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let found = &self.comparison;
-        let differing: Vec<&TensorDifference> = found.tensors.iter().filter(|tensor| tensor.different > 0).collect();
-        let within = found.tensors.len() - differing.len();
-        let equal = format!(
-            "{} ({} elements) equal bit for bit",
-            count(found.equal_tensors, "tensor"),
-            grouped(found.equal_elements)
-        );
-        let mut parts = Vec::new();
-        if !differing.is_empty() {
-            let elements: u64 = differing.iter().map(|tensor| tensor.different).sum();
-            let elements = count(elements as usize, "element");
-            parts.push(format!("{} in {elements}", count(differing.len(), "tensor")));
-        }
-        for (number, what) in [
-            (found.unlike.len(), "by type or shape"),
-            (found.only_a.len(), "only in a"),
-            (found.only_b.len(), "only in b"),
-        ] {
-            if number > 0 {
-                parts.push(format!("{} {what}", count(number, "tensor")));
-            }
-        }
-        let places = found.state.len() + usize::from(found.steps[0] != found.steps[1]);
-        if places > 0 {
-            parts.push(format!("{} of the state", count(places, "place")));
-        }
-        let within =
-            if within > 0 { format!(", {} within the tolerance", count(within, "tensor")) } else { String::new() };
-        if parts.is_empty() {
-            writeln!(f, "the same: {equal}{within}, state equal")
-        } else {
-            writeln!(f, "\ndifferent: {}; {equal}{within}", parts.join(", "))
-        }
-    }
-}
-
-impl Display for Side {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let (ranks, tensors) = (count(self.ranks, "rank"), count(self.tensors, "tensor"));
-        write!(f, "{} (step {}, {ranks}, {tensors})", self.path, self.step)
-    }
-}
-
-struct Tensor<'a>(&'a TensorDifference);
-
-impl Display for Tensor<'_> {
-    fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        let Tensor(TensorDifference { name, kind: of, elements, bit_equal, within, different, not_finite, .. }) = self;
-        let [elements, bit_equal, different] = [elements, bit_equal, different].map(|number| grouped(*number));
-        write!(f, "{name}: {}: {different} of {elements} elements differ", kind(of))?;
-        if *not_finite > 0 {
-            write!(f, " ({} by NaN or infinity)", grouped(*not_finite))?;
-        }
-        if *within > 0 {
-            write!(f, ", {} are within the tolerance", grouped(*within))?;
-        }
-        writeln!(f, ", {bit_equal} are equal bit for bit")?;
-        for (which, max) in [("absolute", &self.0.max_abs), ("relative", &self.0.max_rel)] {
-            if let Some(Extreme { value, at, a, b }) = max {
-                let number = |number| element(of.dtype, number);
-                writeln!(f, "    most {which} {value:.3e} at {at:?}: {} | {}", number(*a), number(*b))?;
-            }
-        }
-        Ok(())
-    }
-}
-
 fn kind(kind: &Kind) -> String {
     format!("{} {:?}", kind.dtype, kind.shape)
-}
-
-/// With the digits that its type has.
-fn element(dtype: ElementType, value: f64) -> String {
-    match dtype {
-        ElementType::F64 => format!("{value:?}"),
-        ElementType::F32 | ElementType::F16 | ElementType::Bf16 | ElementType::F8E4M3 | ElementType::F8E5M2 => {
-            format!("{:?}", value as f32)
-        }
-        _ => value.to_string(),
-    }
-}
-
-fn value(value: &Option<Value>) -> String {
-    let Some(value) = value else { return "nothing".to_string() };
-    let text = value.to_string();
-    match text.char_indices().nth(VALUE_CHARS) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text,
-    }
 }

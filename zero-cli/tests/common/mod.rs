@@ -42,6 +42,17 @@ pub fn inputs_and_swap() -> (tempfile::TempDir, String) {
     (dir, swap.into_os_string().into_string().unwrap())
 }
 
+/// Checkpoints of as many ranks, with the same state and the same bytes of every tensor, by their checksums.
+pub fn assert_same_checkpoint([one, other]: [&Path; 2], step: &str) {
+    let [one, other] = [one, other].map(|run| {
+        let file = run.join("checkpoints").join(step).join("manifest.json");
+        let manifest: Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
+        ["world", "tensors", "state"].map(|key| manifest[key].clone())
+    });
+    assert!(one[1].as_object().is_some_and(|tensors| !tensors.is_empty()));
+    assert_eq!(one, other, "{step}");
+}
+
 /// Step, loss and gradient norm of every line.
 pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();

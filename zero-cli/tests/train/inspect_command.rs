@@ -1,4 +1,4 @@
-//! `zero inspect` and `zero diff` as a user runs them, on checkpoints such as the engine saves and on others.
+//! `zero inspect` as a user runs them, on checkpoints such as the engine saves and on others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -364,93 +364,6 @@ fn who_can_use_it_follows_the_state() {
     let mut half = all.clone();
     half[1] = ("model.ln.bias", ElementType::Bf16, &[3], vec![0; 6]);
     assert_contains(&told(&|_| {}, &half), &["bf16, 1 parameter without an fp32 master"]);
-}
-
-#[test]
-fn the_same_by_other_ranks_is_the_same() {
-    let dirs = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let a = save_as(dirs[0].path(), 5, 1, &tensors(), &state(2));
-    let b = save_as(dirs[1].path(), 5, 3, &tensors(), &state(2));
-    let out = prints(0, &["diff", text(&a), text(&b)]);
-    assert_contains(&out, &["(step 5, 1 rank, 6 tensors)", "(step 5, 3 ranks, 6 tensors)"]);
-    assert_contains(&out, &["the same: 6 tensors (4,509 elements) equal bit for bit, state equal"]);
-    let found = prints_json(0, &["diff", text(&a), text(&b)]);
-    assert_eq!((&found["kind"], &found["same"], &found["tensors"]), (&json!("diff"), &json!(true), &json!([])));
-}
-
-#[test]
-fn differences_are_told_with_their_places() {
-    let dirs = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let a = checkpoint(dirs[0].path(), 5, 2);
-    let mut changed = tensors();
-    // Element [333, 2] by 1, element [0, 0] to NaN; one tensor of another shape, one of another name.
-    changed[0].3[4 * 1001..][..4].copy_from_slice(&1002.5f32.to_le_bytes());
-    changed[0].3[..4].copy_from_slice(&f32::NAN.to_le_bytes());
-    changed[1].2 = &[3, 1];
-    changed[5].0 = "optimizer.ln.bias.other";
-    let mut state = state(2);
-    state["engine"]["random"]["draws"][1] = json!(6);
-    state["engine"]["optimizer"]["times"]["ln.bias"] = json!(11);
-    let b = save_as(dirs[1].path(), 6, 4, &changed, &state);
-    let out = prints(1, &["diff", text(&a), text(&b)]);
-    let out = out.replace(text(&a), "A").replace(text(&b), "B");
-    insta::assert_snapshot!(out, @r#"
-    a: A (step 5, 2 ranks, 6 tensors)
-    b: B (step 6, 4 ranks, 6 tensors)
-
-    optimizer.ln.bias.exp_avg_sq: only in a
-    optimizer.ln.bias.other: only in b
-    model.ln.bias: F32 [3] in a, F32 [3, 1] in b
-    model.wte.weight: F32 [500, 3]: 2 of 1,500 elements differ (1 by NaN or infinity), 1,498 are equal bit for bit
-        most absolute 1.000e0 at [333, 2]: 1001.5 | 1002.5
-        most relative 9.975e-4 at [333, 2]: 1001.5 | 1002.5
-    step: 5 | 6
-    engine.optimizer.times."ln.bias": 12 | 11
-    engine.random.draws[1]: 5 | 6
-
-    different: 1 tensor in 2 elements, 1 tensor by type or shape, 1 tensor only in a, 1 tensor only in b, 3 places of the state; 3 tensors (3,003 elements) equal bit for bit
-    "#);
-
-    let found = prints_json(1, &["diff", text(&a), text(&b), "--tolerance", "0.01"]);
-    let tensor = &found["tensors"][0];
-    assert_eq!((&tensor["different"], &tensor["within"], &tensor["not_finite"]), (&json!(1), &json!(1), &json!(1)));
-    assert_eq!(tensor["max_abs"], json!({"value": 1.0, "at": [333, 2], "a": 1001.5, "b": 1002.5}));
-    assert_eq!(found["state"][1], json!({"path": "engine.random.draws[1]", "a": 5, "b": 6}));
-    assert_eq!((&found["steps"], &found["tensors_same"]), (&json!([5, 6]), &json!(false)));
-}
-
-#[test]
-fn a_tolerance_is_for_tensors_and_not_for_the_state() {
-    let dirs = [(); 3].map(|()| tempfile::tempdir().unwrap());
-    let a = checkpoint(dirs[0].path(), 5, 2);
-    let mut near = tensors();
-    near[3].3[..4].copy_from_slice(&0.125001f32.to_le_bytes());
-    let b = save_as(dirs[1].path(), 5, 2, &near, &state(2));
-    assert_contains(
-        &prints(1, &["diff", text(&a), text(&b)]),
-        &["most absolute 9.984e-7 at [0, 0]: 0.125 | 0.125001", "different: 1 tensor in 1 element;"],
-    );
-    let out = prints(0, &["diff", text(&a), text(&b), "--tolerance", "1e-5"]);
-    assert_contains(&out, &["0 of 1,500 elements differ, 1 are within the tolerance", "1 tensor within the tolerance"]);
-    let mut other = state(2);
-    other["engine"]["loss_scaler"]["scale"] = json!(1024.0000001);
-    let c = save_as(dirs[2].path(), 5, 2, &tensors(), &other);
-    let out = prints(1, &["diff", text(&a), text(&c), "--tolerance", "1"]);
-    assert_contains(&out, &["engine.loss_scaler.scale: 1024.0 | 1024.0000001", "different: 1 place of the state"]);
-}
-
-#[test]
-fn what_cannot_be_compared_is_trouble() {
-    let dir = tempfile::tempdir().unwrap();
-    let (a, b) = (checkpoint(dir.path(), 1, 2), checkpoint(dir.path(), 2, 2));
-    let several = refused(&["diff", text(&a), text(dir.path())]);
-    assert_contains(&several, &["expected one checkpoint", "name one of step-00000001, step-00000002"]);
-    assert_contains(&refused(&["diff", text(&a), "absent"]), &["absent: expected the folder of a checkpoint"]);
-    assert_contains(&refused(&["diff", text(&a), text(&b), "--tolerance=-1"]), &["from 0 up"]);
-    flip(&b.join("rank-00001-of-00002.safetensors"), 1);
-    assert_contains(&refused(&["diff", text(&a), text(&b)]), &["is corrupt in"]);
-    fs::remove_file(b.join("manifest.json")).unwrap();
-    assert_contains(&refused(&["diff", text(&b), text(&a)]), &["the manifest, without which"]);
 }
 
 #[test]

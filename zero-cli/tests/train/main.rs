@@ -1,4 +1,4 @@
-//! What needs no run of training: configurations, schedules, files and what commands say of them, one binary, as each links all of Burn: `cargo test -p zero-cli --test train [MODULE]`.
+//! Files, and what commands do with them and say of them, one binary, as each links all of Burn: `cargo test -p zero-cli --test train [MODULE]`.
 
 mod averages;
 mod batch_law;
@@ -6,7 +6,6 @@ mod bert;
 mod classes;
 #[path = "../common/mod.rs"]
 mod common;
-mod config;
 mod conversations;
 mod export;
 mod generate;
@@ -14,12 +13,9 @@ mod hostile;
 mod inspect_command;
 mod llama;
 mod lora;
-mod loss_scales;
-mod malformed;
 #[path = "../../../zero-core/tests/common/mutate.rs"]
 mod mutate;
 mod reported;
-mod schedules;
 mod seq2seq;
 #[path = "../sharded/mod.rs"]
 mod sharded;

@@ -144,7 +144,7 @@ fn the_guides_file_trains_an_adapter_as_the_same_settings_by_hand() {
     inputs(dir.path());
     train(dir.path(), "base", &["--model", "bart", "--steps", "3"]);
     ok(&["export", "base/checkpoints", "hf", "--dtype", "fp32"], dir.path());
-    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs/accelerate_zero3_cpu.yaml");
+    let file = Path::new(env!("CARGO_MANIFEST_DIR")).join("../zero-config/tests/configs/accelerate_zero3_cpu.yaml");
     let file = file.display().to_string();
     let adapter = ["--weights", "hf", "--lora-r", "8", "--lora-alpha", "32", "--lora-dropout", "0.1", "--steps", "6"];
     train(dir.path(), "file", &[&adapter[..], &["--config", &file]].concat());

@@ -77,9 +77,9 @@ pub(crate) const ZERO: &[Key] = keys! {
     zero_quantized_gradients = false => K::Bool, T::ACTED;
     zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;
     zeropp_loco_param = null => K::section(keys! {
-        err_beta = 0.8 => K::Decay, T::ACTED;
-        reset_T = 1024 => K::ONE_UP, T::ACTED;
-    }), T::ACTED;
+        err_beta = 0.8 => K::Decay, T::QUIET;
+        reset_T = 1024 => K::ONE_UP, T::QUIET;
+    }), T::no_effect("gradients are quantised without error feedback: with AdamW it brings losses no nearer to the exact ones");
     mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
     mics_hierarchical_params_gather = false => K::Bool,
         T::no_effect("a rank reads the shards of its group at once, within the node and across");

@@ -46,17 +46,6 @@ pub enum ConfigError {
         /// The stage.
         stage: Stage,
     },
-    /// Error feedback that does nothing.
-    #[error(
-        "error_feedback has err_beta {err_beta} and reset_interval {reset_interval}: expected err_beta from 0 to less than 1, \
-         reset_interval of at least 1, and quantized_gradients, whose errors it feeds back"
-    )]
-    ErrorFeedback {
-        /// The factor given.
-        err_beta: f32,
-        /// The interval given.
-        reset_interval: usize,
-    },
     /// Gathers of all ranks together beside what does not go by NCCL.
     #[error(
         "gathers are to be collective, which they can only be within the groups that hold parameters, and beside gradients as they \

@@ -164,26 +164,6 @@ impl Disk {
     }
 }
 
-/// Error feedback of quantised gradients, LoCo's ([Xie et al. 2024](https://arxiv.org/abs/2407.04480)): each rank keeps what its codes do
-/// not say of its gradients, and adds it to those that come next, so that over the steps what is sent sums up to what was to be sent.
-///
-/// It takes fp32 numbers of what a rank quantises: as many as the model has trained parameters if there is one group, the part of a
-/// rank otherwise. Checkpoints do not hold it.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct ErrorFeedback {
-    /// What is kept is `err_beta` of itself and `1 - err_beta` of what was lost now. At least 0 and less than 1. Default 0.8; DeepSpeed's
-    /// `err_beta`.
-    pub err_beta: f32,
-    /// It begins anew after so many reductions of a gradient, at least 1. Default 1024; DeepSpeed's `reset_T`.
-    pub reset_interval: usize,
-}
-
-impl Default for ErrorFeedback {
-    fn default() -> Self {
-        Self { err_beta: 0.8, reset_interval: 1024 }
-    }
-}
-
 /// What is sharded, and how much memory communication may take. Sizes are in elements, as DeepSpeed's keys are.
 // A field for each setting.
 #[derive(Debug, Clone, PartialEq)]
@@ -242,8 +222,6 @@ pub struct ZeroConfig {
     /// Sums are in fp32; those across groups are quantised again on the way back. It changes what is trained: an error of up to half
     /// a step of 1/127 ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest of a block. Default: no. DeepSpeed's `zero_quantized_gradients`.
     pub quantized_gradients: Option<Format>,
-    /// Whether what quantised gradients lose is added to those that come next. Default: no. DeepSpeed's `zeropp_loco_param`.
-    pub error_feedback: Option<ErrorFeedback>,
     /// Whether parameters of more elements than `param_persistence_threshold` are gathered in 8 or 4 bit, in blocks of 64 with a scale
     /// each: over all ranks, or for a second cut if there is one. Every rank computes with what the codes stand for; what is updated,
     /// saved and read out has all digits. The codes of a rank's piece are kept beside it while it is in memory. A parameter that was
@@ -380,11 +358,6 @@ impl ZeroConfig {
         if self.quantizes_weights() && !self.stage.shards_parameters() {
             return Err(ConfigError::QuantizedWeights { stage: self.stage });
         }
-        if let Some(ErrorFeedback { err_beta, reset_interval }) = self.error_feedback
-            && (self.quantized_gradients.is_none() || !(0.0..1.0).contains(&err_beta) || reset_interval == 0)
-        {
-            return Err(ConfigError::ErrorFeedback { err_beta, reset_interval });
-        }
         if (self.reduces_on_hosts() || self.gathers_one_sided(world)) && self.gathers == Gathers::Collective {
             return Err(ConfigError::CollectiveGathers);
         }
@@ -448,7 +421,6 @@ impl Default for ZeroConfig {
             ema_decay: None,
             communication_dtype: None,
             quantized_gradients: None,
-            error_feedback: None,
             quantized_weights: None,
             quantized_nontrainable_weights: None,
             overlap_comm: true,
@@ -491,24 +463,6 @@ mod tests {
         );
         let error = ZeroConfig { secondary_shard_size: Some(3), ..ZeroConfig::new(Stage::Parameters) }.validate(4);
         assert!(matches!(error, Err(ConfigError::SecondaryShards { got: 3, world: 4 })));
-    }
-
-    #[test]
-    fn error_feedback_that_does_nothing_is_refused() {
-        let config = |quantized_gradients, err_beta, reset_interval| {
-            let error_feedback = Some(ErrorFeedback { err_beta, reset_interval });
-            ZeroConfig { quantized_gradients, error_feedback, ..ZeroConfig::new(Stage::Gradients) }.validate(2)
-        };
-        assert_eq!(config(Some(Format::Int4), 0.0, 1), Ok(()));
-        for (how, err_beta, reset_interval) in [
-            (None, 0.8, 1024),
-            (Some(Format::Int4), 1.0, 1024),
-            (Some(Format::Int4), -0.1, 1024),
-            (Some(Format::Int4), 0.8, 0),
-        ] {
-            let error = config(how, err_beta, reset_interval);
-            assert_eq!(error, Err(ConfigError::ErrorFeedback { err_beta, reset_interval }));
-        }
     }
 
     #[test]

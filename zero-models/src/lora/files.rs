@@ -6,14 +6,14 @@ use std::path::{Path, PathBuf};
 #[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
+use super::LoraConfig;
 #[cfg(feature = "burn")]
 use super::{Adaptable, adapt};
-use super::{AdaptedModel, LoraConfig};
 use crate::hf_export::{ExportOptions, Exported, export};
 #[cfg(feature = "burn")]
 use crate::hf_load::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
-use crate::{ModelConfig, ModelError, ModelParam, Result};
+use crate::{AdaptedModel, ModelConfig, ModelError, ModelParam, Result};
 
 /// The file of older versions of PEFT.
 const PICKLED: &str = "adapter_model.bin";

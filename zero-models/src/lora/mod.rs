@@ -23,7 +23,6 @@
 //! # Ok::<(), zero_models::ModelError>(())
 //! ```
 
-pub(crate) mod config;
 mod files;
 #[cfg(feature = "burn")]
 pub(crate) mod linear;
@@ -37,16 +36,14 @@ use burn::tensor::backend::Backend;
 #[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
-pub(crate) use self::config::CONFIG;
-pub use self::config::LoraConfig;
 #[cfg(feature = "burn")]
 pub use self::files::load;
 pub use self::files::{merge, merge_with, whole_tables};
 #[cfg(feature = "burn")]
 pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
-pub use crate::model_config::AdaptedModel;
+pub use crate::peft::LoraConfig;
 #[cfg(feature = "burn")]
-use crate::{ModelConfig, ModelError, Result};
+use crate::{AdaptedModel, ModelConfig, ModelError, Result};
 
 /// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
 /// [`LoraConfig::modules_to_save`]. `model` describes the module; weights are loaded before.

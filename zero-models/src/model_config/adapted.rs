@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use super::ModelConfig;
 use crate::error::did_you_mean;
 use crate::hf_params::{AS_NAMED, Rules, stored};
-use crate::lora::config::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
+use crate::peft::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, ModelParam, Result};
 

@@ -16,7 +16,7 @@ use std::path::Path;
 use burn::module::{AutodiffModule, ParamId};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
-use zero_burn::module::{ZeroAutodiff, reset_error_feedback};
+use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
 use zero_burn::pieces::{self, ParamPiece, RandomState};
 use zero_burn::ranks::{agree, folder, num_processes};
@@ -187,7 +187,6 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 None => CheckpointError::Unlike(unlike).into(),
             });
         }
-        reset_error_feedback::<A::Base>();
         if let Some(state) = state {
             let random = pieces::random_state::<A::Base>();
             let mine = state.random.draws.get(self.device.rank()).copied();

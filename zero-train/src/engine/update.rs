@@ -9,7 +9,7 @@ use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
-use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark, reset_error_feedback};
+use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark};
 use zero_burn::optim::{Clip, Fused, Late, Told};
 use zero_burn::stats::all_gather;
 use zero_core::Axes;
@@ -124,10 +124,6 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         // The same on every rank: the norm is.
         if let Some(scaler) = &mut self.config.loss_scale {
             scaler.update(!is_made)?;
-        }
-        // What quantised gradients have lost is of gradients that were not used, or on another scale than the next.
-        if !is_made || self.loss_scale() != loss_scale {
-            reset_error_feedback::<A::Base>();
         }
         if !is_made {
             self.skipped += 1;

@@ -9,14 +9,14 @@ use zero_kernels::quantized::Format;
 #[cfg(feature = "burn")]
 use zero_models::ModelError;
 use zero_models::hf_export::side_files;
+use zero_models::lora::LoraConfig;
 #[cfg(feature = "burn")]
 use zero_models::lora::{self, Adaptable};
-use zero_models::lora::{AdaptedModel, LoraConfig};
 #[cfg(feature = "burn")]
 use zero_models::quantize;
 #[cfg(feature = "burn")]
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{ModelConfig, ModelParam};
+use zero_models::{AdaptedModel, ModelConfig, ModelParam};
 #[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 

@@ -5,7 +5,7 @@
 //! reader sees whole rows, and a run that was stopped can be taken up in the same file.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::Read;
 use std::iter::once;
 use std::path::{Path, PathBuf};
 
@@ -37,18 +37,26 @@ impl CsvMonitor {
         }
         fs::create_dir_all(dir).map_err(io_error("create", dir))?;
         let path = dir.join(format!("{name}.csv"));
-        let names = once("step".to_string()).chain(columns.iter().map(|column| quoted(column)));
-        let mut header = names.collect::<Vec<_>>().join(",");
         let mut file =
             OpenOptions::new().read(true).append(true).create(true).open(&path).map_err(io_error("open", &path))?;
-        let rows_end = rows_end(&mut file, &path, &header)?;
-        let length = file.metadata().map_err(io_error("read", &path))?.len();
-        if rows_end < length {
-            file.set_len(rows_end).map_err(io_error("cut the unfinished last line of", &path))?;
+        let mut there = Vec::new();
+        file.read_to_end(&mut there).map_err(io_error("read", &path))?;
+        let header = row(once("step").chain(columns.iter().copied()));
+        let mut whole = there.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
+        let found = csv::Reader::from_reader(&there[..]).byte_headers().map(|found| row(found)).unwrap_or_default();
+        if found != header || whole == 0 {
+            // Only a header that was cut off within is begun anew.
+            if !header.starts_with(there.strip_suffix(b"\r").unwrap_or(&there)) {
+                let text = |row: &[u8]| String::from_utf8_lossy(row).trim_end().to_string();
+                return Err(MonitorError::Header { path, expected: text(&header), got: text(&found) });
+            }
+            whole = 0;
         }
-        if rows_end == 0 {
-            header.push('\n');
-            file.write_all(header.as_bytes()).map_err(io_error("write", &path))?;
+        if whole < there.len() {
+            file.set_len(whole as u64).map_err(io_error("cut the unfinished last line of", &path))?;
+        }
+        if whole == 0 {
+            append(&mut file, &header, &path)?;
         }
         Ok(Self { file, path, columns: columns.iter().map(ToString::to_string).collect() })
     }
@@ -60,23 +68,18 @@ impl CsvMonitor {
     ///
     /// [`MonitorError::Io`].
     pub fn cut_after(&mut self, step: usize) -> Result<()> {
-        self.file.seek(SeekFrom::Start(0)).map_err(io_error("read", &self.path))?;
-        let (mut lines, mut line) = (BufReader::new(&self.file), Vec::new());
-        let (mut at, mut keep) = (0, 0);
-        while lines.read_until(b'\n', &mut line).map_err(io_error("read", &self.path))? > 0 {
-            let number =
-                line.split(|&byte| byte == b',').next().and_then(|cell| std::str::from_utf8(cell).ok()?.parse().ok());
-            at += line.len() as u64;
-            // The header, which has no number, and steps that stay.
+        let read = |error: csv::Error| io_error("read", &self.path)(error.into());
+        let mut rows = csv::ReaderBuilder::new().flexible(true).from_path(&self.path).map_err(read)?;
+        rows.byte_headers().map_err(read)?;
+        let mut keep = rows.position().byte();
+        let mut row = csv::ByteRecord::new();
+        while rows.read_byte_record(&mut row).map_err(read)? {
+            let number = row.get(0).and_then(|cell| std::str::from_utf8(cell).ok()?.parse().ok());
             if number.is_none_or(|number: usize| number <= step) {
-                keep = at;
+                keep = rows.position().byte();
             }
-            line.clear();
         }
-        if keep < at {
-            self.file.set_len(keep).map_err(io_error("cut the rows of steps that come again off", &self.path))?;
-        }
-        Ok(())
+        self.file.set_len(keep).map_err(io_error("cut the rows of steps that come again off", &self.path))
     }
 
     /// Appends one row and hands it to the operating system. A column without a value stays empty; of two values for a
@@ -94,8 +97,7 @@ impl CsvMonitor {
             };
             cells[at] = format!("{value:?}");
         }
-        let row = once(step.to_string()).chain(cells).collect::<Vec<_>>().join(",") + "\n";
-        append(&mut self.file, row.as_bytes(), &self.path)
+        append(&mut self.file, &row(once(step.to_string()).chain(cells)), &self.path)
     }
 
     /// The file.
@@ -104,42 +106,11 @@ impl CsvMonitor {
     }
 }
 
-/// The position after the last whole line of a file that begins with `header`; 0 for a file to be begun.
-fn rows_end(file: &mut File, path: &Path, header: &str) -> Result<u64> {
-    // Two bytes more than the header show whether a line end follows it, "\n" or "\r\n".
-    let mut start = Vec::new();
-    file.take(header.len() as u64 + 2).read_to_end(&mut start).map_err(io_error("read", path))?;
-    let complete = start.strip_prefix(header.as_bytes());
-    if !complete.is_some_and(|rest| rest.starts_with(b"\n") || rest.starts_with(b"\r\n")) {
-        if header.as_bytes().starts_with(&start) || complete == Some(b"\r") {
-            return Ok(0); // empty, or cut off within the header
-        }
-        let line = start.split(|&byte| byte == b'\n').next().unwrap_or_default();
-        let got = String::from_utf8_lossy(line).trim_end().to_string();
-        return Err(MonitorError::Header { path: path.to_path_buf(), expected: header.to_string(), got });
-    }
-    // Rows are numbers, so every '\n' after the header ends one. The last is near the end.
-    let mut end = file.seek(SeekFrom::End(0)).map_err(io_error("read", path))?;
-    while end > 0 {
-        let begin = end.saturating_sub(4096);
-        let mut block = Vec::new();
-        file.seek(SeekFrom::Start(begin)).map_err(io_error("read", path))?;
-        file.take(end - begin).read_to_end(&mut block).map_err(io_error("read", path))?;
-        if let Some(at) = block.iter().rposition(|&byte| byte == b'\n') {
-            return Ok(begin + at as u64 + 1);
-        }
-        end = begin;
-    }
-    Ok(0)
-}
-
-/// A field with RFC 4180 quoting where it needs it.
-fn quoted(field: &str) -> String {
-    if field.contains(['"', ',', '\n', '\r']) {
-        format!("\"{}\"", field.replace('"', "\"\""))
-    } else {
-        field.to_string()
-    }
+/// One line of a file.
+fn row<C: AsRef<[u8]>>(cells: impl IntoIterator<Item = C>) -> Vec<u8> {
+    let mut line = csv::Writer::from_writer(Vec::new());
+    line.write_record(cells).expect("memory takes what is written");
+    line.into_inner().expect("memory takes what is written")
 }
 
 #[cfg(test)]

@@ -37,7 +37,7 @@ pub struct MemoryNeed {
 impl MemoryNeed {
     /// For `plan`.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
-        let (stage, ranks) = (plan.stage, plan.world);
+        let (stage, ranks) = (plan.zero.stage, plan.world);
         let mut state = state_of(profile, plan);
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
@@ -46,12 +46,9 @@ impl MemoryNeed {
                 let [of_gradients, of_state] = plan.zero_config(0).offloaded_shares();
                 let stays = |leaves: f64, bytes: u64| ((1.0 - leaves) * bytes as f64) as u64;
                 state.optimizer = stays(of_state, state.optimizer);
-                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend. What error
-                // feedback keeps is in the host's memory always.
-                let kept = residuals(profile, plan);
+                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
                 let leave = stage.shards_gradients();
-                state.gradients =
-                    if leave { stays(of_gradients, state.gradients - kept) + kept } else { state.gradients };
+                state.gradients = if leave { stays(of_gradients, state.gradients) } else { state.gradients };
             }
             if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;
@@ -61,7 +58,7 @@ impl MemoryNeed {
         let mut disk = offloaded(|device| matches!(device, OffloadDevice::Nvme { .. }));
         let is_apart = backend != BackendChoice::Cpu;
         let mut host = if is_apart { offloaded(|device| *device == OffloadDevice::Cpu) } else { 0 };
-        let inputs = profile.activations.offloaded(plan.checkpointed_blocks);
+        let inputs = profile.activations.offloaded(plan.zero.checkpointed_blocks);
         let inputs_leave = match plan.offload_activations {
             None => false,
             Some(OffloadDevice::Cpu) => {
@@ -77,7 +74,8 @@ impl MemoryNeed {
         let piece = if stage.shards_optimizer() { Partition::new(largest, plan.shards()).stride() } else { largest };
         // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
-        let mut working = 4 * (gathered + largest + piece + 3 * plan.reduce_bucket_size.min(profile.num_trained()));
+        let mut working =
+            4 * (gathered + largest + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
         if plan.nvme_path().is_some() {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
@@ -85,7 +83,7 @@ impl MemoryNeed {
         Self {
             state,
             working: working as u64,
-            activations: profile.activations.bytes(plan.checkpointed_blocks, inputs_leave),
+            activations: profile.activations.bytes(plan.zero.checkpointed_blocks, inputs_leave),
             ranks: ranks as u64,
             host,
             disk,
@@ -118,17 +116,17 @@ impl MemoryNeed {
 /// Bytes of one rank's model state by the ZeRO formula.
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
-    let trained = model_state(profile.num_trained() as u64, plan.stage, ranks, precision);
+    let trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
     let exactly = |numel: usize| numel * precision.parameter as usize;
     let frozen = profile.frozen_bytes(exactly, |_| true);
-    let frozen = model_state(frozen, plan.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
+    let frozen = model_state(frozen, plan.zero.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
     // The second cut of all that is gathered often, and the codes of the first.
-    let is_large = |numel: usize| numel > plan.param_persistence_threshold;
+    let is_large = |numel: usize| numel > plan.zero.param_persistence_threshold;
     let trained_bytes = |bytes: &dyn Fn(usize) -> usize| -> u64 {
         profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel) as u64).sum()
     };
     let often = trained_bytes(&exactly) + profile.frozen_bytes(exactly, is_large);
-    let second = plan.secondary_shard_size.map_or(0, |size| often / size as u64);
+    let second = plan.zero.secondary_shard_size.map_or(0, |size| often / size as u64);
     let in_memory = plan.zero_config(0).offload.parameters != zero_core::config::Tier::Disk;
     let [of_trained, of_frozen] =
         plan.zero_config(0).weights().map(|how| move |numel| how.map_or(0, |how| how.bytes(numel)));
@@ -136,21 +134,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let codes =
         trained_bytes(&of_trained) + profile.frozen_bytes(of_frozen, is_large) - profile.frozen_bytes(|_| 0, is_large);
     let codes = if in_memory && ranks > 1 { codes / ranks } else { 0 };
-    StateBytes {
-        parameters: trained.parameters + frozen.parameters + second + codes,
-        gradients: trained.gradients + residuals(profile, plan),
-        ..trained
-    }
-}
-
-/// Bytes that error feedback keeps on one rank: in fp32, of all that the rank quantises of its own.
-fn residuals(profile: &Profile, plan: &ZeroPlan) -> u64 {
-    let added_before = match (plan.secondary_shard_size, plan.shard_size) {
-        (Some(size), _) => size,
-        (None, Some(size)) if plan.stage.shards_optimizer() => size,
-        _ => 1,
-    };
-    plan.error_feedback.map_or(0, |_| 4 * profile.num_trained().div_ceil(added_before) as u64)
+    StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
 }
 
 /// Bytes per parameter of each kind of model state.

@@ -114,7 +114,7 @@ impl<'a> Observer<'a> {
     pub(super) fn new(plan: &'a Plan) -> Result<Self> {
         let report = &plan.plan.report;
         let done = plan.checkpoints.resumed_steps();
-        let name = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.stage);
+        let name = format!("{}, {} ranks, stage {}", plan.model.name, plan.plan.world, plan.plan.zero.stage);
         let facts = RunFacts {
             name,
             plan: plan.to_string().lines().map(str::to_string).collect(),

@@ -139,10 +139,6 @@ pub struct Options {
     /// the one there is (ZeRO++'s quantised gradients). It changes what is trained a little [default: as they are]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT"))]
     pub quantized_gradients: Option<Format>,
-    /// Add what --quantized-gradients lose to those of the next steps (LoCo's error feedback), so that over steps nothing is lost; it takes
-    /// fp32 numbers of what is quantised. Its factors are a file's (zeropp_loco_param)
-    #[cfg_attr(feature = "cli", arg(long))]
-    pub error_feedback: bool,
     /// Gather weights in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4 (ZeRO++'s quantised weights): passes compute
     /// with what they stand for, updates and checkpoints keep all digits. Stage 3 [default: as they are]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT"))]
@@ -291,7 +287,6 @@ impl Default for Options {
             shard_size: None,
             secondary_shard_size: None,
             quantized_gradients: None,
-            error_feedback: false,
             quantized_weights: None,
             bf16_optimizer_states: false,
             offload: None,

@@ -101,7 +101,7 @@ impl Plan {
         check_restarts(&plan)?;
         plan.report.steps_per_print = options.log_every.or(plan.report.steps_per_print);
         plan.report.memory_breakdown |= options.memory_breakdown;
-        let (stage, ranks) = (plan.stage, plan.world);
+        let (stage, ranks) = (plan.zero.stage, plan.world);
         let mut zero = plan.zero_config(options.seed);
         zero.gathers = gathers(options, here)?;
         let (offload, disk) = (&zero.offload, &zero.offload.disk.path);
@@ -181,7 +181,7 @@ impl Plan {
             format!("zero {}", env!("CARGO_PKG_VERSION")),
             format!("the backend {}", option_name(self.backend)),
             format!("the model {:?} {} {:?}", model.config, model.settings, model.profile.parameters),
-            format!("{:?} ranks at stage {}", self.plan.world, self.plan.stage),
+            format!("{:?} ranks at stage {}", self.plan.world, self.plan.zero.stage),
             format!("the batch {:?}", self.plan.batch),
             format!("the precision {:?}", self.plan.precision),
             format!("the optimizer {:?}, decay but of {:?}", self.plan.optimizer, self.decay_except),
@@ -211,7 +211,7 @@ impl Plan {
     pub fn wire_bytes(&self) -> u64 {
         let (profile, zero, plan) = (&self.model.profile, &self.zero, &self.plan);
         let (world, shards, micro_batches) = (plan.world as u64, plan.shards() as u64, plan.batch.accumulation as u64);
-        let (stage, second) = (plan.stage, plan.secondary_shard_size.map(|size| size as u64));
+        let (stage, second) = (plan.zero.stage, plan.zero.secondary_shard_size.map(|size| size as u64));
         let mut received = 0;
         // So often gathers or scatters bytes, of which each of so many ranks has a part.
         let mut hop = |bytes: u64, ranks: u64, often: u64| received += often * (bytes * (ranks - 1) / ranks);
@@ -363,7 +363,7 @@ fn says_processes(options: &Options) -> Result<bool> {
 
 /// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
 fn save_16bit(options: &Options, plan: &mut ZeroPlan) -> Option<PathBuf> {
-    if !(plan.save_16bit_model && plan.stage.shards_parameters()) {
+    if !(plan.save_16bit_model && plan.zero.stage.shards_parameters()) {
         return None;
     }
     let Some(dir) = options.out.as_ref().or(options.save.as_ref()) else {
@@ -393,7 +393,7 @@ impl core::fmt::Display for Plan {
         if self.backend != BackendChoice::Cpu {
             writeln!(f, "  backend        {}", option_name(self.backend))?;
         }
-        let groups = match (plan.shard_size, plan.secondary_shard_size) {
+        let groups = match (plan.zero.shard_size, plan.zero.secondary_shard_size) {
             (Some(size), _) => format!(" within groups of {size}"),
             (_, Some(size)) => format!(", gathers within groups of {size}"),
             _ => String::new(),
@@ -401,7 +401,7 @@ impl core::fmt::Display for Plan {
         writeln!(
             f,
             "  ranks          {} at stage {}{groups}, {threads} compute thread(s) each",
-            plan.world, plan.stage
+            plan.world, plan.zero.stage
         )?;
         if self.backend == BackendChoice::Cpu && matches!(plan.precision, Precision::Bf16 { .. }) {
             writeln!(f, "  products       of bf16 by {}", zero_kernels::cpu::product_bf16::instructions())?;

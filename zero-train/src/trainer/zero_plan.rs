@@ -2,7 +2,6 @@
 
 use std::path::{Path, PathBuf};
 
-use zero_core::config::ErrorFeedback;
 use zero_core::{Mesh, Stage};
 use zero_kernels::Rule;
 
@@ -28,7 +27,7 @@ pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result
         Some(path) => from_config(options, path, hidden_size)?,
         None => from_options(options)?,
     };
-    plan.ema_decay = options.ema_decay;
+    plan.zero.ema_decay = options.ema_decay;
     Ok(plan)
 }
 
@@ -166,12 +165,6 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
     if let Some(format) = options.quantized_gradients {
         builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
     }
-    if options.error_feedback {
-        if options.quantized_gradients.is_none() {
-            return Err(wrong("error-feedback", true, "expected --quantized-gradients, whose errors it feeds back"));
-        }
-        builder = builder.error_feedback(ErrorFeedback::default());
-    }
     if let Some(format) = options.quantized_weights {
         if !stage.shards_parameters() {
             let expected = "expected --stage 3, where parameters are gathered for each use";
@@ -204,7 +197,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
         plan.offload_activations = Some(there.device);
     }
     let unless_said = if options.offload_activations { usize::MAX } else { 0 };
-    plan.checkpointed_blocks = options.checkpoint_activations.map_or(unless_said, |blocks| blocks.0);
+    plan.zero.checkpointed_blocks = options.checkpoint_activations.map_or(unless_said, |blocks| blocks.0);
     complete(&mut plan, hyper, options.steps);
     Ok(plan)
 }
@@ -268,23 +261,22 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     let or_nothing = |said: Option<String>| said.unwrap_or("nothing".into());
     let ratio = plan.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio);
     let blocks = options.checkpoint_activations;
-    if plan.checkpointed_blocks == 0 {
+    if plan.zero.checkpointed_blocks == 0 {
         let unless_said = if options.offload_activations { usize::MAX } else { 0 };
-        plan.checkpointed_blocks = blocks.map_or(unless_said, |blocks| blocks.0);
+        plan.zero.checkpointed_blocks = blocks.map_or(unless_said, |blocks| blocks.0);
     }
     let options = [
-        ("checkpoint-activations", text(blocks), Blocks(plan.checkpointed_blocks).to_string()),
-        ("stage", text(options.stage), plan.stage.number().to_string()),
-        ("quantized-gradients", text(options.quantized_gradients), or_nothing(text(plan.quantized_gradients))),
-        ("error-feedback", options.error_feedback.then(|| true.to_string()), plan.error_feedback.is_some().to_string()),
-        ("quantized-weights", text(options.quantized_weights), or_nothing(text(plan.quantized_weights))),
+        ("checkpoint-activations", text(blocks), Blocks(plan.zero.checkpointed_blocks).to_string()),
+        ("stage", text(options.stage), plan.zero.stage.number().to_string()),
+        ("quantized-gradients", text(options.quantized_gradients), or_nothing(text(plan.zero.quantized_gradients))),
+        ("quantized-weights", text(options.quantized_weights), or_nothing(text(plan.zero.quantized_weights))),
         (
             "bf16-optimizer-states",
             options.bf16_optimizer_states.then(|| true.to_string()),
-            plan.bf16_optimizer_states.to_string(),
+            plan.zero.bf16_optimizer_states.to_string(),
         ),
         ("shard-size", text(options.shard_size), plan.shards().to_string()),
-        ("secondary-shard-size", text(options.secondary_shard_size), or_nothing(text(plan.secondary_shard_size))),
+        ("secondary-shard-size", text(options.secondary_shard_size), or_nothing(text(plan.zero.secondary_shard_size))),
         ("offload", options.offload.map(name), kept.to_string()),
         ("offload-ratio", text(options.offload_ratio), ratio.to_string()),
         ("offload-to", options.offload_to.map(name), to.to_string()),

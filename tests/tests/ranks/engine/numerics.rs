@@ -1,18 +1,15 @@
 //! The engine's numbers: equal bits at all stages, gradients that are not finite, edits that would be lost.
 
 use burn::module::Param;
-use burn::nn::LinearConfig;
 use burn::optim::SgdConfig;
 use burn::tensor::{Tensor, TensorData};
 use burn_flex::Flex;
-use zero_burn::config::ErrorFeedback;
 use zero_burn::launch::launch;
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::rank_stats;
 use zero_core::Stage;
-use zero_ops::quantized::Format;
 use zero_train::engine::{EngineConfig, EngineError, Step, ZeroEngine};
-use zero_train::loss_scale::{DynamicLossScale, LossScaler};
+use zero_train::loss_scale::LossScaler;
 
 use super::{Engine, config, engine, tokens};
 use crate::common::{B, Device, Run, launch_options, on_ranks};
@@ -238,39 +235,4 @@ fn parameters_of_one_tensor_are_updated_each_with_its_own_gradient() {
             });
         }
     }
-}
-
-/// Of gradients that stay as they are: after each update that is skipped, and with each loss scale, norms are those of before.
-#[test]
-fn error_feedback_begins_anew_after_a_skipped_update_and_with_another_loss_scale() {
-    let norms = |loss_scale: Option<LossScaler>, odd: &[usize]| {
-        let mut run = Run::tiny(Stage::Gradients);
-        (run.zero.quantized_gradients, run.zero.error_feedback) = (Some(Format::Int4), Some(ErrorFeedback::default()));
-        on_ranks(run.ranks, &run.zero, |device| {
-            let config = EngineConfig { loss_scale: loss_scale.clone(), skip_overflow: true, ..config(1) };
-            let layer = LinearConfig::new(6, 50).init::<B>(&device);
-            let mut engine = ZeroEngine::initialize(layer, Fused::new(Rule::sgd()), config, &device).unwrap();
-            let values: Vec<f32> = (0..18).map(|i| ((device.rank() * 37 + i * 11) % 101) as f32 / 50.0).collect();
-            let x = Tensor::<B, 2>::from_data(TensorData::new(values, [3, 6]), &device);
-            let mut norms = Vec::new();
-            for update in 0..13 {
-                let factor = if odd.contains(&update) && device.rank() == 1 { f32::INFINITY } else { 1.0 };
-                let loss = engine.forward(|layer| layer.forward(x.clone().mul_scalar(factor)).sum());
-                engine.backward(loss);
-                if let Step::Updated(made) = engine.step().unwrap() {
-                    norms.push(made.grad_norm);
-                }
-            }
-            norms
-        })
-        .swap_remove(0)
-    };
-    let skipped = norms(None, &[4, 8]);
-    assert_eq!((skipped.len(), &skipped[4..7]), (11, &skipped[7..10]));
-    let settings = DynamicLossScale { initial_scale_power: 1, window: 4, ..DynamicLossScale::default() };
-    // The first doubling comes after five updates.
-    let scaled = norms(Some(LossScaler::dynamic(settings).unwrap()), &[]);
-    assert_eq!(scaled[5..9], scaled[9..13]);
-    let steady = norms(None, &[]);
-    assert!(steady[4..7] != steady[7..10] && steady[5..9] != steady[9..13], "what is lost is fed back: {steady:?}");
 }

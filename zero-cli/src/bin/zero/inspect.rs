@@ -1,4 +1,4 @@
-//! `zero inspect`: what a checkpoint holds, and whether it is sound. `zero diff`: what differs between two.
+//! `zero inspect`: what a checkpoint holds, and whether it is sound.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Args;
 use serde::Serialize;
-use zero_cli::inspect::{self, Subject, Tolerance, folder};
+use zero_cli::inspect::{self, Subject, folder};
 use zero_core::checkpoint::Check;
 
 #[derive(Debug, Args)]
@@ -42,28 +42,6 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
         }
     };
     Ok(ExitCode::from(u8::from(!sound)))
-}
-
-#[derive(Debug, Args)]
-#[command(after_help = "Exit code: 0 the same, 1 different, 2 a checkpoint that cannot be read.")]
-pub struct DiffArgs {
-    /// The folder of a checkpoint (step-...), saved by any number of ranks
-    a: PathBuf,
-    /// The folder of another
-    b: PathBuf,
-    /// Take elements for the same when |a - b| <= X * max(1, |a|, |b|); without it, when their bits are the same. The
-    /// state is compared exactly in any case
-    #[arg(long, value_name = "X")]
-    tolerance: Option<Tolerance>,
-    /// Print JSON
-    #[arg(long)]
-    json: bool,
-}
-
-pub fn diff(args: &DiffArgs) -> Result<ExitCode> {
-    let found = inspect::diff(&args.a, &args.b, args.tolerance)?;
-    print(&found, args.json)?;
-    Ok(ExitCode::from(u8::from(!found.same)))
 }
 
 /// Prints one finding. That nobody reads it to its end, such as `head`, is no error.

@@ -62,8 +62,6 @@ enum Command {
     Export(commands::ExportArgs),
     /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
     Inspect(inspect::InspectArgs),
-    /// Compare two checkpoints, saved by any numbers of ranks
-    Diff(inspect::DiffArgs),
     /// Make an HTML page of runs beside each other, from the files in their --out folders
     Report(commands::ReportArgs),
     /// Print a completion script for your shell
@@ -85,7 +83,6 @@ fn main() -> ExitCode {
         Command::Generate(options) => zero_cli::generate::run(&options).map(done).map_err(Into::into),
         Command::Chat(options) => zero_cli::generate::chat(*options).map(done).map_err(Into::into),
         Command::Inspect(args) => inspect::inspect(&args),
-        Command::Diff(args) => inspect::diff(&args),
         Command::Launch(args) => launch::launch(&args),
         Command::Flight(args) => launch::flight(&args).map(done),
         Command::Report(args) => commands::report(&args).map(done),

@@ -1,6 +1,6 @@
 //! What is said of wrong and of old settings.
 
-use zero_ops::quantized::Format;
+use zero_kernels::quantized::Format;
 
 use super::*;
 
@@ -50,15 +50,15 @@ fn groups_divide_the_ranks() {
     };
     for stage in 1..4 {
         let meshed = plan(stage, 2).unwrap();
-        assert_eq!((meshed.shard_size, meshed.zero_config(0).shard_size), (Some(2), Some(2)));
+        assert_eq!((meshed.zero.shard_size, meshed.zero_config(0).shard_size), (Some(2), Some(2)));
         assert_eq!(warnings(&meshed), "");
     }
     // One group of all.
-    assert_eq!((plan(3, 4).unwrap().shard_size, plan(3, -1).unwrap().shard_size), (None, None));
+    assert_eq!((plan(3, 4).unwrap().zero.shard_size, plan(3, -1).unwrap().zero.shard_size), (None, None));
     assert!(plan(3, 2).unwrap().explain().contains("parameters are sharded, within 2 groups of 2 ranks."));
     insta::assert_snapshot!(plan(3, 3).unwrap_err(), @"ds.json: zero_optimization.mics_shard_size: 3 does not divide 4 ranks: expected a number that does, or -1 for all");
     insta::assert_snapshot!(warnings(&plan(0, 2).unwrap()), @"zero_optimization.mics_shard_size: has no effect at stage 0, only from stage 1");
-    assert_eq!(plan(0, 2).unwrap().shard_size, None);
+    assert_eq!(plan(0, 2).unwrap().zero.shard_size, None);
 }
 
 #[test]
@@ -109,31 +109,8 @@ fn moments_are_in_bf16_if_the_file_says_so() {
     }
     let built =
         ZeroPlan::builder(Stage::Parameters).precision(Precision::Fp32).bf16_optimizer_states(true).build(2).unwrap();
-    assert!(built.bf16_optimizer_states);
+    assert!(built.zero.bf16_optimizer_states);
     insta::assert_snapshot!(plan(r#"{"bf16_master_weights_and_grads": true}"#).unwrap_err(), @"ds.json: bf16.bf16_master_weights_and_grads: true is not supported: master weights are always fp32; remove the key, or take `bf16_optimizer_states` of the section `bf16` for the moments");
-}
-
-#[test]
-fn what_gradients_lose_is_fed_back_as_the_section_says() {
-    let plan = |keys: &str| {
-        let zero = format!(r#"{{"stage": 2, "zero_quantized_gradients": true, "zeropp_loco_param": {keys}}}"#);
-        json(&format!(r#"{{"train_batch_size": 4, "gradient_clipping": 0, "zero_optimization": {zero}}}"#), &on(4))
-    };
-    let feedback = |keys| plan(keys).unwrap().zero_config(0).error_feedback;
-    let loco = |err_beta, reset_interval| Some(ErrorFeedback { err_beta, reset_interval });
-    assert_eq!((feedback("{}"), feedback("null")), (loco(0.8, 1024), None));
-    assert_eq!(feedback(r#"{"err_beta": 0.5, "reset_T": 7}"#), loco(0.5, 7));
-    let explained = plan("{}").unwrap().explain();
-    assert!(explained.contains("averaged over the ranks, in int8 with error feedback in buckets"), "{explained}");
-    let built = ZeroPlan::builder(Stage::Gradients).quantized_gradients(true);
-    let built = built.error_feedback(ErrorFeedback::default()).build(2).unwrap();
-    assert_eq!(built.error_feedback, loco(0.8, 1024));
-    insta::assert_snapshot!(plan(r#"{"err_beta": 1, "reset_T": 0}"#).unwrap_err(), @r"
-    ds.json: zero_optimization.zeropp_loco_param.err_beta: expected a number of at least 0 and below 1, got 1
-    ds.json: zero_optimization.zeropp_loco_param.reset_T: expected a whole number of at least 1, got 0
-    ");
-    let alone = r#"{"train_batch_size": 2, "zero_optimization": {"zeropp_loco_param": {}}}"#;
-    insta::assert_snapshot!(json(alone, &on(2)).unwrap_err(), @"ds.json: zero_optimization.zeropp_loco_param: it is of quantised gradients: expected zero_quantized_gradients with it, or neither");
 }
 
 #[test]
@@ -220,8 +197,8 @@ fn old_spellings_are_read_with_a_warning() {
     )
     .unwrap();
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
-    assert_eq!(plan.communication_data_type, Some(Float::F32));
-    assert_eq!((plan.save_16bit_model, plan.max_live_parameters), (true, 7));
+    assert_eq!(plan.zero.communication_dtype, Some(Float::F32));
+    assert_eq!((plan.save_16bit_model, plan.zero.max_live_parameters), (true, 7));
     assert!(plan.offload_optimizer.is_some() && plan.offload_param.is_some());
     insta::assert_snapshot!(warnings(&plan), @r#"
     bfloat16: deprecated; write `bf16`
@@ -232,7 +209,7 @@ fn old_spellings_are_read_with_a_warning() {
     zero_optimization.stage3_gather_fp16_weights_on_model_save: deprecated; write `stage3_gather_16bit_weights_on_model_save`
     "#);
     let plan = json(r#"{"train_batch_size": 2, "gradient_clipping": 1, "zero_optimization": true}"#, &on(2)).unwrap();
-    assert_eq!(plan.stage, Stage::OptimizerState);
+    assert_eq!(plan.zero.stage, Stage::OptimizerState);
     insta::assert_snapshot!(warnings(&plan), @r#"zero_optimization: deprecated; write {"stage": 1}"#);
 }
 
@@ -261,7 +238,7 @@ fn keys_without_effect_are_named() {
     Precision: fp32.
     Optimizer: the program's own.
     Learning rate: no schedule.
-    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000,000 elements.
+    Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000,000 elements, overlapped with the backward pass.
     Warning: sparse_gradients: has no effect: gradients of embeddings are dense.
     Warning: timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step.
     Warning: flops_profiler: not acted on yet: operations are not counted yet.

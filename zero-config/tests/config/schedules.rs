@@ -2,7 +2,7 @@
 
 use serde::Deserialize;
 use serde_json::Value;
-use zero_train::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
+use zero_config::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 
 #[derive(Deserialize)]
 struct Case {

@@ -6,7 +6,10 @@ use super::*;
 fn the_builder_has_the_files_rules() {
     let plan = ZeroPlan::builder(Stage::DataParallel).build(3).unwrap();
     assert_eq!(plan.batch, Batch { global: 3, micro: 1, accumulation: 1 });
-    assert_eq!((plan.gradient_clipping, plan.reduce_bucket_size, plan.max_reuse_distance), (None, 1 << 23, 0));
+    assert_eq!(
+        (plan.gradient_clipping, plan.zero.reduce_bucket_size, plan.zero.max_reuse_distance),
+        (None, 1 << 23, 0)
+    );
     assert_eq!(plan.warnings, []);
 
     let files = LogFiles { output_path: "out".into(), job_name: "job".into() };
@@ -39,17 +42,17 @@ fn the_builder_has_the_files_rules() {
         .unwrap();
     assert_eq!(plan.batch, Batch { global: 16, micro: 2, accumulation: 2 });
     let sizes = [
-        plan.reduce_bucket_size,
-        plan.prefetch_bucket_size,
-        plan.max_live_parameters,
-        plan.max_reuse_distance,
-        plan.param_persistence_threshold,
+        plan.zero.reduce_bucket_size,
+        plan.zero.prefetch_bucket_size,
+        plan.zero.max_live_parameters,
+        plan.zero.max_reuse_distance,
+        plan.zero.param_persistence_threshold,
     ];
     assert_eq!(sizes, [10, 11, 12, 13, 14]);
-    assert_eq!((plan.overlap_comm, plan.gradient_clipping), (Some(false), Some(0.25)));
+    assert_eq!((plan.zero.overlap_comm, plan.gradient_clipping), (false, Some(0.25)));
     assert_eq!((plan.prescale_gradients, plan.gradient_predivide_factor), (true, 4.0));
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: false });
-    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(Float::Bf16), Some(Float::F16)));
+    assert_eq!((plan.zero.communication_dtype, plan.grad_accum_dtype), (Some(Float::Bf16), Some(Float::F16)));
     assert_eq!((plan.offload_optimizer, plan.offload_param), (Some(nvme.clone()), Some(nvme)));
     let report = Report {
         steps_per_print: Some(5),

@@ -1,21 +1,24 @@
-//! Real-world configurations, each with the plan it makes, and what is said of wrong ones.
+//! Real-world configurations, each with the plan that it makes, what is said of wrong ones, and schedules: `cargo test -p zero-config`.
 
 mod accelerate;
 mod builder;
 mod deepspeed;
+mod loss_scales;
+mod malformed;
+mod schedules;
 mod wrong;
 
 use std::path::{Path, PathBuf};
 
-use zero_burn::config::ErrorFeedback;
-use zero_burn::optim::Rule;
-use zero_core::Stage;
-use zero_train::config::{
+use zero_config::loss_scale::DynamicLossScale;
+use zero_config::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
+use zero_config::{
     Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Offload,
     OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
 };
-use zero_train::loss_scale::DynamicLossScale;
-use zero_train::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
+use zero_core::Stage;
+use zero_core::config::ZeroConfig;
+use zero_kernels::Rule;
 
 fn file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/configs").join(name)

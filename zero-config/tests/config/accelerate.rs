@@ -21,7 +21,7 @@ fn the_shared_accelerate_file() {
             ..Offload::to(OffloadDevice::Cpu)
         })
     );
-    assert_eq!(plan.reduce_bucket_size, 500_000_000);
+    assert_eq!(plan.zero.reduce_bucket_size, 500_000_000);
     assert_eq!(plan.warnings, []);
     let error = config.resolve(&Context { world: Some(2), ..context }).unwrap_err().to_string();
     assert!(
@@ -64,9 +64,9 @@ fn the_templates_of_accelerate() {
     let both = format!(r#"{cpu}"offload_param": {{"device": "cpu", "pin_memory": true}}, "#);
     for (stage, offload, offloads) in [(1, "", 0), (2, "", 0), (2, cpu, 1), (3, "", 0), (3, both.as_str(), 2)] {
         let plan = json(&template(stage, offload), &script()).unwrap();
-        assert_eq!(plan.stage.number(), stage);
+        assert_eq!(plan.zero.stage.number(), stage);
         assert_eq!(plan.batch, Batch { global: 32, micro: 8, accumulation: 1 });
-        assert_eq!(plan.reduce_bucket_size, 1 << 20);
+        assert_eq!(plan.zero.reduce_bucket_size, 1 << 20);
         assert_eq!(plan.gradient_clipping, Some(1.0));
         assert_eq!(plan.precision, Precision::Fp16 { loss_scale: DYNAMIC });
         assert_eq!(
@@ -93,7 +93,7 @@ fn the_templates_of_accelerate() {
             })
         );
         if stage == 3 {
-            assert_eq!((plan.prefetch_bucket_size, plan.param_persistence_threshold), (943_718, 10_240));
+            assert_eq!((plan.zero.prefetch_bucket_size, plan.zero.param_persistence_threshold), (943_718, 10_240));
             assert!(!plan.save_16bit_model);
         }
         let count = |part: &str| plan.warnings.iter().filter(|warning| warning.path.contains(part)).count();
@@ -115,7 +115,7 @@ fn a_deepspeed_config_file_is_found_beside_the_yaml() {
     std::fs::write(&path, text).unwrap();
     let context = Context { world: None, ..script() };
     let plan = Config::from_file(&path).unwrap().resolve(&context).unwrap();
-    assert_eq!((plan.stage, plan.world, plan.batch.global), (Stage::Gradients, 4, 32));
+    assert_eq!((plan.zero.stage, plan.world, plan.batch.global), (Stage::Gradients, 4, 32));
 
     // Problems of the JSON carry its name, those of the YAML the YAML's.
     std::fs::write(folder.path().join("ds/zero2.json"), r#"{"zero_optimization": {"stage": 4}, "typo": 1}"#).unwrap();
@@ -149,7 +149,7 @@ fn other_distributed_types() {
             rdzv_backend: static\nnum_machines: 1\nmachine_rank: 0\nmain_training_function: main\n"
         );
         let plan = yaml(&text, &micro).unwrap();
-        assert_eq!((plan.stage, plan.world), (Stage::DataParallel, processes));
+        assert_eq!((plan.zero.stage, plan.world), (Stage::DataParallel, processes));
         assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
         assert_eq!((plan.gradient_clipping, plan.batch.global), (None, 2 * processes));
         assert_eq!(plan.warnings, []);
@@ -188,7 +188,7 @@ fn strategies_of_fsdp_are_stages_and_groups() {
     ] {
         for word in [strategy.into(), strategy.to_lowercase(), number.to_string(), format!("'{number}'")] {
             let plan = read(two, &format!("  fsdp_sharding_strategy: {word}\n")).unwrap();
-            assert_eq!((plan.stage.number(), plan.shard_size), (stage, size), "{word}");
+            assert_eq!((plan.zero.stage.number(), plan.zero.shard_size), (stage, size), "{word}");
             // Nothing but a strategy within machines asks how many there are.
             let told = if size.is_some() { "" } else { MACHINES };
             assert_eq!((&*warnings(&plan), plan.gradient_clipping), (told, None), "{word}");
@@ -199,15 +199,15 @@ fn strategies_of_fsdp_are_stages_and_groups() {
         assert_eq!(warnings(&plan), MACHINES, "{kind}");
     }
     // Version 2; no word at all; one machine, whose ranks are one group.
-    assert_eq!(read(two, "  fsdp_reshard_after_forward: false\n").unwrap().stage, Stage::Gradients);
-    assert_eq!(read(two, "").unwrap().stage, Stage::Parameters);
+    assert_eq!(read(two, "  fsdp_reshard_after_forward: false\n").unwrap().zero.stage, Stage::Gradients);
+    assert_eq!(read(two, "").unwrap().zero.stage, Stage::Parameters);
     let one = read("num_processes: 4\n", "  fsdp_sharding_strategy: HYBRID_SHARD\n").unwrap();
-    assert_eq!((one.stage, one.shard_size), (Stage::Parameters, None));
+    assert_eq!((one.zero.stage, one.zero.shard_size), (Stage::Parameters, None));
 
     let more = read(two, "  fsdp_offload_params: true\n  fsdp_activation_checkpointing: true\n").unwrap();
     let cpu = |offload: &Option<Offload>| offload.as_ref().map(|offload| offload.device.clone());
     assert_eq!(
-        (cpu(&more.offload_optimizer), cpu(&more.offload_param), more.checkpointed_blocks),
+        (cpu(&more.offload_optimizer), cpu(&more.offload_param), more.zero.checkpointed_blocks),
         (Some(OffloadDevice::Cpu), Some(OffloadDevice::Cpu), usize::MAX)
     );
 
@@ -236,7 +236,7 @@ fn words_for_no_in_yaml() {
         let text = format!("distributed_type: DEEPSPEED\nmixed_precision: {no}\ndowncast_bf16: {no}\nuse_cpu: {no}\n");
         let plan = yaml(&text, &micro).unwrap();
         assert_eq!((plan.precision, plan.warnings.len()), (Precision::Fp32, 0), "{no}");
-        assert_eq!((plan.stage, plan.gradient_clipping), (Stage::Gradients, Some(1.0)));
+        assert_eq!((plan.zero.stage, plan.gradient_clipping), (Stage::Gradients, Some(1.0)));
     }
     let text = "distributed_type: DEEPSPEED\nfp16: true\n";
     let plan = yaml(text, &micro).unwrap();

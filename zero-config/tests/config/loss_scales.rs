@@ -1,7 +1,7 @@
 //! The dynamic loss scale against golden traces; `tests/make_schedules.py` makes them.
 
 use serde::Deserialize;
-use zero_train::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
+use zero_config::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
 
 #[derive(Deserialize)]
 struct Case {

@@ -6,23 +6,16 @@ use super::*;
 fn the_shared_deepspeed_file() {
     let plan = Config::from_file(file("deepspeed_zero3.json")).unwrap().resolve(&on(2)).unwrap();
     let expected = ZeroPlan {
-        stage: Stage::Parameters,
+        zero: ZeroConfig {
+            reduce_bucket_size: 500_000,
+            prefetch_bucket_size: 50_000,
+            max_live_parameters: 1_000_000,
+            max_reuse_distance: 1_000_000_000,
+            param_persistence_threshold: 1000,
+            ..ZeroConfig::new(Stage::Parameters)
+        },
         world: 2,
-        shard_size: None,
-        secondary_shard_size: None,
-        quantized_gradients: None,
-        error_feedback: None,
-        quantized_weights: None,
-        quantized_nontrainable_weights: None,
         batch: Batch { global: 8, micro: 2, accumulation: 2 },
-        reduce_bucket_size: 500_000,
-        prefetch_bucket_size: 50_000,
-        max_live_parameters: 1_000_000,
-        max_reuse_distance: 1_000_000_000,
-        param_persistence_threshold: 1000,
-        check_replicas: 0,
-        checkpointed_blocks: 0,
-        overlap_comm: Some(true),
         sync_each_batch: None,
         error_if_nonfinite: false,
         gradient_clipping: Some(1.0),
@@ -30,10 +23,7 @@ fn the_shared_deepspeed_file() {
         gradient_predivide_factor: 1.0,
         sums_gradients: false,
         precision: Precision::Fp32,
-        communication_data_type: None,
         grad_accum_dtype: None,
-        bf16_optimizer_states: false,
-        ema_decay: None,
         optimizer: Some(OptimizerPlan {
             lr: 1e-3,
             rule: Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true },
@@ -56,10 +46,10 @@ fn the_shared_deepspeed_file() {
         warnings: plan.warnings.clone(),
     };
     assert_eq!(plan, expected);
-    let checked = ZeroPlan { check_replicas: 100, ..plan.clone() };
+    let checked = ZeroPlan { zero: ZeroConfig { check_replicas: 100, ..plan.zero.clone() }, ..plan.clone() };
     assert_eq!((plan.zero_config(1).check_replicas, checked.zero_config(1).check_replicas), (0, 100));
     assert_eq!(
-        ZeroPlan::builder(Stage::Gradients).micro_batch(1).check_replicas(7).build(2).unwrap().check_replicas,
+        ZeroPlan::builder(Stage::Gradients).micro_batch(1).check_replicas(7).build(2).unwrap().zero.check_replicas,
         7
     );
     assert!(checked.explain().contains("Replicas: compared before every 100 updates"));
@@ -81,9 +71,9 @@ fn the_shared_deepspeed_file() {
 #[test]
 fn stage_0_with_the_least_there_is() {
     let plan = json(r#"{"train_batch_size": 32, "gradient_clipping": 0}"#, &on(4)).unwrap();
-    assert_eq!(plan.stage, Stage::DataParallel);
+    assert_eq!(plan.zero.stage, Stage::DataParallel);
     assert_eq!(plan.batch, Batch { global: 32, micro: 8, accumulation: 1 });
-    assert_eq!((plan.reduce_bucket_size, plan.gradient_clipping), (500_000_000, None));
+    assert_eq!((plan.zero.reduce_bucket_size, plan.gradient_clipping), (500_000_000, None));
     assert!(plan.warnings.is_empty() && plan.optimizer.is_none() && plan.schedule.is_none());
     // No world anywhere is one rank.
     assert_eq!(json(r#"{"train_batch_size": 32}"#, &Context::default()).unwrap().world, 1);
@@ -195,7 +185,7 @@ fn stage_2_with_cpu_offload_and_bf16() {
     assert_eq!(plan.batch, Batch { global: 256, micro: 4, accumulation: 8 });
     assert_eq!(plan.precision, Precision::Bf16 { check_grad_overflow: true });
     assert_eq!(plan.offload_optimizer, Some(Offload { pin_memory: true, ..Offload::to(OffloadDevice::Cpu) }));
-    assert_eq!((plan.communication_data_type, plan.grad_accum_dtype), (Some(Float::F32), Some(Float::F32)));
+    assert_eq!((plan.zero.communication_dtype, plan.grad_accum_dtype), (Some(Float::F32), Some(Float::F32)));
     assert!(matches!(plan.optimizer, Some(OptimizerPlan { rule: Rule::Adam { weight_decay: 0.0, .. }, .. })));
     insta::assert_snapshot!(warnings(&plan), @r#"
     zero_optimization.round_robin_gradients: has no effect: each rank already moves only its own shard of a gradient
@@ -222,7 +212,10 @@ fn stage_3_with_everything_on_nvme() {
         &on(2),
     )
     .unwrap();
-    assert_eq!((plan.checkpointed_blocks, plan.offload_activations.clone()), (usize::MAX, Some(OffloadDevice::Cpu)));
+    assert_eq!(
+        (plan.zero.checkpointed_blocks, plan.offload_activations.clone()),
+        (usize::MAX, Some(OffloadDevice::Cpu))
+    );
     let nvme = OffloadDevice::Nvme { path: "/local_nvme".into() };
     assert_eq!(plan.offload_optimizer, Some(Offload::to(nvme.clone())));
     assert_eq!(
@@ -235,7 +228,7 @@ fn stage_3_with_everything_on_nvme() {
             ..Offload::to(nvme)
         })
     );
-    assert_eq!(plan.prefetch_bucket_size, 10_000_000);
+    assert_eq!(plan.zero.prefetch_bucket_size, 10_000_000);
     assert_eq!(plan.precision, Precision::Fp16 { loss_scale: LossScale::Static(128.0) });
     assert_eq!(plan.report.tensorboard, Some(LogFiles { output_path: "logs".into(), job_name: "run".into() }));
     assert_eq!(plan.report.csv_monitor, None);
@@ -256,7 +249,7 @@ fn the_bloom_configuration_of_megatron_deepspeed() {
         "wall_clock_breakdown": false
     }"#;
     let plan = json(text, &on(8)).unwrap();
-    assert_eq!((plan.stage, plan.batch.accumulation), (Stage::OptimizerState, 128));
+    assert_eq!((plan.zero.stage, plan.batch.accumulation), (Stage::OptimizerState, 128));
     assert!(plan.warnings.is_empty());
     // Its fp16 sister.
     let text = r#"{
@@ -330,7 +323,7 @@ fn an_outline_needs_no_model() {
     let context = Context { world: Some(2), auto, ..Context::default() };
     assert!(config.resolve(&context).unwrap_err().to_string().contains("Auto::hidden_size"));
     let (plan, filled) = config.outline(&context).unwrap();
-    assert_eq!((plan.stage, plan.batch.global), (Stage::Parameters, 4));
+    assert_eq!((plan.zero.stage, plan.batch.global), (Stage::Parameters, 4));
     let lines: Vec<String> = filled
         .iter()
         .map(|Filled { path, by, value }| {

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use proptest::sample::select;
-use zero_train::config::{Auto, Config, Context, Format, MixedPrecision};
+use zero_config::{Auto, Config, Context, Format, MixedPrecision};
 
 const DEEPSPEED: &str = include_str!("../configs/deepspeed_zero3.json");
 const ACCELERATE: &str = include_str!("../configs/accelerate_zero3_cpu.yaml");
