@@ -333,7 +333,7 @@ impl std::fmt::Display for Cell {
 /// The values of a row, in the order of the fields; one is `None` only where its field says that it may.
 pub(super) type RowOf = Vec<Option<Cell>>;
 
-type EachRow<'a> = &'a mut dyn FnMut(RowOf) -> Result<()>;
+type EachRow<'a> = &'a mut dyn FnMut(Place, RowOf) -> Result<()>;
 
 /// What a field holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -360,24 +360,24 @@ pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Res
         return text_parts(file, each);
     }
     let field = FieldOf { name: field.unwrap_or(FIELD), option: "text-field", holds: Holds::Text };
-    rows(file, &[field], &mut |row| row.into_iter().flatten().try_for_each(|cell| each(cell.into_text())))
+    rows(file, &[field], &mut |_, row| row.into_iter().flatten().try_for_each(|cell| each(cell.into_text())))
 }
 
-/// The file of each row, and the row's number in it.
+/// The file of each row, and its place there.
 pub(super) struct Places {
     files: Vec<DataFile>,
-    rows: Vec<(usize, usize)>,
+    rows: Vec<(usize, Place)>,
 }
 
 impl Places {
     /// Makes the error, with the name of the row's file.
     pub(super) fn wrong(&self, WrongRow { row, problem }: WrongRow) -> DataError {
-        let (file, row) = self.rows[row];
-        wrong_data(&self.files[file].path, format!("row {row} {problem}"))
+        let (file, place) = self.rows[row];
+        place.wrong(&self.files[file].path, &problem)
     }
 }
 
-/// A row that cannot be used, and the problem, which follows "row N" in the error.
+/// A row that cannot be used, by its number among all rows, and the problem.
 #[derive(Debug)]
 pub(super) struct WrongRow {
     pub(super) row: usize,
@@ -396,9 +396,8 @@ pub(super) fn read_rows(
     let has_split = files.iter().any(|file| file.is_held_out);
     for (number, file) in files.iter().enumerate() {
         let of_split = &mut read[usize::from(file.is_held_out)];
-        let before = of_split.len();
-        rows(file, fields, &mut |row| {
-            of_split.push((row, (number, of_split.len() - before)));
+        rows(file, fields, &mut |place, row| {
+            of_split.push((row, (number, place)));
             Ok(())
         })?;
     }
@@ -442,7 +441,7 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
             json_values(file, &expected, &mut |place, value| {
                 let row = json_row(value, fields, labelled).map_err(|problem| place.wrong(&file.path, &problem))?;
                 labelled = true;
-                each(row)
+                each(place, row)
             })
         }
         DataKind::Csv(delimiter) => csv_rows(file, delimiter, fields, each),
@@ -494,6 +493,10 @@ pub(super) struct Place {
 }
 
 impl Place {
+    fn row(number: usize) -> Self {
+        Self { unit: "row", number }
+    }
+
     /// The error for this row of a file.
     pub(super) fn wrong(self, path: &Path, problem: &str) -> DataError {
         wrong_data(path, format!("{} {}: {problem}", self.unit, self.number))
@@ -508,7 +511,6 @@ pub(super) fn objects(
     columns: &[&str],
     each: &mut dyn FnMut(Place, Map<String, Value>) -> Result<()>,
 ) -> Result<()> {
-    let row = |number| Place { unit: "row", number };
     match file.kind {
         DataKind::Text => Ok(()),
         DataKind::JsonLines | DataKind::Json => json_values(file, "an object", &mut |place, value| match value {
@@ -520,7 +522,7 @@ pub(super) fn objects(
             for (number, record) in reader.records().enumerate() {
                 let record = record.map_err(|error| bad_table(&file.path, error))?;
                 let cells = record.iter().map(|text| Value::String(text.into()));
-                each(row(number), header.iter().map(str::to_string).zip(cells).collect())?;
+                each(Place::row(number), header.iter().map(str::to_string).zip(cells).collect())?;
             }
             Ok(())
         }
@@ -531,7 +533,7 @@ pub(super) fn objects(
                 &reader,
                 |name| columns.contains(&name),
                 |number, found| {
-                    each(row(number), found.into_iter().map(|(name, field)| (name, json_of(field))).collect())
+                    each(Place::row(number), found.into_iter().map(|(name, field)| (name, json_of(field))).collect())
                 },
             )
         }
@@ -631,30 +633,31 @@ fn table(file: &DataFile, delimiter: u8) -> Result<(csv::StringRecord, csv::Read
 fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     let path = &file.path;
     let (header, mut reader) = table(file, delimiter)?;
-    let mut places = Vec::with_capacity(fields.len());
+    let mut columns = Vec::with_capacity(fields.len());
     for FieldOf { name, option, .. } in fields {
-        let Some(place) = header.iter().position(|column| column == *name) else {
-            let columns: Vec<&str> = header.iter().collect();
-            let problem = format!("has no column \"{name}\" (there are {columns:?}): name one with --{option}");
+        let Some(column) = header.iter().position(|column| column == *name) else {
+            let all: Vec<&str> = header.iter().collect();
+            let problem = format!("has no column \"{name}\" (there are {all:?}): name one with --{option}");
             return Err(wrong_data(path, problem));
         };
-        places.push(place);
+        columns.push(column);
     }
     for (number, record) in reader.records().enumerate() {
         let record = record.map_err(|error| bad_table(path, error))?;
-        let cell = |(field, &place): (&FieldOf<'_>, &usize)| {
-            let text = record.get(place).unwrap_or_default();
+        let place = Place::row(number);
+        let cell = |(field, &column): (&FieldOf<'_>, &usize)| {
+            let text = record.get(column).unwrap_or_default();
             let text = if field.holds == Holds::Label { text.trim() } else { text };
             // An empty cell is a text, and no label.
             match (text.is_empty(), field.holds) {
                 (true, Holds::TextOrNothing) if number > 0 => Ok(None),
                 (true, Holds::Label | Holds::TextOrNothing) => {
-                    Err(wrong_data(path, format!("row {number}: its \"{}\" is empty: expected a label", field.name)))
+                    Err(place.wrong(path, &format!("its \"{}\" is empty: expected a label", field.name)))
                 }
                 _ => Ok(Some(Cell::Untyped(text.to_string()))),
             }
         };
-        each(fields.iter().zip(&places).map(cell).collect::<Result<_>>()?)?;
+        each(place, fields.iter().zip(&columns).map(cell).collect::<Result<_>>()?)?;
     }
     Ok(())
 }
@@ -751,12 +754,12 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
                         Field::Float(_) | Field::Double(_) => "a number with a fraction".into(),
                         value => value.to_string(),
                     };
-                    let problem = format!("row {number}: its \"{name}\" is {got}: expected {}", expected(*holds));
-                    return Err(wrong_data(path, problem));
+                    let problem = format!("its \"{name}\" is {got}: expected {}", expected(*holds));
+                    return Err(Place::row(number).wrong(path, &problem));
                 }
             });
         }
-        each(row)
+        each(Place::row(number), row)
     })
 }
 

@@ -412,18 +412,21 @@ fn labels_that_are_none_are_told_with_their_row() {
             ["0.5", "NaN"],
             "rows.json: line 2: its \"label\" is null or NaN: expected a text, a finite number, or a list of these",
         ),
-        (["0.5", "1e39"], "rows.json: row 1 has the label 1e39: expected a finite number"),
-        (["0.5", "[0.5]"], "row 1 has the label [0.5], which is a list, and a label before it is a number"),
-        (["[\"a\"]", "[\"b\", 1]"], "row 1 has the label 1, which is a whole number, and a label before it is a text"),
+        (["0.5", "1e39"], "rows.json: line 2: has the label 1e39: expected a finite number"),
+        (["0.5", "[0.5]"], "line 2: has the label [0.5], which is a list, and a label before it is a number"),
+        (
+            ["[\"a\"]", "[\"b\", 1]"],
+            "line 2: has the label 1, which is a whole number, and a label before it is a text",
+        ),
         (["[\"a\"]", "[null]"], "line 2: its \"label\" is a list with null or NaN"),
         (["[[1]]", "[[2]]"], "line 1: its \"label\" is a list: expected a text, a finite number, or a list of these"),
-        (["[0.5]", "[1.0]"], "row 0 has the label [0.5]: expected 0.0 or 1.0 for each of the 1 classes"),
+        (["[0.5]", "[1.0]"], "line 1: has the label [0.5]: expected 0.0 or 1.0 for each of the 1 classes"),
     ] {
         let text = told(&bert, "rows.json", &rows(labels));
         assert!(text.contains(expected), "{labels:?}: {text}");
     }
     let text = told(&bert, "rows.csv", "text,label\ncat,0.5\ndog,inf\n");
-    assert!(text.contains("rows.csv: row 1 has the label \"inf\": expected a finite number"), "{text}");
+    assert!(text.contains("rows.csv: row 1: has the label \"inf\": expected a finite number"), "{text}");
     // The head's own.
     let keys = json!({ "architectures": ["BertForSequenceClassification"], "id2label": { "0": "a", "1": "b" } });
     let config = with_keys(dir.path(), "bert", &keys);
@@ -436,16 +439,16 @@ fn labels_that_are_none_are_told_with_their_row() {
     problem("regression");
     let text = told(&bert, "rows.jsonl", &rows(["\"a\"", "\"b\""]));
     assert!(
-        text.contains("row 0 has the label \"a\": expected a finite number, as the labels are those of a regression"),
+        text.contains("line 1: has the label \"a\": expected a finite number, as the labels are those of a regression"),
         "{text}"
     );
     problem("multi_label_classification");
     let text = told(&bert, "rows.jsonl", &rows(["\"a\"", "\"b\""]));
-    assert!(text.contains("row 0 has the label \"a\": expected a list of classes"), "{text}");
+    assert!(text.contains("line 1: has the label \"a\": expected a list of classes"), "{text}");
     problem("single_label_classification");
     let text = told(&bert, "rows.jsonl", &rows(["[\"a\"]", "[\"b\"]"]));
     assert!(
-        text.contains("row 0 has the label [\"a\"], and the head predicts one of the classes [\"a\", \"b\"]"),
+        text.contains("line 1: has the label [\"a\"], and the head predicts one of the classes [\"a\", \"b\"]"),
         "{text}"
     );
     problem("ranking");
@@ -453,7 +456,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     assert!(text.contains("unknown variant `ranking`, expected one of `regression`"), "{text}");
     // A text that ends where it does not.
     let text = told(&["--model", "bart"], "rows.jsonl", &rows(["0", "1"]).replacen("cat", "cat [SEP]", 1));
-    let expected = "row 1 has 1 of the model's eos_token_id 3 in its tokens, and the first row has 2";
+    let expected = "line 2: has 1 of the model's eos_token_id 3 in its tokens, and the first row has 2";
     assert!(text.contains(expected), "{text}");
     // Of several files, the file and its own row.
     std::fs::create_dir_all(dir.path().join("split")).unwrap();
@@ -461,5 +464,5 @@ fn labels_that_are_none_are_told_with_their_row() {
     std::fs::write(dir.path().join("split/validation.jsonl"), rows(["0.5", "1e39"])).unwrap();
     let common = ["train", "--task", "text-classification", "--tokenizer", "tok", "--weights", "bert-hf"];
     let text = refused(&[&common[..], &["--data", "split"]].concat(), dir.path());
-    assert!(text.contains("validation.jsonl: row 1 has the label 1e39: expected a finite number"), "{text}");
+    assert!(text.contains("validation.jsonl: line 2: has the label 1e39: expected a finite number"), "{text}");
 }

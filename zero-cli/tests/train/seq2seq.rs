@@ -196,7 +196,7 @@ fn what_does_not_fit_is_told() {
     let row = |label: Option<&str>| format!("{}\n", json!({ "text": "cat", "label": label }));
     std::fs::write(dir.path().join("some.jsonl"), row(Some("cat")) + &row(None) + &row(Some("dog"))).unwrap();
     let text = told(&rows);
-    assert!(text.contains("row 1 has no \"label\", and rows behind it have"), "{text}");
+    assert!(text.contains("line 2: has no \"label\", and rows behind it have"), "{text}");
     std::fs::write(dir.path().join("some.jsonl"), row(None)).unwrap();
     assert!(told(&rows).contains("line 1: its \"label\" is null"));
     let long = json!({ "text": "cat", "label": "cat ".repeat(30) }).to_string();
@@ -204,7 +204,7 @@ fn what_does_not_fit_is_told() {
     // A T5 knows distances, and no positions.
     ok(&["train", "--tokenizer", "tok", "--model", "t5", "--data", "long.jsonl", "--dry-run"], dir.path());
     let text = told(&["--model", "bart", "--data", "long.jsonl"]);
-    assert!(text.contains("row 0 has a \"label\" with more tokens than the model's 24 positions"), "{text}");
+    assert!(text.contains("line 1: has a \"label\" with more tokens than the model's 24 positions"), "{text}");
 }
 
 /// Both forms that a T5's tokenizer has.

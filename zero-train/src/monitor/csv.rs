@@ -43,7 +43,7 @@ impl CsvMonitor {
         file.read_to_end(&mut there).map_err(io_error("read", &path))?;
         let header = row(once("step").chain(columns.iter().copied()));
         let mut whole = there.iter().rposition(|&byte| byte == b'\n').map_or(0, |at| at + 1);
-        let found = csv::Reader::from_reader(&there[..]).byte_headers().map(|found| row(found)).unwrap_or_default();
+        let found = csv::Reader::from_reader(&there[..]).byte_headers().map(row).unwrap_or_default();
         if found != header || whole == 0 {
             // Only a header that was cut off within is begun anew.
             if !header.starts_with(there.strip_suffix(b"\r").unwrap_or(&there)) {
