@@ -96,7 +96,7 @@ fn write_tasks(dir: &Path) {
     texts::ok(&["export", "gpt2-base", "gpt2-hf", "--dtype", "fp32"], dir);
 }
 
-/// `ZERO_KILLS`, by default as many as are a minute's.
+/// `ZERO_KILLS`; 24 without it, which take about a minute.
 fn wanted() -> usize {
     std::env::var("ZERO_KILLS").map_or(24, |kills| kills.parse().expect("ZERO_KILLS is a number"))
 }

@@ -144,14 +144,16 @@ impl ZeroPlan {
             let across = if self.zero.shard_size.is_some() { " across groups" } else { "" };
             format!(", in {how}{across}")
         });
-        let overlap = match self.zero.overlap_comm {
-            true => ", overlapped with the backward pass",
-            false => " after the backward pass",
-        };
-        let often = match self.sync_each_batch.unwrap_or(self.zero.stage.shards_gradients()) {
+        let each = self.sync_each_batch.unwrap_or(self.zero.stage.shards_gradients());
+        let often = match each {
             _ if self.batch.accumulation == 1 => "",
             true => ", with each micro-batch",
             false => ", once per optimizer step",
+        };
+        // Gradients of several micro-batches are added up first.
+        let overlap = match self.zero.overlap_comm && (each || self.batch.accumulation == 1) {
+            true => ", overlapped with the backward pass",
+            false => " after the backward pass",
         };
         let how = if self.sums_gradients { "added" } else { "averaged" };
         format!("{how} over the ranks{dtype}{quantized} in buckets of {bucket} elements{overlap}{often}")

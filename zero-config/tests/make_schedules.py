@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes schedules.json and loss_scales.json: golden sequences for tests/schedules.rs and tests/loss_scales.rs.
+"""Writes schedules.json and loss_scales.json: golden sequences for tests/config/schedules.rs and loss_scales.rs.
 
     python3 tests/make_schedules.py            # writes the two files beside this script
     python3 tests/make_schedules.py --check    # says whether they are up to date

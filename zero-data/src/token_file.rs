@@ -29,9 +29,10 @@ impl TokenFile {
         let problem = |problem: String| wrong_data(path, problem);
         let file = File::open(path).map_err(io("read", path))?;
         let header = Header::read(&file, path).map_err(|error| match error {
-            CheckpointError::BadHeader { reason, .. } => {
-                problem(format!("is not a whole safetensors file ({reason}): write it again"))
-            }
+            CheckpointError::BadHeader { reason, .. } => problem(format!(
+                "is not a whole safetensors file ({reason}): write it again, with whole numbers in input_ids"
+            )),
+            CheckpointError::Io { source, .. } => io("read", path)(source),
             other => problem(other.to_string()),
         })?;
         let ids = header.tensors.get("input_ids").ok_or_else(|| {

@@ -158,7 +158,9 @@ pub enum ModelError {
     },
 
     /// A file of tensors that cannot be read, such as one that is cut short.
-    #[error("{path} cannot be read as a safetensors file: {reason}; copy or download it again")]
+    #[error(
+        "{path} cannot be read as a safetensors file: {reason}; if it was cut short or changed, copy or download it again"
+    )]
     BadFile {
         /// The file.
         path: PathBuf,

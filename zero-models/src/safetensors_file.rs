@@ -247,7 +247,8 @@ impl MappedFile {
         }
         let header = Header::read(&file, &path).map_err(|error| match error {
             CheckpointError::BadHeader { path, reason } => ModelError::BadFile { path, reason },
-            other => other.into(),
+            CheckpointError::Io { action, path, source } => ModelError::Io { action, path, source },
+            other => ModelError::BadFile { path: path.clone(), reason: other.to_string() },
         })?;
         // SAFETY: a map is unsound only if the file changes under it. Checkpoints are written to a new file and then
         // renamed (this project's own too), and nothing here writes to the file.

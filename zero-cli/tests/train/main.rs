@@ -1,4 +1,4 @@
-//! Files, and what commands do with them and say of them, one binary, as each links all of Burn: `cargo test -p zero-cli --test train [MODULE]`.
+//! The commands, on files of all kinds. They are one binary, as each links all of Burn: `cargo test -p zero-cli --test train [MODULE]`.
 
 mod averages;
 mod batch_law;

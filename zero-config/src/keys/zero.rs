@@ -13,6 +13,9 @@ const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with t
 const LEAF: T = T::no_effect(
     "nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others",
 );
+const NO_FEEDBACK: T = T::no_effect(
+    "there is no error feedback of quantised gradients: with AdamW it brings losses no nearer to the exact ones",
+);
 const DEVICES: K = K::OneOf("none cpu nvme");
 
 /// All keys of `zero_optimization`.
@@ -77,9 +80,9 @@ pub(crate) const ZERO: &[Key] = keys! {
     zero_quantized_gradients = false => K::Bool, T::ACTED;
     zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;
     zeropp_loco_param = null => K::section(keys! {
-        err_beta = 0.8 => K::Decay, T::QUIET;
-        reset_T = 1024 => K::ONE_UP, T::QUIET;
-    }), T::no_effect("gradients are quantised without error feedback: with AdamW it brings losses no nearer to the exact ones");
+        err_beta = 0.8 => K::Decay, NO_FEEDBACK;
+        reset_T = 1024 => K::ONE_UP, NO_FEEDBACK;
+    }), NO_FEEDBACK;
     mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
     mics_hierarchical_params_gather = false => K::Bool,
         T::no_effect("a rank reads the shards of its group at once, within the node and across");

@@ -219,7 +219,7 @@ fn keys_without_effect_are_named() {
         r#"{"train_batch_size": 2, "sparse_gradients": true, "timers": {"throughput": {"enabled": false}},
             "flops_profiler": {"enabled": true}, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5,
             "stage3_prefetch_bucket_size": "auto", "stage3_max_reuse_distance": 1e9, "allgather_bucket_size": 2e8,
-            "offload_optimizer": {"device": "none", "pin_memory": false}}}"#,
+            "zeropp_loco_param": {"err_beta": 0.5}, "offload_optimizer": {"device": "none", "pin_memory": false}}}"#,
         &on(2),
     )
     .unwrap();

@@ -48,7 +48,8 @@ impl CsvMonitor {
             // Only a header that was cut off within is begun anew.
             if !header.starts_with(there.strip_suffix(b"\r").unwrap_or(&there)) {
                 let text = |row: &[u8]| String::from_utf8_lossy(row).trim_end().to_string();
-                return Err(MonitorError::Header { path, expected: text(&header), got: text(&found) });
+                let got = there.split(|&byte| byte == b'\n').next().unwrap_or_default();
+                return Err(MonitorError::Header { path, expected: text(&header), got: text(got) });
             }
             whole = 0;
         }
@@ -68,18 +69,24 @@ impl CsvMonitor {
     ///
     /// [`MonitorError::Io`].
     pub fn cut_after(&mut self, step: usize) -> Result<()> {
-        let read = |error: csv::Error| io_error("read", &self.path)(error.into());
-        let mut rows = csv::ReaderBuilder::new().flexible(true).from_path(&self.path).map_err(read)?;
-        rows.byte_headers().map_err(read)?;
-        let mut keep = rows.position().byte();
-        let mut row = csv::ByteRecord::new();
-        while rows.read_byte_record(&mut row).map_err(read)? {
-            let number = row.get(0).and_then(|cell| std::str::from_utf8(cell).ok()?.parse().ok());
+        let there = fs::read(&self.path).map_err(io_error("read", &self.path))?;
+        let mut header = csv::Reader::from_reader(&there[..]);
+        header.byte_headers().map_err(|error| io_error("read", &self.path)(error.into()))?;
+        let mut at = header.position().byte() as usize;
+        let mut keep = at;
+        for line in there[at..].split_inclusive(|&byte| byte == b'\n') {
+            at += line.len();
+            let cell = line.split(|&byte| byte == b',').next().unwrap_or_default();
+            let number = std::str::from_utf8(cell).ok().and_then(|cell| cell.parse().ok());
             if number.is_none_or(|number: usize| number <= step) {
-                keep = rows.position().byte();
+                keep = at;
             }
         }
-        self.file.set_len(keep).map_err(io_error("cut the rows of steps that come again off", &self.path))
+        if keep < there.len() {
+            let cut = self.file.set_len(keep as u64);
+            cut.map_err(io_error("cut the rows of steps that come again off", &self.path))?;
+        }
+        Ok(())
     }
 
     /// Appends one row and hands it to the operating system. A column without a value stays empty; of two values for a
@@ -203,5 +210,10 @@ mod tests {
         assert!(text(&csv).ends_with("3,3.0\n4,0.5\n"));
         csv.cut_after(0).unwrap();
         assert_eq!(text(&csv), "step,loss\n");
+        for (after, expected) in [(1, "step,loss\r\n1,2.0\r\n"), (9, "step,loss\r\n1,2.0\r\n2,3.0\r\n")] {
+            fs::write(csv.path(), "step,loss\r\n1,2.0\r\n2,3.0\r\n").unwrap();
+            csv.cut_after(after).unwrap();
+            assert_eq!(text(&csv), expected);
+        }
     }
 }
