@@ -10,7 +10,7 @@ use zero_ops::FusedBackend;
 #[cfg(feature = "burn")]
 use crate::generate::{Hooks, Sampling, generate_with};
 #[cfg(feature = "burn")]
-use crate::lora::linear::Adaptable;
+use crate::linear::Adaptable;
 #[cfg(feature = "burn")]
 use crate::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]

@@ -9,7 +9,7 @@ use burn::nn::{LayerNorm, LayerNormConfig};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
-use crate::lora::linear::Linear;
+use crate::linear::Linear;
 
 /// A parameter drawn from a normal distribution of mean zero.
 pub(crate) fn normal<B: Backend, const D: usize>(

@@ -10,7 +10,7 @@ use zero_ops::FusedBackend;
 
 use crate::Activation;
 use crate::attention::is_active;
-use crate::lora::linear::Linear;
+use crate::linear::Linear;
 
 /// Token ids, or what there is a number of for each: `[b, t]`.
 pub type Ids<B> = Tensor<B, 2, Int>;

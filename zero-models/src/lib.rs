@@ -44,6 +44,8 @@ mod key_map;
 mod labels;
 #[cfg(feature = "burn")]
 mod layers;
+#[cfg(feature = "burn")]
+mod linear;
 pub mod llama;
 pub mod lora;
 pub mod loss;

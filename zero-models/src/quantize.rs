@@ -12,7 +12,7 @@ use zero_ops::FusedBackend;
 pub use zero_ops::quantized::{Format, Quantized};
 
 use crate::Result;
-use crate::lora::linear::Adaptable;
+use crate::linear::Adaptable;
 use crate::safetensors_file::Checkpoint;
 
 /// Loads a module from a folder, by `load`, with the linear layers that it lists in `format`; those whose paths `is_kept` says stay as

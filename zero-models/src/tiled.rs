@@ -7,7 +7,7 @@ use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 use zero_ops::FusedBackend;
 
-use crate::lora::linear::over_rows;
+use crate::linear::over_rows;
 
 /// A linear layer `[.., d_in]` to `[.., d_out]` whose weight is cut along `d_out` into parameters of their own. At stage 3 each is
 /// gathered for its part of the result and dropped before the next, forward and backward, and its gradient is reduced and moved out

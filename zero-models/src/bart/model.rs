@@ -15,7 +15,7 @@ use super::config::OFFSET;
 use crate::attention::{Masks, attend, is_active};
 use crate::generate::KvCache;
 use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Linear, each_field};
+use crate::linear::{Adaptable, Linear, each_field};
 use crate::seq2seq::{Encoded, Seq2SeqLm};
 use crate::{Activation, BartConfig, init};
 

@@ -14,7 +14,7 @@ use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, line
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
 use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::{Activation, BertBatch, BertConfig, BertKind, BertPredictions, init};
 
 /// A BERT with the heads that its [`BertHead`](crate::BertHead) names.

@@ -15,7 +15,7 @@ use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding};
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, Gpt2Config, init};
 

@@ -14,7 +14,7 @@ use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
-use crate::lora::linear::{Adaptable, Adapter, EachTable, Linear, rows};
+use crate::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, LlamaConfig, init};
 

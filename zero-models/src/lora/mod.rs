@@ -24,8 +24,6 @@
 //! ```
 
 mod files;
-#[cfg(feature = "burn")]
-pub(crate) mod linear;
 
 #[cfg(feature = "burn")]
 use burn::module::{Initializer, ModuleMapper, Param};
@@ -40,7 +38,7 @@ use zero_ops::FusedBackend;
 pub use self::files::load;
 pub use self::files::{merge, merge_with, whole_tables};
 #[cfg(feature = "burn")]
-pub use self::linear::{Adaptable, Adapter, EachTable, Linear};
+pub use crate::linear::{Adaptable, Adapter, EachTable, Linear};
 pub use crate::peft::LoraConfig;
 #[cfg(feature = "burn")]
 use crate::{AdaptedModel, ModelConfig, ModelError, Result};

@@ -18,7 +18,7 @@ use super::buckets::Buckets;
 use crate::attention::{Masks, attend};
 use crate::generate::KvCache;
 use crate::layers::{Ids, dense, dense_activated, dense_onto, scaled};
-use crate::lora::linear::{Adaptable, Linear, each_field};
+use crate::linear::{Adaptable, Linear, each_field};
 use crate::seq2seq::{Encoded, Seq2SeqLm};
 use crate::{Activation, init};
 
