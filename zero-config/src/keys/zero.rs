@@ -80,8 +80,8 @@ pub(crate) const ZERO: &[Key] = keys! {
     zero_quantized_gradients = false => K::Bool, T::ACTED;
     zero_quantized_gradients_format = "int8" => K::OneOf("int8 int4 nf4"), T::ACTED;
     zeropp_loco_param = null => K::section(keys! {
-        err_beta = 0.8 => K::Decay, NO_FEEDBACK;
-        reset_T = 1024 => K::ONE_UP, NO_FEEDBACK;
+        err_beta = 0.8 => K::Decay, T::QUIET;
+        reset_T = 1024 => K::ONE_UP, T::QUIET;
     }), NO_FEEDBACK;
     mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
     mics_hierarchical_params_gather = false => K::Bool,
