@@ -76,7 +76,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     module
 }
 
-/// Goes over a module's parameters for [`prepare`].
+/// The mapper of [`prepare`].
 struct Prepare<'a, A: ZeroAutodiff> {
     context: Arc<Context<A::Base>>,
     device: &'a A::Device,
@@ -86,11 +86,11 @@ struct Prepare<'a, A: ZeroAutodiff> {
     drawn: Vec<(u64, u64)>,
     /// Parameters so far by identity and cell.
     seen: HashSet<(ParamId, Option<Key>)>,
-    /// Those that are trained.
+    /// Trained parameters.
     trained: Vec<Arc<Slot<A::Base>>>,
     /// Parameters so far.
     places: u64,
-    /// Of their numbers, shapes and types.
+    /// Hash of their numbers, shapes and types.
     signature: u64,
     /// Parameters so far by identity and place in the graph: a clone of one is the same parameter.
     prepared: HashMap<(ParamId, u64), A::FloatTensorPrimitive>,
@@ -118,7 +118,7 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         }
     }
 
-    /// A parameter's shard, of its own and in its type; and whether it is another than the one that was found.
+    /// Returns the parameter's own shard in its final type, and true if it is not the one that was found.
     fn own_shard(&self, id: ParamId, found: ZeroTensor<A::Base>, is_result: bool) -> (Shard<A::Base>, bool) {
         let wanted = dtype_of(self.context.rank.config.param_dtype);
         let identity = DistributedParamId::from(id.val());
@@ -137,7 +137,7 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         (shard, is_new)
     }
 
-    /// Counts a parameter, which is numbered by its place in the module.
+    /// Numbers a parameter by its place in the module, and adds it to the signature.
     fn add(&mut self, id: ParamId, cell: &Cell<A::Base>, tracked: bool) {
         let slot = cell.slot.clone().expect("a parameter's cell has a slot");
         if self.seen.insert((id, cell.key)) {
@@ -156,8 +156,8 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         self.context.rank.parameters.name(identity, slot);
     }
 
-    /// Compares the ranks' modules, and stops where they differ. Whether the ranks drew the same values, and which of the parameters
-    /// that `dropped` has an entry for are gone on every rank.
+    /// Compares the ranks' modules and raises an error where they differ. Returns true if all ranks drew the same values, and for each
+    /// entry of `dropped` whether that parameter is gone on every rank.
     fn compare_ranks(&self, dropped: &[u8]) -> (bool, Vec<bool>) {
         let Self { context, places, drawn, .. } = self;
         let signature = sign(&[self.signature, drawn.len() as u64]);

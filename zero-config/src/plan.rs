@@ -19,8 +19,8 @@ use crate::schedule::{Schedule, at_least_two};
 // A field for each setting that a file can have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroPlan {
-    /// What the decorator is launched with. `seed`, `param_dtype`, `gradient_dtype`, `offload` and `gradient_predivide_factor` follow from
-    /// other settings and are not read here: [`zero_config`](Self::zero_config) has all.
+    /// Settings of the decorator. `seed`, `param_dtype`, `gradient_dtype`, `offload` and `gradient_predivide_factor` are ignored here:
+    /// [`zero_config`](Self::zero_config) derives them from the plan's other fields.
     pub zero: ZeroConfig,
     /// Number of ranks, at least 1.
     pub world: usize,

@@ -30,7 +30,7 @@ impl TokenFile {
         let file = File::open(path).map_err(io("read", path))?;
         let header = Header::read(&file, path).map_err(|error| match error {
             CheckpointError::BadHeader { reason, .. } => problem(format!(
-                "is not a whole safetensors file ({reason}): write it again, with whole numbers in input_ids"
+                "cannot be read as a safetensors file ({reason}): write it again, with integers in input_ids"
             )),
             CheckpointError::Io { source, .. } => io("read", path)(source),
             other => problem(other.to_string()),
@@ -155,7 +155,7 @@ mod tests {
         let whole = std::fs::read(good.path()).unwrap();
         let short = tempfile::NamedTempFile::with_suffix(".safetensors").unwrap();
         std::fs::write(short.path(), &whole[..whole.len() - 3]).unwrap();
-        assert!(open(short.path()).contains("not a whole safetensors file"));
+        assert!(open(short.path()).contains("cannot be read as a safetensors file"));
         let other = file("tokens", Dtype::I32, vec![4], bytemuck::cast_slice(&[1i32; 4]));
         assert!(open(other.path()).contains("no tensor input_ids"));
         let deep = file("input_ids", Dtype::I32, vec![1, 2, 2], bytemuck::cast_slice(&[1i32; 4]));

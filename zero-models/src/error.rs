@@ -159,12 +159,12 @@ pub enum ModelError {
 
     /// A file of tensors that cannot be read, such as one that is cut short.
     #[error(
-        "{path} cannot be read as a safetensors file: {reason}; if it was cut short or changed, copy or download it again"
+        "{path} cannot be read as a safetensors file: {reason}; if it is truncated or corrupt, copy or download it again"
     )]
     BadFile {
         /// The file.
         path: PathBuf,
-        /// What was expected, and what came.
+        /// The problem, with what was expected.
         reason: String,
     },
 

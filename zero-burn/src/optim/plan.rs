@@ -162,7 +162,7 @@ impl<B: Backend> Update<B> {
 struct There<B: Backend> {
     cells: Vec<(String, Arc<Cell<B>>)>,
     place: Where,
-    /// Of each array.
+    /// Elements of each array.
     elements: usize,
     rank: Arc<Rank<B>>,
     slot: Option<Arc<Slot<B>>>,

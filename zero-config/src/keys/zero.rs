@@ -13,9 +13,8 @@ const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with t
 const LEAF: T = T::no_effect(
     "nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others",
 );
-const NO_FEEDBACK: T = T::no_effect(
-    "there is no error feedback of quantised gradients: with AdamW it brings losses no nearer to the exact ones",
-);
+const NO_FEEDBACK: T =
+    T::no_effect("error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss");
 const DEVICES: K = K::OneOf("none cpu nvme");
 
 /// All keys of `zero_optimization`.

@@ -230,7 +230,7 @@ fn keys_without_effect_are_named() {
     flops_profiler: not acted on yet: operations are not counted yet
     zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3
     zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting
-    zero_optimization.zeropp_loco_param: has no effect: there is no error feedback of quantised gradients: with AdamW it brings losses no nearer to the exact ones
+    zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss
     gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none
     "#);
     insta::assert_snapshot!(plan.explain(), @r#"
@@ -245,7 +245,7 @@ fn keys_without_effect_are_named() {
     Warning: flops_profiler: not acted on yet: operations are not counted yet.
     Warning: zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3.
     Warning: zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting.
-    Warning: zero_optimization.zeropp_loco_param: has no effect: there is no error feedback of quantised gradients: with AdamW it brings losses no nearer to the exact ones.
+    Warning: zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss.
     Warning: gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none.
     "#);
 }
