@@ -279,7 +279,10 @@ fn bad_data_is_refused() {
 
     let whole = std::fs::read(path("ids.safetensors")).unwrap();
     std::fs::write(path("cut.safetensors"), &whole[..whole.len() - 2]).unwrap();
-    refused(&["--model", "tiny", "--data", &path("cut.safetensors")], "not a whole safetensors file");
+    refused(
+        &["--model", "tiny", "--data", &path("cut.safetensors")],
+        "cut.safetensors: cannot be read as a safetensors file",
+    );
 }
 
 #[test]
