@@ -264,7 +264,7 @@ impl MappedFile {
             name,
             path: &self.path,
             shape: &entry.shape,
-            dtype: entry.dtype.into(),
+            dtype: entry.dtype,
             bytes: &self.map[start..end],
             converted_bytes,
         })

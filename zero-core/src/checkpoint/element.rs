@@ -69,22 +69,27 @@ impl ElementType {
         Dtype::from(self).bitsize() / 8
     }
 
-    /// Whether a file can hold a tensor of `shape`.
-    pub(super) fn check(self, shape: &[usize]) -> Result<(), String> {
-        if shape.len() > MAX_DIMENSIONS {
-            return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
-        }
-        let too_large = || format!("{self} {} is larger than any file", brief(format_args!("{shape:?}")));
-        self.bytes_of(shape).map(drop).ok_or_else(too_large)
-    }
-
     /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
     pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
-        // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
-        let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;
-        let bytes = u64::try_from(numel.checked_mul(self.size())?).ok().filter(|&bytes| bytes <= i64::MAX as u64)?;
-        Some(if shape.contains(&0) { 0 } else { bytes })
+        Some(bits_of(self.into(), shape)? / 8)
     }
+}
+
+/// Checks that a file can hold a tensor of this type and shape.
+pub(super) fn check(dtype: Dtype, shape: &[usize]) -> Result<(), String> {
+    if shape.len() > MAX_DIMENSIONS {
+        return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
+    }
+    let too_large = || format!("{dtype} {} is larger than any file", brief(format_args!("{shape:?}")));
+    bits_of(dtype, shape).map(drop).ok_or_else(too_large)
+}
+
+/// Bits of a tensor of `shape`, or `None` when no file could hold it.
+fn bits_of(dtype: Dtype, shape: &[usize]) -> Option<u64> {
+    // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
+    let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;
+    let bits = u64::try_from(numel.checked_mul(dtype.bitsize())?).ok()?;
+    Some(if shape.contains(&0) { 0 } else { bits })
 }
 
 impl core::fmt::Display for ElementType {

@@ -14,6 +14,7 @@ use serde_json::Value;
 use serde_json::value::RawValue;
 
 use super::ElementType;
+use super::element::check;
 use super::error::{CheckpointError, brief, io_at, parsing};
 use super::header::{METADATA, Members};
 use super::names::{MANIFEST, rank_file};
@@ -60,7 +61,7 @@ impl TensorEntry {
 
     /// Whether it can be of a checkpoint of `world` ranks.
     fn check(&self, world: usize) -> Result<(), String> {
-        self.dtype.check(&self.shape)?;
+        check(self.dtype.into(), &self.shape)?;
         let partition = Partition::new(self.numel(), world);
         let fits = |(rank, sum): (usize, &Option<u32>)| sum.is_some() == (partition.len(rank) > 0);
         if self.crc32c.len() != world || !self.crc32c.iter().enumerate().all(fits) {

@@ -163,7 +163,7 @@ fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<BTreeMap<
         let Some(crc32c) = tensor.crc32c[rank] else { continue };
         let shape = [manifest.partition(tensor).len(rank)];
         let found = header.tensors.get(name).ok_or_else(|| format!("tensor '{}' is not in it", brief(name)))?;
-        if (found.dtype, &found.shape[..]) != (tensor.dtype, &shape[..]) {
+        if (found.dtype, &found.shape[..]) != (tensor.dtype.into(), &shape[..]) {
             let (name, dtype, found_shape) = (brief(name), found.dtype, brief(format_args!("{:?}", found.shape)));
             return Err(format!("tensor '{name}' is {dtype} {found_shape}, expected {} {shape:?}", tensor.dtype));
         }

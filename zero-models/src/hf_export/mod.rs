@@ -32,6 +32,7 @@ use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use safetensors::Dtype;
 use serde_json::{Value, json};
 use zero_core::checkpoint::{CheckpointError, Header, NewFolder, SafetensorsWriter, SideFile};
 
@@ -191,7 +192,7 @@ fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result
     let file = File::open(path).map_err(io_at("open", path))?;
     let header = Header::read(&file, path)?;
     for tensor in tensors {
-        let expected = (dtype.element(), tensor.param.hf_shape());
+        let expected = (Dtype::from(dtype.element()), tensor.param.hf_shape());
         let found = header.tensors.get(tensor.name).map(|entry| (entry.dtype, entry.shape.clone()));
         if found.as_ref() != Some(&expected) {
             let (expected, got) = (format!("{expected:?} in {}", path.display()), format!("{found:?}"));
