@@ -220,9 +220,7 @@ fn modules_import_without_circles() {
         let source = Source::read(&root.join(name).join("src"));
         assert!(source.text.len() > 10, "{name} is not read");
         let graph = source.graph();
-        // zero-core and zero-train have circles between folders: of these two modules alone are compared.
-        let folders = if ["zero-core", "zero-train"].contains(&name) { Graph::new() } else { of_folders(&graph) };
-        for graph in [&graph, &folders] {
+        for graph in [&graph, &of_folders(&graph)] {
             let found = circle(graph);
             assert!(found.is_none(), "{name} has a circle of modules: {}", found.unwrap_or_default().join(" -> "));
         }

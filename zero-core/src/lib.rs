@@ -18,7 +18,6 @@ pub mod collective;
 pub mod config;
 #[cfg(feature = "nccl")]
 pub mod copies;
-mod error;
 pub mod estimate;
 mod exposure;
 mod files;
@@ -28,8 +27,8 @@ pub mod random;
 mod stage;
 pub mod window;
 
+pub use collective::error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
 pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
-pub use error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
 pub use partition::{Axes, Mesh, Partition};
 pub use stage::{InvalidStage, Stage};
 

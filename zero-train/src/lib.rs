@@ -24,12 +24,12 @@ pub mod launched;
 #[cfg(feature = "burn")]
 pub mod learner;
 pub mod memory;
-pub mod metrics;
 pub mod monitor;
 mod signals;
 pub mod step;
 pub mod trainer;
 
+pub use monitor::metrics;
 pub use zero_config as config;
 pub use zero_config::{loss_scale, schedule};
 #[cfg(feature = "language")]

@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-pub use crate::error::code;
+pub use crate::collective::error::code;
 use crate::{CommError, LaunchError, RankFailure};
 
 /// The exit code that tells of `error`.

@@ -12,6 +12,7 @@
 pub(crate) mod agree;
 mod buffer;
 mod comm;
+pub(crate) mod error;
 pub mod exit;
 mod first;
 pub mod flight;

@@ -7,6 +7,7 @@
 
 mod csv;
 mod memory_table;
+pub mod metrics;
 mod peak;
 mod report;
 mod tensorboard;

@@ -29,8 +29,6 @@
 
 pub(crate) mod commands;
 mod link;
-#[cfg(test)]
-mod many;
 mod message;
 mod pump;
 mod rank;
@@ -39,6 +37,8 @@ mod rendezvous;
 mod run;
 mod serve;
 mod shared;
+#[cfg(test)]
+mod tests;
 mod traffic;
 
 pub use rank::ProcessComm;

@@ -27,7 +27,7 @@ use super::message::{Answer, End, INLINE, Message, Payload, Slot, Who};
 use super::shared::Shared;
 use super::traffic::{For, Given, Held, Incoming, Outgoing, Underway, nap, take_ended};
 use crate::CommError;
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 use news::Ends;
 
 /// The longest nap of a thread that its link wakes.

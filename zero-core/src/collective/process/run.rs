@@ -24,7 +24,7 @@ use super::rank::{ProcessComm, ProcessRank};
 use super::rendezvous::{self, Mesh, Refused};
 use super::serve::serve;
 use super::shared::Shared;
-use crate::error::{LinkError, StartError};
+use crate::collective::error::{LinkError, StartError};
 use crate::{CommError, LaunchError, RankFailure};
 
 /// How a rank that is a process is run.

@@ -8,7 +8,7 @@ use super::super::landing::Landing;
 use super::commands::Exposed;
 use super::link::Link;
 use super::message::Slot;
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 
 /// What keeps bytes where they are while the link sends them.
 #[allow(dead_code)] // Held, not read.

@@ -7,7 +7,7 @@ use std::thread::Thread;
 use parking_lot::Mutex;
 
 use super::{Channel, Heard, Link};
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 
 /// What a rank has said.
 #[derive(Debug, Clone, Default)]

@@ -10,7 +10,7 @@ pub(super) mod memory;
 pub(super) mod mpi;
 pub(super) mod tcp;
 
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 
 /// Largest tag that every MPI library takes.
 pub(super) const MAX_TAG: i32 = 32_767;

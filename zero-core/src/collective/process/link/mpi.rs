@@ -11,7 +11,7 @@ use mpi::ffi;
 
 use super::super::super::launcher::Place;
 use super::{Channel, Heard, Link, MAX_CHUNK};
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 
 /// A send or receive that MPI has not finished with.
 #[derive(Debug)]

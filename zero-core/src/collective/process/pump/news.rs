@@ -8,7 +8,7 @@ use super::super::super::standing::Trouble;
 use super::super::link::Link;
 use super::super::message::{End, Message, Slot, Who};
 use super::{Active, Pump};
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 
 /// Which ranks have come to an end, as the tree tells.
 #[derive(Clone, Copy)]

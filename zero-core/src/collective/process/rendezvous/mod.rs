@@ -393,7 +393,7 @@ fn hear<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> std::io:
 
 #[cfg(test)]
 mod tests {
-    use super::super::many::processor;
+    use super::super::tests::processor;
     use super::*;
 
     fn seat(id: &str, host: &str, local_rank: Option<usize>) -> Seat {

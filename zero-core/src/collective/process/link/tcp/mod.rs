@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use super::super::rendezvous::Dial;
 use super::{Channel, Heard, Link};
-use crate::error::LinkError;
+use crate::collective::error::LinkError;
 use connection::{Connection, Span};
 
 /// How long the ends of a connection wait for one another once all is said.

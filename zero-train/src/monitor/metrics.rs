@@ -8,8 +8,8 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use zero_core::accounting::{StateBytes, WireBytes};
 
+use super::{MemoryReport, MonitorError, append, io_error};
 use crate::memory::format_bytes;
-use crate::monitor::{MemoryReport, MonitorError, append, io_error};
 
 /// One training step.
 // A field for each column of the metrics.
@@ -203,10 +203,10 @@ pub(crate) struct RankReport {
 
 impl RankReport {
     /// Every rank's, in rank order. They travel as floats, which hold counts below 2^53 without loss.
-    pub(crate) fn of_all_ranks(
+    pub(crate) fn of_all_ranks<E>(
         mut self,
-        all_gather: impl FnOnce(&[f64]) -> crate::Result<Vec<Vec<f64>>>,
-    ) -> crate::Result<Vec<Self>> {
+        all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, E>,
+    ) -> Result<Vec<Self>, E> {
         let counts: Vec<f64> = self.metrics.counts().map(|count| *count as f64).collect();
         let all = all_gather(&[&[self.loss, self.signal, self.tokens][..], &counts].concat())?;
         let read = |(rank, values): (usize, &Vec<f64>)| {

@@ -1,4 +1,4 @@
-//! `cargo test -p zero-tests --test programs [MODULE]`
+//! `cargo test -p zero-examples --test programs [MODULE]`
 //!
 //! Programs as users of Burn write them, on two ranks at every stage, against one rank that has all rows.
 
