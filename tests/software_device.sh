@@ -14,7 +14,7 @@ export XDG_RUNTIME_DIR=${XDG_RUNTIME_DIR:-/tmp}
 export RUST_MIN_STACK=67108864
 # The features of all that is built with this profile, so that nothing is compiled twice.
 build=(--profile devices --workspace --features
-  zero-core/nccl,zero-cli/cuda,zero-cli/vulkan,zero-tests/cuda,zero-tests/vulkan,zero-examples/cuda,zero-examples/vulkan)
+  zero-core/nccl,zero-train-cli/cuda,zero-train-cli/vulkan,zero-tests/cuda,zero-tests/vulkan,zero-examples/cuda,zero-examples/vulkan)
 case ${1:-} in
 '')
   cargo test "${build[@]}" --no-run --lib --test cube_operations --test cube_optim --test devices

@@ -13,7 +13,7 @@ root=$(cd "$here/../.." && pwd)
 target=$(realpath -m "${CARGO_TARGET_DIR:-$root/target}")
 work=$target/dry
 devices=(--profile devices --workspace --features
-  zero-core/nccl,zero-cli/cuda,zero-cli/vulkan,zero-tests/cuda,zero-tests/vulkan,zero-examples/cuda,zero-examples/vulkan)
+  zero-core/nccl,zero-train-cli/cuda,zero-train-cli/vulkan,zero-tests/cuda,zero-tests/vulkan,zero-examples/cuda,zero-examples/vulkan)
 
 # Of CUDA 13.0: what a newer one makes, drivers of the series 580 refuse.
 wheels=(nvidia-cuda-{nvrtc==13.0.88,runtime==13.0.96,cccl==13.0.85,crt==13.0.88,nvcc==13.0.88})

@@ -24,7 +24,7 @@ say "programs"
 cargo build --release --quiet --features cuda -p zero-examples --example gpt2_1_5b
 cp "$target/release/examples/gpt2_1_5b" "$bin"
 if [[ -z $quick ]]; then
-  cargo build --release --quiet --features cuda -p zero-cli --bin zero
+  cargo build --release --quiet --features cuda -p zero-train-cli --bin zero
   cargo build --release --quiet --features nccl -p zero-core --example nccl_check
   cp "$target/release/zero" "$target/release/examples/nccl_check" "$bin"
   tests() { # PACKAGE TARGETS...: test programs by their targets' names, as t_NAME

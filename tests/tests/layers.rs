@@ -209,12 +209,12 @@ fn modules_import_without_circles() {
         "zero-core",
         "zero-kernels",
         "zero-ops",
-        "zero-config",
+        "zero-settings",
         "zero-data",
         "zero-models",
         "zero-burn",
         "zero-train",
-        "zero-cli",
+        "zero-train-cli",
         "zero-param",
     ] {
         let source = Source::read(&root.join(name).join("src"));

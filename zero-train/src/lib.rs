@@ -30,9 +30,9 @@ pub mod step;
 pub mod trainer;
 
 pub use monitor::metrics;
-pub use zero_config as config;
-pub use zero_config::{loss_scale, schedule};
 #[cfg(feature = "language")]
 pub use zero_data as data;
+pub use zero_settings as config;
+pub use zero_settings::{loss_scale, schedule};
 
 pub use error::{Result, TrainError, exit, told_once};

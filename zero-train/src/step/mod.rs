@@ -5,7 +5,7 @@ mod error;
 use std::time::Duration;
 
 pub use error::{EngineError, Result};
-pub use zero_config::EngineConfig;
+pub use zero_settings::EngineConfig;
 
 /// What a call for a step came to.
 #[derive(Debug, Clone, Copy, PartialEq)]

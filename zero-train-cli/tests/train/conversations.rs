@@ -1,0 +1,299 @@
+//! `cargo test -p zero-train-cli --test train conversations`
+//!
+//! Training on conversations, and on prompts with completions: ids and labels as TRL makes them, losses as torch has them;
+//! `tests/fixtures/make_conversations.py` makes what they are compared with.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use parquet::data_type::{ByteArray, ByteArrayType};
+use parquet::file::writer::SerializedFileWriter;
+use parquet::schema::parser::parse_message_type;
+use serde_json::{Value, json};
+use zero_train::data::{ChatFormat, Conversations, Cutting, LossOn, Source, Tokenizer};
+
+use crate::common::texts::{self, json_lines, refused, zero};
+
+fn fixtures() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures")
+}
+
+fn made() -> Value {
+    serde_json::from_slice(&std::fs::read(fixtures().join("conversations.json")).unwrap()).unwrap()
+}
+
+fn copy(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
+        std::fs::copy(entry.path(), to.join(entry.file_name())).unwrap();
+    }
+}
+
+fn lines<'a>(rows: impl IntoIterator<Item = &'a Value>) -> String {
+    rows.into_iter().map(|row| format!("{row}\n")).collect()
+}
+
+fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conversations, String> {
+    let format = ChatFormat::of(&Source::File(path)).unwrap().expect("it has a format");
+    let folders = [folder];
+    let cutting =
+        Cutting { seq: Some(seq), vocab_size: 1 << 20, n_positions: 512, folders: &folders, ..Cutting::default() };
+    let tokenizer = Tokenizer::find(path, &cutting).unwrap();
+    Conversations::load(path, format, loss_on, &cutting, tokenizer).map_err(|error| error.to_string())
+}
+
+/// The ids of each row, and whether each has a label.
+fn rows(conversations: &Conversations) -> Vec<[Vec<i64>; 2]> {
+    let row = |row| {
+        let batch = conversations.batch(&[row]);
+        let has_label = batch.labels.iter().zip(&batch.input_ids).map(|(label, id)| match label {
+            -100 => 0,
+            label => i64::from(label == id) + 10 * i64::from(label != id),
+        });
+        [batch.input_ids.iter().map(|&id| id.into()).collect(), has_label.collect()]
+    };
+    (0..conversations.rows()).map(row).collect()
+}
+
+#[test]
+fn ids_and_labels_are_those_of_trl() {
+    let made = made();
+    let dir = tempfile::tempdir().unwrap();
+    let mut wrong = Vec::new();
+    let cases = made["cases"].as_array().unwrap();
+    assert!(cases.len() >= 27);
+    for case in cases {
+        let text = |key: &str| case[key].as_str().unwrap();
+        let (name, folder) = (text("name"), dir.path().join(text("name")));
+        copy(&fixtures().join("tokenizers").join(text("tokenizer")), &folder);
+        if let Some(template) = case["template"].as_str() {
+            std::fs::write(folder.join("chat_template.jinja"), template).unwrap();
+        }
+        let path = folder.join("rows.jsonl");
+        std::fs::write(&path, lines(case["rows"].as_array().unwrap())).unwrap();
+        let loss_on = if text("loss_on") == "all" { LossOn::All } else { LossOn::Completions };
+        let got = read(&path, &folder, case["seq"].as_u64().unwrap() as usize, loss_on).unwrap();
+        let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
+        assert_eq!(got.rows() + got.left_out(), case["rows"].as_array().unwrap().len(), "{name}");
+        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.left_out());
+        for (row, (got, expected)) in rows(&got).iter().zip(&expected).enumerate() {
+            if got != expected {
+                wrong.push(format!("{name}, row {row}:\n{got:?}\nexpected\n{expected:?}"));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "{} differ: {}", wrong.len(), wrong[..wrong.len().min(4)].join("\n"));
+}
+
+/// A Llama with a tokenizer and a chat template in `llama`, and its training rows in `chats.jsonl`.
+fn inputs(dir: &Path) -> Value {
+    let made = made()["training"].take();
+    copy(&fixtures().join("texts/llama_tiny"), &dir.join("llama"));
+    copy(&fixtures().join("llama_tiny"), &dir.join("llama"));
+    std::fs::write(dir.join("llama/chat_template.jinja"), made["template"].as_str().unwrap()).unwrap();
+    std::fs::write(dir.join("chats.jsonl"), lines(made["rows"].as_array().unwrap())).unwrap();
+    made
+}
+
+fn losses(dir: &Path, run: &str) -> Vec<f64> {
+    json_lines(&dir.join(run).join("out/metrics.jsonl")).iter().map(|step| step["loss"].as_f64().unwrap()).collect()
+}
+
+#[test]
+fn losses_are_those_of_torch_on_any_cut() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let made = inputs(dir);
+    let expected: Vec<f64> = serde_json::from_value(made["losses"].clone()).unwrap();
+    let seq = made["seq"].to_string();
+    let how = ["--weights", "llama", "--seq", &seq, "--shuffle", "false", "--steps", "5", "--lr", "1e-3"];
+    let adam = ["--weight-decay", "0.01", "--decay-except", "nothing", "--schedule", "constant", "--warmup", "0"];
+    for (ranks, batch, accumulation, stage) in
+        [("1", "4", "1", "0"), ("1", "1", "4", "0"), ("2", "2", "1", "3"), ("2", "1", "2", "2"), ("4", "1", "1", "1")]
+    {
+        let cut = ["--ranks", ranks, "--batch", batch, "--accumulation", accumulation, "--stage", stage];
+        let run = [ranks, batch, accumulation, stage].join("-");
+        texts::train(dir, &run, &[&["--data", "chats.jsonl"], &how, &adam, &cut]);
+        let got = losses(dir, &run);
+        let close = got.len() == 5 && got.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= 1e-5);
+        assert!(close, "{cut:?}: {got:?}, expected {expected:?}");
+    }
+    // All tokens are another loss.
+    texts::train(dir, "all", &[&["--data", "chats.jsonl", "--loss-on", "all", "--batch", "4"], &how, &adam]);
+    assert!((losses(dir, "all")[0] - expected[0]).abs() > 1e-2, "{:?}", losses(dir, "all"));
+}
+
+/// The same rows in all kinds of files, also where they are split.
+#[test]
+fn tables_arrays_and_parquet_are_read_alike() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    let loaded = |path: &str| read(&dir.join(path), &dir.join("llama"), 36, LossOn::Completions).unwrap();
+    let [a, b] = [("to be", "or not"), ("who", "a king, is it?")];
+    let texts = [a, b].map(|(prompt, completion)| json!({ "prompt": prompt, "completion": completion, "id": 3 }));
+    std::fs::write(dir.join("texts.jsonl"), lines(&texts)).unwrap();
+    std::fs::write(dir.join("texts.json"), json!(texts).to_string()).unwrap();
+    std::fs::write(dir.join("texts.csv"), "completion,id,prompt\nor not,3,to be\n\"a king, is it?\",3,who\n").unwrap();
+    let expected = rows(&loaded("texts.jsonl"));
+    assert_eq!((expected.len(), rows(&loaded("texts.json"))), (2, expected.clone()));
+    assert_eq!(rows(&loaded("texts.csv")), expected);
+
+    let conversation = |(prompt, completion): (&str, &str)| json!([{ "role": "user", "content": prompt }, { "role": "assistant", "content": completion }]);
+    let chats = [a, b].map(|pair| json!({ "messages": conversation(pair) }));
+    std::fs::write(dir.join("two.jsonl"), lines(&chats)).unwrap();
+    let schema = "message schema { required int32 id; optional group messages (list) { repeated group list { optional group element {
+        optional byte_array content (utf8); optional byte_array role (utf8); } } } }";
+    let file = std::fs::File::create(dir.join("two.parquet")).unwrap();
+    let mut writer =
+        SerializedFileWriter::new(file, Arc::new(parse_message_type(schema).unwrap()), Arc::default()).unwrap();
+    let mut group = writer.next_row_group().unwrap();
+    let mut column = group.next_column().unwrap().unwrap();
+    column.typed::<parquet::data_type::Int32Type>().write_batch(&[1, 2], None, None).unwrap();
+    column.close().unwrap();
+    for values in [[a.0, a.1, b.0, b.1], ["user", "assistant", "user", "assistant"]] {
+        let mut column = group.next_column().unwrap().unwrap();
+        let values = values.map(ByteArray::from);
+        column.typed::<ByteArrayType>().write_batch(&values, Some(&[4; 4]), Some(&[0, 1, 0, 1])).unwrap();
+        column.close().unwrap();
+    }
+    group.close().unwrap();
+    writer.close().unwrap();
+    let expected = rows(&loaded("two.jsonl"));
+    assert_eq!((expected.len(), rows(&loaded("two.parquet"))), (2, expected.clone()));
+
+    // The first is trained on, and the second held out; rows without an answer are in neither.
+    std::fs::create_dir(dir.join("split")).unwrap();
+    let silent = json!({ "messages": [{ "role": "user", "content": "no" }] });
+    std::fs::write(dir.join("split/train.jsonl"), lines([&silent, &chats[0]])).unwrap();
+    std::fs::write(dir.join("split/validation.jsonl"), lines([&chats[1], &silent])).unwrap();
+    let split = loaded("split");
+    assert_eq!((rows(&split), split.held_out(), split.left_out()), (expected, 1, 2));
+}
+
+#[test]
+fn the_command_says_what_is_left_out_and_measures_what_is_held_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    let chats = std::fs::read_to_string(dir.join("chats.jsonl")).unwrap();
+    let silent = json!({ "messages": [{ "role": "user", "content": "no" }] });
+    std::fs::write(dir.join("chats.jsonl"), format!("{silent}\n{chats}{silent}\n")).unwrap();
+    let train = ["train", "--weights", "llama", "--data", "chats.jsonl", "--threads", "1", "--batch", "2"];
+    let told = |ran: &std::process::Output| String::from_utf8_lossy(&ran.stderr).into_owned();
+    let ran = zero(&[&train[..], &["--steps", "2", "--eval", "5"]].concat(), dir);
+    assert!(ran.status.success(), "{}", told(&ran));
+    let left_out = "warning: chats.jsonl: 2 of 22 rows are left out";
+    assert_eq!(told(&ran).matches(left_out).count(), 1, "{}", told(&ran));
+    let shown = String::from_utf8_lossy(&ran.stdout);
+    assert!(shown.contains("perplexity") && shown.contains("the model goes on"), "{shown}");
+    let ran = zero(&[&train[..], &["--dry-run"]].concat(), dir);
+    assert!(ran.status.success() && String::from_utf8_lossy(&ran.stdout).contains("20 rows"), "{ran:?}");
+    // A validation split without answers does not vanish.
+    std::fs::create_dir(dir.join("split")).unwrap();
+    std::fs::write(dir.join("split/train.jsonl"), &chats).unwrap();
+    std::fs::write(dir.join("split/validation.jsonl"), lines([&silent])).unwrap();
+    let split = ["train", "--weights", "llama", "--data", "split", "--dry-run"];
+    let text = told(&zero(&split, dir));
+    assert!(text.contains("validation.jsonl: has no row with an answer in its first"), "{text}");
+    assert!(zero(&[&split[..], &["--eval", "0"]].concat(), dir).status.success());
+    // Where held-out rows lie in batches does not change their mean.
+    let evals = [("1", "5"), ("1", "2"), ("2", "1")].map(|(ranks, batch)| {
+        let how = ["--weights", "llama", "--data", "chats.jsonl", "--steps", "1", "--eval", "5", "--lr", "0"];
+        let run = format!("eval-{ranks}-{batch}");
+        let summary = texts::train(dir, &run, &[&how, &["--ranks", ranks, "--batch", batch]]);
+        summary["epochs"][0]["eval"][0][1].as_f64().unwrap()
+    });
+    assert!(evals.iter().all(|loss| (loss - evals[0]).abs() < 1e-6), "{evals:?}");
+}
+
+#[test]
+fn what_cannot_be_used_is_one_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    let say = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let good = json!({ "messages": [say("user", "a"), say("assistant", "b")] });
+    let refusing = "{% if messages[0].role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% for m in messages %}\
+                    {{ m.role[0] }}{{ m.content }}{% endfor %}";
+    // The answer before the last is told in another way.
+    let forgetting = "{% for m in messages %}{{ m.role[0] }}{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}";
+    let template = |text: &str| std::fs::write(dir.join("llama/chat_template.jinja"), text).unwrap();
+    let train = ["train", "--weights", "llama", "--data", "bad.jsonl", "--steps", "1", "--seq", "16"];
+    let told = |rows: &[Value], options: &[&str]| {
+        std::fs::write(dir.join("bad.jsonl"), lines(rows)).unwrap();
+        let text = refused(&[&train[..], options].concat(), dir);
+        assert!(text.lines().count() == 1 && text.starts_with("error: "), "{text}");
+        text
+    };
+    template(refusing);
+    for (row, expected) in [
+        (json!({ "text": "a" }), "bad.jsonl: line 2: its \"messages\" is not there: expected a list of messages"),
+        (json!({ "messages": "a" }), "line 2: its \"messages\" is a text: expected a list of messages"),
+        (json!({ "messages": [] }), "line 2: its \"messages\" has no messages"),
+        (json!({ "messages": ["a"] }), "line 2: message 0 of its \"messages\": is a text: expected an object"),
+        (json!({ "messages": [{ "content": "a" }] }), "message 0 of its \"messages\": its \"role\" is not there"),
+        (json!({ "messages": [{ "role": "user", "content": [1] }] }), "its \"content\" is a list: expected a text"),
+        (
+            json!({ "messages": [{ "role": "user", "content": "a", "tool_calls": [1] }] }),
+            "has a \"tool_calls\", which is not read",
+        ),
+        (
+            json!({ "messages": [{ "role": "assistant", "content": "a", "train": false }] }),
+            "has a \"train\", which is not read",
+        ),
+        (
+            json!({ "messages": [say("assistant", "a"), say("user", "b")] }),
+            "no text before a message of the assistant that is the first",
+        ),
+        (json!({ "messages": good["messages"], "tools": "[]" }), "line 2: has a \"tools\", which is not read"),
+        (
+            json!({ "messages": [say("system", "a")] }),
+            "line 2: the chat template of llama cannot be used: no system here",
+        ),
+        (json!([1]), "line 2: is a list: expected an object"),
+    ] {
+        let text = told(&[good.clone(), row.clone()], &[]);
+        assert!(text.contains(expected), "{row}: {text}");
+    }
+    for (row, expected) in [
+        (
+            json!({ "prompt": "a", "completion": 1 }),
+            "line 1: its \"prompt\" is a text, and its \"completion\" is a number",
+        ),
+        (
+            json!({ "prompt": "a", "completion": [say("user", "a")] }),
+            "its \"completion\" is a list: expected texts, or lists of messages",
+        ),
+        (json!({ "instruction": 1, "output": "b" }), "line 1: its \"instruction\" is a number: expected a text"),
+        (
+            json!({ "conversations": [{ "from": "observation", "value": "a" }] }),
+            "is from \"observation\": expected human, gpt or system",
+        ),
+        (
+            json!({ "messages": [say("user", "a")] }),
+            "bad.jsonl: has no row with an answer in its first 16 tokens, with the tokenizer of llama",
+        ),
+    ] {
+        let text = told(std::slice::from_ref(&row), &[]);
+        assert!(text.contains(expected), "{row}: {text}");
+    }
+    let again =
+        json!({ "messages": [say("user", "a"), say("assistant", "b"), say("user", "c"), say("assistant", "d")] });
+    template(forgetting);
+    let text = told(std::slice::from_ref(&again), &[]);
+    assert!(
+        text.contains("renders message 1 in another way when others follow") && text.contains("--loss-on all"),
+        "{text}"
+    );
+    std::fs::write(dir.join("bad.jsonl"), lines([&again])).unwrap();
+    assert!(zero(&[&train[..], &["--loss-on", "all"]].concat(), dir).status.success());
+    template("{% for m in messages %}");
+    assert!(told(std::slice::from_ref(&good), &[]).contains("the chat template of llama cannot be used: syntax error"));
+    std::fs::remove_file(dir.join("llama/chat_template.jinja")).unwrap();
+    assert!(told(std::slice::from_ref(&good), &[]).contains("line 1: holds messages, and llama has no chat template"));
+    // The loss is of documents where a field is named, or rows are no conversations.
+    assert!(told(&[good], &["--text-field", "messages"]).contains("its \"messages\" is a list: expected a text"));
+    let text = told(&[json!({ "text": "to be or not to be" })], &["--loss-on", "all"]);
+    assert!(text.contains("--loss-on all: expected --data beside it with conversations"), "{text}");
+}

@@ -1,0 +1,24 @@
+//! The commands, on files of all kinds. They are one binary, as each links all of Burn: `cargo test -p zero-train-cli --test train [MODULE]`.
+
+mod averages;
+mod batch_law;
+mod bert;
+mod classes;
+#[path = "../common/mod.rs"]
+mod common;
+mod conversations;
+mod export;
+mod generate;
+mod hostile;
+mod inspect_command;
+mod llama;
+mod lora;
+#[path = "../../../zero-core/tests/common/mutate.rs"]
+mod mutate;
+mod reported;
+mod seq2seq;
+#[path = "../sharded/mod.rs"]
+mod sharded;
+mod tokenizers;
+mod trainer;
+mod zero_command;
