@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Seconds from nothing, and the time of a step, at two revisions in turn: `bench/build.sh OLD NEW`. Builds the main job in release, and a
-# program of 20 lines on `ZeroEngine` as `cargo build` has it. CRATES=1 prints what took longest. Run nothing else meanwhile.
+# Compares two revisions: seconds to build the main job (release) and a program of 20 lines on `ZeroEngine` (dev) from nothing, and the
+# time of a step. `bench/build.sh OLD NEW`; CRATES=1 prints the crates that took longest. Run nothing else meanwhile.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CARGO_INCREMENTAL=0
 work=$(mktemp -d)
-trap 'for at in "$work"/tree-*; do git worktree remove --force "$at"; done; rm -rf "$work"' EXIT
+trap 'rm -rf "$work"; git worktree prune' EXIT
 seconds() { # COMMAND...
   local begin=$SECONDS
-  "$@" >&2
+  "$@" >&2 || return
   echo $((SECONDS - begin))
 }
 

@@ -50,13 +50,11 @@ impl TokenFile {
                 )));
             }
         }
-        let dtype = match Type::try_from(ids.dtype) {
-            Ok(dtype @ (Type::I64 | Type::I32 | Type::U32 | Type::I16 | Type::U16)) => dtype,
-            _ => {
-                let other = ids.dtype;
-                return Err(problem(format!("input_ids has type {other}: expected I64, I32, U32, I16 or U16")));
-            }
-        };
+        let integer = |dtype: &Type| matches!(dtype, Type::I64 | Type::I32 | Type::U32 | Type::I16 | Type::U16);
+        let dtype = Type::try_from(ids.dtype)
+            .ok()
+            .filter(integer)
+            .ok_or_else(|| problem(format!("input_ids has type {}: expected I64, I32, U32, I16 or U16", ids.dtype)))?;
         let (begin, shape) = (header.data_start + ids.data_offsets.0, ids.shape.clone());
         Ok(Self { file, path: path.to_path_buf(), begin, shape, dtype })
     }

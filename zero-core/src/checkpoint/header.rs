@@ -28,7 +28,7 @@ const MAX_HEADER_BYTES: u64 = 100_000_000;
 /// Where and what one tensor of a file is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct HeaderEntry {
-    /// Element type, which [`ElementType`] may not have: each reader says what it can use.
+    /// Element type. [`ElementType`] may not support it: each reader checks for the types that it can use.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<usize>,
