@@ -71,7 +71,7 @@ impl ElementType {
 
     /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
     pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
-        Some(bits_of(self.into(), shape)? / 8)
+        bytes_of(self.into(), shape)
     }
 }
 
@@ -81,15 +81,17 @@ pub(super) fn check(dtype: Dtype, shape: &[usize]) -> Result<(), String> {
         return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
     }
     let too_large = || format!("{dtype} {} is larger than any file", brief(format_args!("{shape:?}")));
-    bits_of(dtype, shape).map(drop).ok_or_else(too_large)
+    bytes_of(dtype, shape).map(drop).ok_or_else(too_large)
 }
 
-/// Bits of a tensor of `shape`, or `None` when no file could hold it.
-fn bits_of(dtype: Dtype, shape: &[usize]) -> Option<u64> {
+/// Bytes of a tensor of `shape`, or `None` when no file could hold it.
+fn bytes_of(dtype: Dtype, shape: &[usize]) -> Option<u64> {
     // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
     let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;
-    let bits = u64::try_from(numel.checked_mul(dtype.bitsize())?).ok()?;
-    Some(if shape.contains(&0) { 0 } else { bits })
+    // Elements may have 4 or 6 bits, and the bits of the largest file do not fit 64 bits.
+    let bytes = (numel as u128 * dtype.bitsize() as u128).div_ceil(8);
+    let bytes = i64::try_from(bytes).ok()? as u64;
+    Some(if shape.contains(&0) { 0 } else { bytes })
 }
 
 impl core::fmt::Display for ElementType {
