@@ -80,13 +80,18 @@ fn a_thread_infers_while_the_rank_trains() {
 /// A stack that fits the 8 MiB of a program's first thread fits a rank's.
 #[test]
 fn a_body_of_four_mebibytes_of_stack() {
+    /// Calls itself until `bytes` of the stack are in use, however large the compiler makes a frame.
     #[inline(never)]
-    fn deep(left: usize) -> usize {
-        let frame = std::hint::black_box([left as u8; 64 << 10]);
-        if left == 0 { 0 } else { deep(left - 1) + std::hint::black_box(frame)[left] as usize }
+    fn deep(top: usize, bytes: usize) -> usize {
+        let frame = std::hint::black_box([0u8; 4 << 10]);
+        let used = top - frame.as_ptr().addr();
+        if used < bytes { deep(top, bytes) + frame[0] as usize } else { used }
     }
-    let ranks = run(2, config(Stage::Parameters), |_| deep(64));
-    assert_eq!(ranks.unwrap().len(), 2);
+    let ranks = run(2, config(Stage::Parameters), |_| {
+        let top = std::hint::black_box(0u8);
+        deep((&raw const top).addr(), 4 << 20)
+    });
+    assert!(ranks.unwrap().iter().all(|used| *used >= 4 << 20));
 }
 
 /// Two launches side by side in one process, as one after the other.
