@@ -1,4 +1,4 @@
-//! The same GPT-2 training steps over any autodiff backend, timed: what the decorator's cost is measured with.
+//! Timed GPT-2 training steps over any autodiff backend, to measure the overhead of the decorator.
 //!
 //! Shared by path between `bench/bare` (the bare backend) and `examples/examples/gpt2_steps.rs` (`Zero` around it).
 
@@ -31,8 +31,8 @@ impl Sizes {
     }
 }
 
-/// Trains and returns the seconds of each step but the first, of forward, backward (with reduction) and update, and the
-/// last loss.
+/// Trains and returns the seconds of each step after the first, for forward, backward (with reduction) and update, and
+/// the last loss.
 pub fn train<B: AutodiffBackend + FusedBackend>(
     sizes: &Sizes,
     device: &B::Device,
@@ -65,8 +65,8 @@ where
     (seconds, last)
 }
 
-/// One line: tokens per second by the median step, the fastest forward, backward and update in ms, and the last loss.
-/// Other work on the machine only ever adds to a time, so the fastest of many compare best where it is not quiet.
+/// Prints one line: tokens per second of the median step, the fastest forward, backward and update in ms, and the last
+/// loss. Other work on the machine can only slow a step down, so on a busy machine the fastest steps compare best.
 pub fn report(name: &str, sizes: &Sizes, seconds: &[[f64; 3]], loss: f64) {
     let mut steps: Vec<f64> = seconds.iter().map(|phases| phases.iter().sum()).collect();
     steps.sort_by(f64::total_cmp);

@@ -1,7 +1,7 @@
 //! `cargo run --release --example bing_bert`
 //!
-//! Pre-trains a BERT on Shakespeare, to predict masked tokens and whether one text follows another, on the CPU, with two ranks
-//! at ZeRO stage 3. It learns its vocabulary first; everything it needs is in the repository. `-- --help` lists the options.
+//! Pre-trains a BERT on Shakespeare, with masked-token and next-sentence prediction, on the CPU with two ranks at ZeRO
+//! stage 3. It learns its vocabulary first; all data is in the repository. `-- --help` lists the options.
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -11,7 +11,7 @@ use zero_core::alloc::PageKeeper;
 use zero_train::data::Source;
 use zero_train::language::{self, Options, Program};
 
-/// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
+/// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 

@@ -1,7 +1,7 @@
 //! `cargo run --release --example checkpoint -- [FOLDER [RANKS [STAGE]]]`
 //!
-//! Trains for 20 updates and saves every 5. Stop it at any moment, with any signal, and start it again, with another number
-//! of ranks or another stage if you like: it resumes from the newest sound checkpoint.
+//! Trains for 20 updates and saves every 5. Stop it at any moment, with any signal, and start it again, optionally with
+//! another number of ranks or another stage: it resumes from the newest intact checkpoint.
 
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
@@ -33,7 +33,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let plan = ZeroPlan::builder(stage).micro_batch(ROWS / ranks).build(ranks)?;
     let model = Gpt2Config { vocab_size: 256, n_embd: 64, n_head: 4, n_layer: 2, ..Gpt2Config::preset("tiny")? };
 
-    // Every byte of the newest checkpoint is verified; one that is damaged is skipped.
+    // Every byte of the newest checkpoint is verified; a damaged one is skipped.
     let found = find_latest(&dir, Check::Contents)?;
     for (path, reason) in &found.skipped {
         eprintln!("{} is skipped: {reason}", path.display());
@@ -43,7 +43,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let launched = launch::<Flex, _, TrainError>(ranks, &plan.zero_config(0), &Default::default(), |device| {
         let optimizer = Fused::new(plan.rule());
         let mut engine = ZeroEngine::initialize(model.init::<B>(&device), optimizer, plan.engine_config()?, &device)?;
-        // Where in the text the next global batch begins: the program's own state, saved beside the engine's.
+        // Position in the text of the next global batch: the program's own state, saved together with the engine's.
         let mut at = 0;
         if let Some(checkpoint) = &latest {
             let state = engine.load(checkpoint, Parts::All)?;

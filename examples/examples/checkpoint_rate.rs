@@ -1,8 +1,8 @@
 //! `cargo run --release --example checkpoint_rate -- [FOLDER [PRESET [RANKS [ROUNDS]]]]`
 //!
-//! How fast checkpoints of a GPT-2 are saved and loaded, against what the same threads reach writing (and syncing) and
-//! reading plain files of the same sizes in the same folder, in turn in one run. Before each read the files' pages are
-//! dropped from the page cache. Needs the folder's disk to hold two checkpoints.
+//! Measures how fast checkpoints of a GPT-2 are saved and loaded, compared with the same threads writing (and syncing)
+//! and reading plain files of the same sizes in the same folder. Both alternate within one run. Each file's pages are
+//! dropped from the page cache before it is read. The folder's disk must hold two checkpoints.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -29,10 +29,10 @@ static ALLOCATOR: PageKeeper = PageKeeper::new(std::alloc::System);
 
 type B = Autodiff<Zero<Flex>>;
 
-/// Bytes of one plain write or read.
+/// Bytes per plain write or read.
 const CHUNK: usize = 8 << 20;
 
-/// Seconds of work of all ranks, from when all are ready until the last has ended.
+/// Returns the seconds of `work` on all ranks, from when all are ready until the last one ends.
 fn together(work: impl FnOnce()) -> f64 {
     let meet = || zero_burn::stats::all_gather::<Flex>(&[0.0]);
     meet();
@@ -58,10 +58,10 @@ fn read_plain(path: &Path, chunk: &mut [u8]) {
     while file.read(chunk).expect("the disk can be read") > 0 {}
 }
 
-/// Gives a file's pages back, so that the next read comes from the disk.
+/// Drops a file from the page cache, so that the next read comes from the disk.
 fn forget(path: &Path) {
     let file = File::open(path).expect("it was just written");
-    // SAFETY: the descriptor is open, and this is advice.
+    // SAFETY: the descriptor is open, and the call is only advice.
     unsafe { libc::posix_fadvise(file.as_raw_fd(), 0, 0, libc::POSIX_FADV_DONTNEED) };
 }
 
@@ -78,7 +78,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let rank = device.rank();
         let mut engine =
             ZeroEngine::initialize(model.init::<B>(&device), Fused::new(plan.rule()), plan.engine_config()?, &device)?;
-        // One update, so that there is optimizer state.
+        // One update, to create the optimizer state.
         let ids = Tensor::<B, 2, Int>::zeros([1, 8], &device);
         let loss = engine.forward(|model| model.loss(ids));
         engine.backward(loss);

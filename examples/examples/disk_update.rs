@@ -1,8 +1,8 @@
 //! `cargo run --release --example disk_update -- [FOLDER [MILLIONS [ROUNDS]]]`
 //!
-//! How long the fused AdamW takes for parameters, gradients and moments that lie on a disk (28 bytes a parameter: four arrays
-//! read, three written), against the time that reading and writing as many bytes takes one after the other at the disk's own
-//! sequential rate, in turn in one run in the same folder. Two ranks, each with a file of its own, as in training.
+//! Measures the fused AdamW on parameters, gradients and moments that are stored on a disk (28 bytes per parameter: four arrays
+//! read, three written). The reference is the time to read and then write the same number of bytes at the disk's sequential
+//! rate. Both alternate in one run in the same folder. Two ranks, each with its own file, as in training.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -31,7 +31,7 @@ type A = Autodiff<Zero<Flex>>;
 
 const LIMIT: Duration = Duration::from_secs(600);
 const RANKS: usize = 2;
-/// Elements of one tensor.
+/// Number of elements of one tensor.
 const TENSOR: usize = 8_000_000;
 
 #[derive(Module, Debug)]
@@ -39,7 +39,7 @@ struct Weights<B: Backend> {
     w: Vec<Param<Tensor<B, 1>>>,
 }
 
-/// Moves `bytes` through the file in order, with all buffers in flight.
+/// Moves `bytes` sequentially through the file, with all buffers in flight.
 fn move_all(file: &SwapFile, pool: &BufferPool, bytes: usize, write: bool) -> Result<(), DiskError> {
     let region = file.alloc(bytes)?;
     let mut flying = std::collections::VecDeque::new();
@@ -73,7 +73,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let file = dir.create_file(10 + device.rank(), &SwapFileOptions::default()).map_err(told)?;
         let pool = PoolOptions { count: disk.buffer_count, bytes: disk.buffer_bytes, ..PoolOptions::default() };
         let pool = BufferPool::new(&pool).map_err(told)?;
-        // This rank's pieces of all tensors.
+        // This rank's shards of all tensors.
         let elements = tensors * TENSOR / RANKS;
         let meet = || drop(all_gather::<Flex>(&[0.0]));
         let timed = |work: &mut dyn FnMut() -> Result<(), DiskError>| -> Result<f64, String> {
@@ -85,7 +85,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         };
         let (mut updates, mut writes, mut reads) = (Vec::new(), Vec::new(), Vec::new());
         for round in 0..=rounds {
-            // One tensor after another, so that not all dense gradients are there at once.
+            // One tensor at a time, to limit the memory of dense gradients.
             let mut grads = GradientsParams::new();
             for param in &model.w {
                 let one = (param.val() * 1e-3).sum();
@@ -102,7 +102,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             model = fused.step_scaled(1e-3, 1.0, model, grads);
             fused.wait();
             meet();
-            // The first round makes the moments.
+            // The first round creates the moments.
             if round > 0 {
                 updates.push(begin.elapsed().as_secs_f64());
                 writes.push(write);

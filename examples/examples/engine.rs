@@ -1,7 +1,7 @@
 //! `cargo run --release --example engine -- [ds_config.json]`
 //!
-//! The loop that DeepSpeed's users know, on two ranks: a configuration file, `initialize`, `forward`, `backward`, `step`.
-//! Without a file it takes the settings below.
+//! A DeepSpeed-style training loop on two ranks: a configuration file, `initialize`, `forward`, `backward`, `step`.
+//! Without a file it uses the settings below.
 
 use std::process::ExitCode;
 
@@ -26,7 +26,7 @@ fn main() -> ExitCode {
 }
 
 fn run() -> Result<(), TrainError> {
-    // Two ranks, or as many as a launcher has started: batch sizes are of that number.
+    // Two ranks, or the number that a launcher has started: batch sizes depend on it.
     let ranks = launched_ranks(2).map_err(|error| TrainError::Launch(error.to_string()))?;
     let plan = match std::env::args().nth(1) {
         Some(file) => Config::from_file(file)?.resolve(&Context { world: Some(ranks), ..Context::default() })?,
@@ -35,13 +35,13 @@ fn run() -> Result<(), TrainError> {
         }
     };
     println!("{}\n", plan.explain());
-    // Characters instead of tokens: a model of 256 symbols.
+    // Characters instead of tokens: a vocabulary of 256.
     let model = Gpt2Config { vocab_size: 256, n_embd: 64, n_head: 4, n_layer: 2, ..Gpt2Config::preset("tiny")? };
 
     launch_auto::<Flex, _, TrainError>(plan.world, &plan.zero_config(0), &Default::default(), |device| {
         let optimizer = Fused::new(plan.rule());
         let mut engine = ZeroEngine::initialize(model.init::<B>(&device), optimizer, plan.engine_config()?, &device)?;
-        // Positions begin as waves, in place of noise: every rank calls it, and rank 0's change is handed on.
+        // Initialize positions with waves instead of noise: every rank calls this, and rank 0's change is broadcast.
         engine.gathered(
             |parameter| parameter.path == "wpe",
             Some(0),

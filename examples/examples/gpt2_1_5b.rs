@@ -1,8 +1,8 @@
 //! `cargo run --release --example gpt2_1_5b`
 //!
 //! Trains GPT-2 1.5B (or the largest preset that fits into memory) on Shakespeare, on the CPU, with two ranks at ZeRO
-//! stage 3, with 2 rows of 128 tokens a rank (with `--model`, 1). Everything it needs is in the repository. `-- --help` lists
-//! the options.
+//! stage 3 and 2 rows of 128 tokens per rank (with `--model`, 1). All data is in the repository. `-- --help` lists the
+//! options.
 
 use std::alloc::System;
 use std::process::ExitCode;
@@ -12,7 +12,7 @@ use zero_core::alloc::PageKeeper;
 use zero_train::data::Source;
 use zero_train::language::{self, Options, Program};
 
-/// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
+/// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     let mut cli = Cli::parse();
     let Options { model, weights, train, .. } = &mut cli.options;
     if model.is_none() && weights.is_none() && train.config.is_none() && !train.auto_find_batch_size {
-        // The gradient of one row a rank is too noisy for so deep a model.
+        // The gradient of one row per rank is too noisy for such a deep model.
         train.hyper.batch.get_or_insert(2);
     }
     let program = Program {

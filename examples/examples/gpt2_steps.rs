@@ -1,7 +1,7 @@
 //! `cargo run --release --example gpt2_steps -- PRESET BATCH SEQ STEPS`
 //!
-//! GPT-2 steps on one rank of `Zero<Flex>`, timed: the other half of `bench/bare/run.sh`, which runs it side by side with
-//! the bare backend.
+//! Timed GPT-2 steps on one rank of `Zero<Flex>`: the other half of `bench/bare/run.sh`, which compares it with the
+//! bare backend.
 
 #[path = "../../bench/gpt2_steps.rs"]
 mod gpt2_steps;

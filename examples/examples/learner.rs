@@ -1,10 +1,10 @@
-//! Burn's own `Learner`, on as many ranks as you like:
+//! Burn's own `Learner`, on any number of ranks:
 //!
 //! ```text
 //! cargo run --release --example learner -- 2
 //! ```
 //!
-//! A small classifier of points on two spirals. Only the lines marked `Zero` differ from a program for one device.
+//! Trains a small classifier of points on two spirals. Only the lines marked `Zero` differ from a program for one device.
 
 use std::sync::Arc;
 
@@ -32,7 +32,7 @@ use zero_train::learner::ZeroStrategy; // Zero
 
 type B = burn::backend::Autodiff<Zero<Flex>>; // Zero: was Autodiff<Flex>
 
-/// A point and the spiral it lies on.
+/// A point and the spiral it belongs to.
 #[derive(Clone, Debug)]
 struct Point {
     at: [f32; 2],
@@ -122,7 +122,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let ranks: usize = std::env::args().nth(1).map_or(Ok(2), |ranks| ranks.parse())?;
     let directory = std::env::temp_dir().join("zero-learner");
     launch::<Flex, _, String>(ranks, &ZeroConfig::new(Stage::Parameters), &Default::default(), |device| {
-        // Zero: the batch size is a rank's, so that the global batch is 64.
+        // Zero: the batch size is per rank, so that the global batch is 64.
         let batch = 64 / ranks;
         let training = SupervisedTraining::new(
             &directory,
@@ -141,7 +141,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         .summary();
         let scheduler = CosineAnnealingLrSchedulerConfig::new(1e-2, 640).init()?;
         let learner = Learner::new(Spirals::<B>::new(&device), AdamWConfig::new().init(), scheduler);
-        // Zero: in place of `with_file_checkpointer`.
+        // Zero: replaces `with_file_checkpointer`.
         let strategy = ZeroStrategy::new(&device)
             .with_clipping(1.0)
             .with_checkpoints(directory.join("checkpoint"), CompactRecorder::new());

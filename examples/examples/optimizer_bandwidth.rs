@@ -1,7 +1,7 @@
 //! `cargo run --release --example optimizer_bandwidth -- [MILLIONS [ROUNDS]]`
 //!
-//! How much of the machine's memory bandwidth the fused AdamW uses: 28 bytes a parameter (parameter and two moments read
-//! and written, gradient read), against what the same threads reach scaling one array in place, in turn in one run.
+//! Measures how much of the machine's memory bandwidth the fused AdamW uses: 28 bytes per parameter (parameter and two moments
+//! read and written, gradient read). The reference is the same threads scaling one array in place, alternating in one run.
 
 use std::alloc::System;
 use std::time::Instant;
@@ -31,7 +31,7 @@ struct Weights<B: Backend> {
     w: Param<Tensor<B, 1>>,
 }
 
-/// Seconds of one step of `optimizer` on `elements` parameters, the gradient made beforehand.
+/// Returns the seconds of one step of `optimizer` on `elements` parameters; the gradient is created beforehand.
 fn step<O: Optimizer<Weights<A>, A>>(
     weights: &mut Option<Weights<A>>,
     optimizer: &mut O,
@@ -47,7 +47,7 @@ fn step<O: Optimizer<Weights<A>, A>>(
     begin.elapsed().as_secs_f64()
 }
 
-/// Seconds of multiplying one array in place: 8 bytes an element, one stream.
+/// Returns the seconds of scaling one array in place: 8 bytes per element, one stream.
 fn scale(array: &mut [f32]) -> f64 {
     use rayon::prelude::*;
     let begin = Instant::now();
@@ -75,7 +75,7 @@ fn main() {
             let fused_seconds = step(&mut fused_weights, &mut fused, elements, &device);
             let scale_seconds = scale(&mut array);
             let burns_seconds = step(&mut burns_weights, &mut burns, elements, &device);
-            // The first round makes the state.
+            // The first round creates the state.
             if round > 0 {
                 ours.push(fused_seconds);
                 floor.push(scale_seconds);

@@ -1,7 +1,7 @@
 //! `cargo run --release --example own_model`
 //!
-//! A model of one's own, in Burn's modules: a convolutional net that reads handwritten digits. Two ranks train it at ZeRO
-//! stage 3; `-- --help` lists what the trainer gives it (`--stage`, `--save`, `--resume auto`, `--config`, ...).
+//! A custom model made of Burn's modules: a convolutional net that reads handwritten digits. Two ranks train it at ZeRO
+//! stage 3. `-- --help` lists the trainer's options (`--stage`, `--save`, `--resume auto`, `--config`, ...).
 
 use std::process::ExitCode;
 
@@ -12,7 +12,7 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 use zero_train::trainer::{self, FusedBackend, Measured, Result, Rows, Task, scalar};
 
-/// 1797 digits of 8 x 8 pixels from 0 to 16, each with its label (examples/data/README.md says whose).
+/// 1797 digits of 8 x 8 pixels from 0 to 16, each with its label (source: examples/data/README.md).
 const DIGITS: &[[u8; 65]] = include_bytes!("../data/digits.bin").as_chunks().0;
 
 #[derive(Module, Debug)]

@@ -1,8 +1,8 @@
 //! `cargo run --release --example tiled_linear -- [WIDTH [TILES [STEPS [FOLDER]]]]`
 //!
-//! Trains one square linear layer of `WIDTH * WIDTH` parameters in tiles, with parameters, gradients and AdamW's state below FOLDER, on
-//! two ranks at stage 3: one tile at a time is whole. Defaults: 2048, 16, 4, the current folder. A width of 32768 is 4 GiB of
-//! parameters, and 16 GiB on the disk; `bench/limited.sh 2048 tiled_linear 3 FOLDER` trains it in 2 GiB of memory.
+//! Trains one square linear layer of `WIDTH * WIDTH` parameters in tiles on two ranks at stage 3, with parameters, gradients and
+//! AdamW's state stored in FOLDER. Only one tile is gathered at a time. Defaults: 2048, 16, 4, the current folder. A width of 32768
+//! takes 4 GiB of parameters and 16 GiB on the disk; `bench/limited.sh 2048 tiled_linear 3 FOLDER` trains it in 2 GiB of memory.
 
 use std::time::Instant;
 
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let path = args.next().unwrap_or_else(|| ".".into()).into();
     let disk = Disk { path, ..Disk::default() };
     let offload = Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk, ..Offload::default() };
-    // One tile is gathered at a time, and reduced at once.
+    // One tile is gathered at a time and reduced immediately.
     let elements = width * width.div_ceil(tiles);
     let config = ZeroConfig {
         offload,
@@ -47,7 +47,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         let told = |error: &dyn std::error::Error| error.to_string();
         let layer = TiledLinear::<A>::new([width, width], tiles, false, &device);
         let optimizer = Fused::new(Rule::adamw());
-        // AdamW moves every weight by this at first: a result, of as many weights, by a tenth or so.
+        // AdamW's first updates move each weight by this rate, and a result, of `width` weights, by about 0.1.
         let schedule = Schedule::Constant(0.1 / width as f64);
         let settings = EngineConfig { schedule, ..EngineConfig::default() };
         let mut engine = ZeroEngine::initialize(layer, optimizer, settings, &device).map_err(|error| told(&error))?;

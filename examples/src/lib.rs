@@ -1,11 +1,11 @@
-//! The way in: see the programs under `examples/examples`.
+//! The programs are in `examples/examples`.
 
-/// The README's program is compiled and run as a documentation test.
+/// Compiles and runs the README's program as a documentation test.
 #[cfg(doctest)]
 #[doc = include_str!("../../README.md")]
 struct Readme;
 
-/// The middle one of what a benchmark has measured in its rounds.
+/// Returns the median of a benchmark's measurements.
 pub fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values[values.len() / 2]

@@ -1,4 +1,4 @@
-//! The main job as a user runs it: its output, its files, and what it says to bad input.
+//! The main example from a user's view: its output, its files, and its errors on bad input.
 
 #[path = "../../zero-core/tests/common/port.rs"]
 mod port;
@@ -10,7 +10,7 @@ use assert_cmd::Command;
 use port::free_port;
 use serde_json::Value;
 
-/// An example, which `cargo test` builds beside this test.
+/// An example that `cargo test` builds together with this test.
 fn example(name: &str) -> Command {
     let deps = std::env::current_exe().expect("a test has a path");
     let target = deps.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
@@ -222,7 +222,7 @@ fn the_plan_and_the_table_are_for_people() {
     }
 }
 
-/// Runs with bad input: exit code 2, one line of error that contains `expected`, and no output folder.
+/// Checks a run with bad input: exit code 2, one line of error that contains `expected`, and no output folder.
 fn refused(args: &[&str], expected: &str) {
     let parent = tempfile::tempdir().unwrap();
     let out = parent.path().join("out");
@@ -312,7 +312,7 @@ fn bad_weights_are_refused() {
     with(dir.path(), "wpe");
 }
 
-/// The walkthrough of PEFT's guide in small: first with its own file and a base of few steps, then with the guide's file, unchanged.
+/// PEFT's guide on a small scale: first with the example's own file and a base of few steps, then with the guide's file, unchanged.
 #[test]
 fn an_adapter_learns_who_speaks() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! A program of a user of the trainer: it learns, and goes on after a SIGKILL as if nothing had happened, at any stage.
+//! A user's program on the trainer: it learns, and resumes after a SIGKILL with an identical trajectory, at any stage.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// The example, which `cargo test` builds beside this test.
+/// The example that `cargo test` builds together with this test.
 fn own_model(out: &Path, options: &[&str]) -> Command {
     let deps = std::env::current_exe().expect("a test has a path");
     let target = deps.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
@@ -21,7 +21,7 @@ fn summary(done: &Output) -> Value {
     serde_json::from_slice(&done.stdout).unwrap()
 }
 
-/// Step, loss and gradient norm of every line, as written: equal exactly when the numbers are.
+/// Step, loss and gradient norm of every line, as written: equal exactly if the numbers are.
 fn trajectory(out: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(out.join("out/metrics.jsonl")).unwrap();
     let of = |line: &str| {
@@ -50,7 +50,7 @@ fn it_learns_and_every_stage_gives_the_same_bits() {
     assert_eq!(trajectory(&out("0")), trajectory(&out("3")));
 }
 
-/// 297 rows over 2 or 4 ranks: some have one more.
+/// 297 rows over 2 or 4 ranks: some ranks have one more.
 #[test]
 fn held_out_rows_count_once_each_at_any_number_of_ranks() {
     let dir = tempfile::tempdir().unwrap();

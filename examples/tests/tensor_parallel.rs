@@ -1,4 +1,4 @@
-//! Tensor parallelism within ZeRO: the losses of a model that is cut over an axis are those of the whole one, on threads and processes.
+//! Tensor parallelism within ZeRO: a model split over an axis has the losses of the full one, on threads and processes.
 
 #[path = "../../zero-core/tests/common/port.rs"]
 mod port;
@@ -6,7 +6,7 @@ mod port;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// The example, which `cargo test` builds beside this test.
+/// The example that `cargo test` builds together with this test.
 fn tensor_parallel(options: &[&str]) -> Command {
     let deps = std::env::current_exe().expect("a test has a path");
     let target = deps.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");

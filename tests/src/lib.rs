@@ -1,1 +1,1 @@
-//! Tests of the whole: see `tests/tests`.
+//! Integration tests: see `tests/tests`.

@@ -1,7 +1,7 @@
-//! Memory by an allocator that counts, not by the accounting: what ranks hold after steps of training, and at stage 3
-//! how much is alive at most.
+//! Measures memory with a counting allocator instead of the accounting: what ranks hold after training steps, and at
+//! stage 3 the peak.
 //!
-//! One test in this file, as it counts the whole process:
+//! One test in this file, because it counts the full process:
 //! `cargo test -p zero-tests --test allocations -- --nocapture`.
 
 mod common;
@@ -25,8 +25,8 @@ struct Counting;
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Whether `layout` is a tensor's or the machinery's. The matrix library's packing buffer is neither: 1 MiB a thread,
-/// 128-byte aligned as nothing else is, kept until its thread ends, which is some time after its rank's end.
+/// Returns `true` for allocations of tensors and of the framework. The matrix library's packing buffer is excluded:
+/// 1 MiB per thread, the only 128-byte aligned allocation, freed when its thread ends, some time after its rank.
 fn is_counted(layout: Layout) -> bool {
     layout.align() < 128
 }
@@ -54,12 +54,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Steps whose peak is measured, the last ones of a run.
+/// Number of last steps whose peak is measured.
 const MEASURED: usize = 4;
 
-/// Bytes alive in all ranks together: after training (parameters and optimizer state), and the peak of a step. Of the last
-/// steps the one with the lowest peak counts: at stage 3 a whole parameter is lent from rank to rank, so what is gathered
-/// at once depends on how far the threads have drifted apart.
+/// Returns the live bytes of all ranks after training (parameters and optimizer state) and the peak of a step. The peak
+/// is the lowest of the last steps: at stage 3 ranks lend each other full parameters, so the gathered bytes depend on
+/// how far the threads have drifted apart.
 fn measure<O: Optimizer<Gpt2<B>, B>>(run: &Run, optimizer: fn() -> O) -> (usize, usize) {
     let before = LIVE.load(Ordering::SeqCst);
     let together = Barrier::new(run.ranks);
@@ -110,8 +110,8 @@ fn activations_follow_theirs() {
     }
 }
 
-/// The same of a published size, the state of a model too large for memory on a disk: minutes for GPT-2 124M, an hour for 1.5B, of
-/// which one step is enough (`ZERO_STEPS=1`), as its state is on the disk.
+/// The same for a published size, with state on a disk for models too large for memory. Takes minutes for GPT-2 124M
+/// and an hour for 1.5B, where one step is enough (`ZERO_STEPS=1`), because its state is on the disk.
 /// `ZERO_MODEL=gpt2 ZERO_BATCH=4 ZERO_THREADS=2 cargo test -p zero-tests --test allocations -- --ignored --nocapture`
 #[test]
 #[ignore = "takes minutes to an hour, and gigabytes"]
@@ -129,8 +129,8 @@ fn activations_of_a_published_size() {
     checkpointing_saves_what_the_plan_says(&Run { model, zero, ranks: 1, batch, seq, steps }, tier, &all);
 }
 
-/// What checkpointing saves of a step's peak, where activations are nearly all of it, is what the plan says it does. Of one rank:
-/// several do not come to their peaks at once.
+/// Checks that checkpointing saves as much of a step's peak, nearly all of it activations, as the plan states. Uses one
+/// rank, because several do not reach their peaks at the same time.
 fn checkpointing_saves_what_the_plan_says(run: &Run, state: Tier, checkpointed: &[usize]) {
     let swap = tempfile::tempdir().unwrap();
     let stage = run.zero.stage;

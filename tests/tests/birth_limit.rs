@@ -1,7 +1,7 @@
-//! Birth: a model whose full parameters exceed each rank's share of a memory limit is built at stage 3 on 4 ranks.
+//! Initialization: a model whose full parameters exceed each rank's share of a memory limit is built at stage 3 on 4 ranks.
 //!
-//! The limit is the operating system's (`ulimit -v`) on a process of four ranks. A quarter of it is less than the
-//! model's parameters, so that stage 0, where every rank holds them all, cannot live under it, and is shown not to.
+//! The limit is the operating system's (`ulimit -v`) on a process of four ranks. A quarter of it is less than the model's
+//! parameters. The test also shows that stage 0, where every rank holds all of them, fails under the limit.
 //!
 //! `cargo test -p zero-tests --test birth_limit -- --nocapture` prints the figures.
 
@@ -25,7 +25,7 @@ fn model() -> Gpt2Config {
     Gpt2Config { n_embd: 1024, n_layer: 5, ..Run::tiny(Stage::Parameters).model }
 }
 
-/// Not a test of its own: what the parent runs under the limit.
+/// Not a separate test: the parent runs it under the limit.
 #[test]
 fn build_under_the_parents_limit() {
     let Ok(stage) = std::env::var(STAGE) else { return };

@@ -1,7 +1,7 @@
-//! GPT-2 on a device against the same on the processor: losses, bytes between ranks, stages, memory.
+//! Compares GPT-2 on a device with the CPU: losses, bytes between ranks, stages, memory.
 //!
-//! `cargo test -p zero-tests --features vulkan --test devices -- --nocapture` prints the figures. The device is whatever the
-//! Vulkan driver shows; Mesa's lavapipe is one in software. With `--features cuda` alone it is an NVIDIA GPU.
+//! `cargo test -p zero-tests --features vulkan --test devices -- --nocapture` prints the figures. The device is the one
+//! that the Vulkan driver reports; Mesa's lavapipe is a software one. With `--features cuda` alone it is an NVIDIA GPU.
 
 mod common;
 
@@ -28,14 +28,14 @@ use zero_train::loss_scale::{DynamicLossScale, LossScaler};
 
 type A<I> = Autodiff<Zero<I>>;
 
-/// What a run came to.
+/// Results of a run.
 #[derive(Debug, Clone)]
 struct Came {
     losses: Vec<f64>,
     norms: Vec<f64>,
     /// Bytes that rank 0 received in the last step.
     wire: WireBytes,
-    /// Bytes that rank 0's tensors held on its device after each step.
+    /// Bytes of rank 0's tensors on its device after each step.
     in_use: Vec<u64>,
 }
 
@@ -48,7 +48,7 @@ fn tokens<I: FusedBackend>(run: &Run, step: usize, device: &ZeroDevice<I::Device
     Tensor::from_data(TensorData::new(ids, [run.batch, run.seq]), device)
 }
 
-/// Trains with the engine and the fused AdamW, clipping on.
+/// Trains with the engine and the fused AdamW, with clipping.
 fn train<I: FusedBackend>(run: &Run) -> Came {
     train_by::<I>(run, || Fused::new(Rule::adamw()))
 }
@@ -101,7 +101,7 @@ fn losses_norms_and_bytes_are_those_of_the_processor() {
     }
 }
 
-/// Also those of attention's probabilities, which the device draws in its kernels.
+/// Includes the dropout of attention probabilities, which the device draws in its kernels.
 #[test]
 fn masks_of_dropout_are_those_of_the_processor() {
     let mut run = Run { ranks: 2, steps: 6, ..Run::tiny(Stage::Parameters) };
@@ -133,7 +133,7 @@ fn stages_give_the_same_bits_on_a_device() {
     }
 }
 
-/// LAMB for matrices and AdamW for the rest, in one step.
+/// LAMB for matrices and AdamW for other parameters, in one step.
 fn lamb<I: FusedBackend>() -> Fused<A<I>> {
     let lamb = Rule::lamb().with_weight_decay(0.01);
     Fused::new(lamb).with_group(Rule::adamw(), 1.0, |param| param.shape.len() < 2)
@@ -153,7 +153,7 @@ fn lamb_beside_adamw_is_the_processors_with_the_same_bits_at_all_stages() {
     }
 }
 
-/// Losses, norms and clip factors of 6 updates, one of which has an infinite loss if it is said where.
+/// Returns losses, norms and clip factors of 6 updates; the loss of update `odd`, if given, is infinite.
 fn with_an_odd_loss<I: FusedBackend>(odd: Option<usize>, scaled: bool) -> Vec<[f64; 4]> {
     let run = Run { ranks: 1, ..Run::tiny(Stage::DataParallel) };
     let body = |device: ZeroDevice<I::Device>| -> Result<Vec<[f64; 4]>, String> {
@@ -190,7 +190,7 @@ fn with_an_odd_loss<I: FusedBackend>(odd: Option<usize>, scaled: bool) -> Vec<[f
     launch::<I, _, String>(1, &run.zero, &launch_options(), body).unwrap().swap_remove(0)
 }
 
-/// The host learns after an update whether a device has made it; then it is as if it had not been tried, the first one too.
+/// The host learns after an update whether the device applied it. A skipped update leaves no trace, even if it is the first.
 #[test]
 fn what_a_device_leaves_out_changes_no_bit() {
     let plain = with_an_odd_loss::<Device>(None, false);
@@ -248,7 +248,7 @@ fn state_in_the_hosts_memory_leaves_the_device() {
     }
 }
 
-/// Decoded on the host, and made the device's. Weights that differ in their last digits may have other codes.
+/// Decoded on the host and copied to the device. Weights that differ in their last digits may have different codes.
 #[test]
 fn quantized_weights_and_a_second_cut_are_those_of_the_processor() {
     let mut run = Run { ranks: 4, steps: 8, ..Run::tiny(Stage::Parameters) };

@@ -1,7 +1,7 @@
-//! The order of the source: modules of a crate import one another without circles: `cargo test -p zero-tests --test layers`.
+//! Checks the module structure: modules of a crate import each other without cycles: `cargo test -p zero-tests --test layers`.
 //!
-//! What counts is what a module names: its `use` lines and paths from `crate` and `super`, re-exports followed to where a name is
-//! made. A module and what is in its folder know one another, and a crate's root is nobody's.
+//! Imports are a module's `use` lines and its paths from `crate` and `super`; re-exports are resolved to the defining
+//! module. A module and its submodules may import each other, and imports of the crate's root are ignored.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -9,10 +9,10 @@ use std::path::Path;
 
 type Module = Vec<String>;
 
-/// Modules, and what each uses of the others.
+/// Modules, and the modules that each imports.
 type Graph = BTreeMap<Module, BTreeSet<Module>>;
 
-/// The modules of a crate, with their text, and the names that each re-exports, with the paths that these stand for.
+/// Source text of a crate's modules, and the names that each re-exports with the paths they refer to.
 #[derive(Default)]
 struct Source {
     text: BTreeMap<Module, String>,
@@ -50,7 +50,7 @@ impl Source {
         }
     }
 
-    /// The module that makes what `path`, written in `module`, names.
+    /// Returns the module that defines the item at `path`, as written in `module`.
     fn made_in(&self, module: &[String], path: &str) -> Module {
         self.follow(module, path, 0)
     }
@@ -85,7 +85,7 @@ impl Source {
         }
     }
 
-    /// What each module uses of the others.
+    /// Returns the imports of each module.
     fn graph(&self) -> Graph {
         let edges = |module: &Module, text: &str| -> BTreeSet<Module> {
             let used = uses(text).into_iter().map(|(_, path)| path).chain(paths(text));
@@ -96,7 +96,7 @@ impl Source {
     }
 }
 
-/// Without comments, and without the tests at its end.
+/// Strips comments, and the test module at the end.
 fn plain(text: &str) -> String {
     let end =
         text.find("\n#[cfg(test)]\nmod ").filter(|&at| text[at..].lines().nth(2).is_some_and(|l| l.ends_with('{')));
@@ -104,7 +104,7 @@ fn plain(text: &str) -> String {
     lines.map(|line| line.split("//").next().unwrap_or_default()).collect::<Vec<_>>().join("\n")
 }
 
-/// The `use` lines, a path each, and whether it is a re-export.
+/// Returns the path of each `use` line and a flag for re-exports.
 fn uses(text: &str) -> Vec<(bool, String)> {
     let mut found = Vec::new();
     for line in statements(text) {
@@ -120,7 +120,7 @@ fn uses(text: &str) -> Vec<(bool, String)> {
     found
 }
 
-/// From a line that begins with `use` or `pub` to its semicolon.
+/// Returns statements from a line that starts with `use` or `pub` to its semicolon.
 fn statements(text: &str) -> impl Iterator<Item = String> {
     let mut lines = text.lines();
     std::iter::from_fn(move || {
@@ -159,14 +159,14 @@ fn expand(prefix: &str, tree: &str, each: &mut impl FnMut(String)) {
     }
 }
 
-/// Paths from `crate` and `super` outside of `use` lines.
+/// Returns paths from `crate` and `super` outside of `use` lines.
 fn paths(text: &str) -> Vec<String> {
     let word = |sign: char| sign.is_alphanumeric() || sign == '_' || sign == ':';
     let all = text.split(|sign| !word(sign)).filter(|path| path.starts_with("crate::") || path.starts_with("super::"));
     all.map(|path| path.trim_end_matches(':').to_string()).collect()
 }
 
-/// The same between the modules right below a crate's root, each with all that is in its folder.
+/// Merges the graph into the modules directly below the crate's root, each with its submodules.
 fn of_folders(graph: &Graph) -> Graph {
     let first = |module: &Module| module[..module.len().min(1)].to_vec();
     let mut folders = Graph::new();
@@ -178,7 +178,7 @@ fn of_folders(graph: &Graph) -> Graph {
     folders
 }
 
-/// A way through the graph from a module back to itself, if there is one.
+/// Returns a cycle of modules, if there is one.
 fn circle(graph: &Graph) -> Option<Vec<String>> {
     fn visit<'g>(
         graph: &'g Graph,
@@ -227,7 +227,7 @@ fn modules_import_without_circles() {
     }
 }
 
-/// Fronts for several versions of it use them.
+/// Adapters for several versions of Burn use the kernels.
 #[test]
 fn the_processors_kernels_know_nothing_of_burn() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().join("zero-kernels");

@@ -1,4 +1,4 @@
-//! Trouble of ranks that are processes, over MPI: `cargo test -p zero-tests --features mpi --test mpi_faults`.
+//! Failures of ranks that run as processes, over MPI: `cargo test -p zero-tests --features mpi --test mpi_faults`.
 
 mod faults;
 #[allow(dead_code)] // its other half is zero-core's

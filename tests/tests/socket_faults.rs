@@ -1,4 +1,4 @@
-//! Trouble of ranks that are processes, over sockets: `cargo test -p zero-tests --test socket_faults`.
+//! Failures of ranks that run as processes, over sockets: `cargo test -p zero-tests --test socket_faults`.
 
 mod faults;
 #[allow(dead_code)] // its other half is zero-core's

@@ -1,8 +1,8 @@
-//! What this thread has asked the device of: how an optimizer's update is told from a loss.
+//! The device queries of this thread, which distinguish an optimizer's update from a loss.
 //!
-//! Burn's optimizers ask where a gradient is and then where its parameter is, before they compute the update
-//! (`OptimizerAdaptor` of burn-optim 0.21). Nothing else tells the backend that an update begins. Operations ask the same of
-//! their operands, but then use them at once ([`used`], [`computed`]).
+//! Burn's optimizers query a gradient's device and then its parameter's, before they compute the update (`OptimizerAdaptor` of burn-optim
+//! 0.21). Nothing else shows the backend that an update begins. Operations make the same queries for their operands, but then use them
+//! immediately ([`used`], [`computed`]).
 
 use std::cell::RefCell;
 
@@ -11,9 +11,9 @@ use zero_core::window::Key;
 
 #[derive(Default)]
 struct Asked {
-    /// The shape of the ordinary tensor that was asked about last, if nothing else was since.
+    /// The shape of the ordinary tensor that was queried last, if nothing else was since.
     dense: Option<Shape>,
-    /// The parameter that was asked about right after an ordinary tensor of its shape.
+    /// The parameter that was queried right after an ordinary tensor of its shape.
     updated: Option<Key>,
 }
 
@@ -21,12 +21,12 @@ thread_local! {
     static ASKED: RefCell<Asked> = RefCell::default();
 }
 
-/// Notes that an ordinary tensor's device is asked for.
+/// Notes that an ordinary tensor's device is queried.
 pub(crate) fn of_dense(shape: Shape) {
     ASKED.with_borrow_mut(|asked| asked.dense = Some(shape));
 }
 
-/// Notes that the device of a parameter of this shape and name is asked for.
+/// Notes that the device of a parameter of this shape and name is queried.
 pub(crate) fn of_parameter(shape: &Shape, key: Option<Key>) {
     ASKED.with_borrow_mut(|asked| {
         let follows = asked.dense.take().is_some_and(|dense| dense == *shape);
@@ -36,7 +36,7 @@ pub(crate) fn of_parameter(shape: &Shape, key: Option<Key>) {
     });
 }
 
-/// Notes that something is computed, or that another tensor's device is asked for.
+/// Notes that something is computed, or that another tensor's device is queried.
 pub(crate) fn computed() {
     ASKED.with_borrow_mut(|asked| asked.dense = None);
 }
@@ -50,7 +50,7 @@ pub(crate) fn used(key: Option<Key>) {
     });
 }
 
-/// Whether an optimizer has just asked for the parameter of this name.
+/// Returns whether an optimizer has just queried the parameter of this name.
 pub(crate) fn is_updated(key: Option<Key>) -> bool {
     ASKED.with_borrow(|asked| asked.updated.is_some() && asked.updated == key)
 }

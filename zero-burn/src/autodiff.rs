@@ -18,11 +18,11 @@ pub trait ZeroAutodiff:
     /// The backend that `Zero` decorates.
     type Base: Backend;
 
-    /// Whether autodiff follows what is computed from `tensor`.
+    /// Returns whether autodiff tracks `tensor`.
     #[doc(hidden)]
     fn is_tracked(tensor: &Self::FloatTensorPrimitive) -> bool;
 
-    /// Its place in the graph, which its clones share.
+    /// Returns the id of its node in the graph, which its clones share.
     #[doc(hidden)]
     fn node(tensor: &Self::FloatTensorPrimitive) -> u64;
 }
@@ -39,7 +39,7 @@ impl<B: Backend, C: CheckpointStrategy> ZeroAutodiff for Autodiff<Zero<B>, C> {
     }
 }
 
-/// Rank 0's values of a tensor that each rank has.
+/// Returns rank 0's values of a tensor that each rank has.
 pub(crate) fn from_rank_0<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>) -> TensorData {
     let (shape, dtype) = (tensor.shape(), tensor.dtype());
     let bytes = context.broadcast_bytes(read::<B>(tensor.load()).as_bytes().to_vec());

@@ -46,7 +46,7 @@ impl<B: Backend> Backend for Zero<B> {
         B::ad_enabled(device.inner())
     }
 
-    /// The scope in which parameters are born and loaded: what is created inside is a shard.
+    /// Runs `func` in the scope in which parameters are initialized and loaded: tensors created inside are shards.
     fn memory_persistent_allocations<Output: Send, Input: Send, Func: Fn(Input) -> Output + Send>(
         device: &Device<Self>,
         input: Input,
@@ -93,17 +93,16 @@ impl<B: Backend> Backend for Zero<B> {
     }
 }
 
-/// Burn's gradient hooks. Its own communication server is not used: nothing is to be started or closed.
+/// Burn's gradient hooks. Burn's communication server is not used, so there is nothing to start or close.
 impl<B: Backend> DistributedBackend for Zero<B> {
     fn start_communication_server(_devices: &[Device<Self>], _config: DistributedConfig) {}
 
     fn close_communication_server(_device: &Device<Self>) {}
 
-    /// A backward pass begins. Runs under autodiff's lock: hands over, never waits.
+    /// Begins a backward pass. Runs under autodiff's lock: it hands over work and never waits.
     ///
-    /// Burn's `detach` copies a parameter's mark, so that it may be here twice, with a gradient each; and modules that were
-    /// loaded from one record have marks alike. Which gradient belongs to whom is known to `collect_grads`, which is left
-    /// to reduce them.
+    /// Burn's `detach` copies a parameter's mark, so a parameter may be listed twice, with a gradient each. Modules loaded from one record
+    /// share marks. Only `collect_grads` knows which gradient belongs to which parameter, and is left to reduce them.
     fn register_sync_parameters(device: &Device<Self>, params: Vec<DistributedParams>) {
         let context = Context::<B>::of_device(device);
         if context.is_holding_back() {
@@ -119,7 +118,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         context.begin_reduction(Phase::Backward, once.collect(), (Vec::new(), None));
     }
 
-    /// The backward pass has ended, and autodiff has released its locks: here the rank waits for its reductions.
+    /// Ends the backward pass, after autodiff has released its locks: the rank waits here for its reductions.
     fn submit_sync_collective(device: &Device<Self>) {
         let context = Context::<B>::of_device(device);
         let reduced = if context.is_holding_back() { None } else { context.end_reduction() };
@@ -127,8 +126,8 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         context.end_waits();
     }
 
-    /// A parameter's gradient is complete on this rank: it is handed to the reducer, and a shard that will hold the
-    /// reduced piece takes its place. Runs under autodiff's lock: never waits for another rank without giving up soon.
+    /// Hands a parameter's gradient, which is complete on this rank, to the reducer, and replaces it by a shard that will hold the reduced
+    /// gradient. Runs under autodiff's lock: any wait for another rank is short.
     fn submit_gradient_sync(tensor: TensorRef<Self>, params: DistributedParams) {
         // SAFETY: autodiff passes a pointer to the entry of its gradient container that it has just registered, which
         // it does not touch until this call returns.
@@ -138,7 +137,7 @@ impl<B: Backend> DistributedBackend for Zero<B> {
             return;
         }
         let slots = context.rank.parameters.slots_of(params.param_id);
-        // A lone rank may have it in place whosever it is.
+        // A single rank may reduce it in place, whichever parameter it belongs to.
         let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
             stop(
                 "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
@@ -173,11 +172,11 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         CollectiveTensor::new(ZeroTensor::Replicated(B::float_from_data(data, &device)))
     }
 
-    /// [`Zero`]'s all-reduce has already waited.
+    /// Does nothing: [`Zero`]'s all-reduce has already waited.
     fn sync_collective(_device: &Device<Self>) {}
 }
 
-/// Puts in the place of a dense gradient the shard that holds, or will hold, its reduced piece.
+/// Replaces a dense gradient by the shard that holds, or will hold, the reduced gradient.
 pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, gradient: &mut ZeroTensor<B>) {
     let (rank, dtype) = (&context.rank, context.rank.gradient_dtype(slot));
     let template = gradient_template(rank, slot, rank.device.clone());

@@ -1,9 +1,9 @@
-//! Where sharded tensors come from: parameters are born, and optimizer state is loaded, as shards.
+//! Creation of sharded tensors: parameters are initialized, and optimizer state is loaded, as shards.
 //!
-//! Burn creates and loads parameters inside `Backend::memory_persistent_allocations`; inside that scope the creating
-//! operations of `Zero<B>` keep only this rank's piece (where parameters are sharded), so that a model larger than one
-//! rank's memory can be built. What DeepSpeed calls `zero.Init`. A parameter whose values lie in a file is born by
-//! `zero_ops::parameter_from`, which asks for the elements of this rank's piece and for no others.
+//! Burn creates and loads parameters inside `Backend::memory_persistent_allocations`. Inside that scope the creating operations of
+//! `Zero<B>` keep only this rank's shard (if parameters are sharded), so that a model larger than one rank's memory can be built. DeepSpeed
+//! calls this `zero.Init`. A parameter whose values are in a file is created by `zero_ops::parameter_from`, which reads only the elements
+//! of this rank's shard.
 
 use std::cell::Cell as StdCell;
 use std::ops::Range;
@@ -24,7 +24,7 @@ use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::stop;
 use crate::values::empty;
 
-/// What the creating operations make.
+/// The kind of tensor that creating operations make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Birth {
     /// Ordinary tensors.
@@ -37,7 +37,7 @@ pub(crate) enum Birth {
 
 thread_local! {
     static SCOPE: StdCell<Birth> = const { StdCell::new(Birth::Dense) };
-    /// The part of a whole that parameters are drawn for.
+    /// The part of the full parameters that is drawn.
     static PART: StdCell<Option<u64>> = const { StdCell::new(None) };
 }
 
@@ -45,12 +45,12 @@ pub(crate) fn scope() -> Birth {
     SCOPE.get()
 }
 
-/// Runs `f` with creating operations making `birth`.
+/// Runs `f`, in which creating operations make `birth`.
 pub(crate) fn within<R>(birth: Birth, f: impl FnOnce() -> R) -> R {
     during(&SCOPE, birth, f)
 }
 
-/// Runs `f` with parameters drawn for a part: other numbers than for another one.
+/// Runs `f`, in which parameters are drawn for `part`; other parts get other numbers.
 pub(crate) fn of_part<R>(part: u64, f: impl FnOnce() -> R) -> R {
     during(&PART, Some(part), f)
 }
@@ -62,8 +62,8 @@ fn during<T: Copy, R>(key: &'static LocalKey<StdCell<T>>, value: T, f: impl FnOn
 
 /// Loads optimizer state as shards.
 ///
-/// Burn loads an optimizer's record without telling the backend what it is. Inside `f` every float tensor created from
-/// data is kept as this rank's piece, cut as its parameter is; each rank must read the same data.
+/// Burn loads an optimizer's record without telling the backend what it is. Inside `f`, every float tensor created from data is kept as
+/// this rank's shard, partitioned like its parameter. Each rank must read the same data.
 ///
 /// ```no_run
 /// # use burn::{record::{BinFileRecorder, FullPrecisionSettings, Recorder}, optim::Optimizer, tensor::backend::AutodiffBackend, module::AutodiffModule};
@@ -78,9 +78,9 @@ pub fn load_state<R>(f: impl FnOnce() -> R) -> R {
 
 /// Loads parameters as shards.
 ///
-/// Burn's recorders tell the backend that they load parameters, and each is cut as it is read. A reader that makes ordinary tensors, such
-/// as `burn-store`'s, leaves the whole model on each rank until [`prepare`](crate::module::prepare) cuts it. Inside `f` every float
-/// tensor created from data is kept as this rank's piece; each rank must read the same data, in the same order.
+/// Burn's recorders tell the backend that they load parameters, so each is sharded when it is read. A reader that creates ordinary tensors,
+/// such as `burn-store`'s, leaves the full model on each rank until [`prepare`](crate::module::prepare) shards it. Inside `f`, every float
+/// tensor created from data is kept as this rank's shard. Each rank must read the same data, in the same order.
 ///
 /// ```no_run
 /// # struct Store;
@@ -95,17 +95,17 @@ pub fn load_parameters<R>(f: impl FnOnce() -> R) -> R {
     within(Birth::Parameter, f)
 }
 
-/// What a new tensor is filled with.
+/// The values that a new tensor is filled with.
 pub(crate) enum Fill<'a> {
     Data(TensorData),
-    /// Asked for the elements that are kept here.
+    /// Called with the range of elements that are kept here.
     Elements(&'a mut dyn FnMut(Range<usize>) -> TensorData),
     Random(Distribution),
     Value(Scalar),
 }
 
 impl Fill<'_> {
-    /// A hash of what a tensor of `shape` is filled with.
+    /// Returns a hash of the values for a tensor of `shape`.
     fn content(&self, shape: &Shape, dtype: DType) -> u64 {
         let content = match self {
             Fill::Data(data) => sign_bytes(data.as_bytes()),
@@ -119,7 +119,7 @@ impl Fill<'_> {
         sign(&[content, dtype.size() as u64].into_iter().chain(dims).collect::<Vec<_>>())
     }
 
-    /// Elements of the whole that lie in this rank's piece, or the whole in its shape.
+    /// Creates this rank's shard of the tensor, flat; without a place, the full tensor in its shape.
     fn make<B: Backend>(
         self,
         stream: Option<Stream>,
@@ -162,7 +162,7 @@ impl Fill<'_> {
     }
 }
 
-/// A new tensor of `shape`, by the scope: an ordinary one, a parameter, or optimizer state.
+/// Creates a tensor of `shape`, depending on the scope: an ordinary one, a parameter, or optimizer state.
 pub(crate) fn create<B: Backend>(
     fill: Fill<'_>,
     shape: Shape,
@@ -179,7 +179,7 @@ pub(crate) fn create<B: Backend>(
     }
 }
 
-/// Loaded optimizer state. Equal tensors are one cell: they have one name, see [`Origin::Loaded`].
+/// Creates loaded optimizer state. Equal tensors share one cell: they have one name, see [`Origin::Loaded`].
 fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> Arc<Cell<B>> {
     let context = Context::<B>::current();
     let content = fill.content(&shape, dtype);
@@ -201,7 +201,7 @@ fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DT
     cell
 }
 
-/// The next version of a parameter, with the first values that `drawn` says.
+/// Creates the next version of a parameter, with the first values of `drawn`.
 pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell<B>> {
     let partition = cell.partition;
     let sharded = cell.rank.config.stage.shards_parameters() || partition.is_whole();
@@ -216,7 +216,7 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
     cell
 }
 
-/// A new parameter: at stage 3 this rank's piece, at stages 1 and 2 the whole, at stage 0 the whole as the only piece.
+/// Creates a parameter: at stage 3 this rank's shard, at stages 1 and 2 the full tensor, at stage 0 the full tensor as the only shard.
 pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
     let context = Context::<B>::current();
     let slot = context.rank.new_slot(shape.clone(), dtype);

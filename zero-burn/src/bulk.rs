@@ -1,14 +1,14 @@
-//! Collectives on whole tensors between ranks that are processes, issued by the rank's own thread in the order of the program.
+//! Tensor collectives between ranks that are processes, issued by the rank's own thread in the order of the program.
 //!
-//! With NCCL tensors stay on their devices: an operation is *begun* after what the device has been given so far and *ended*,
-//! which makes what follows come after it; between the two the device computes beside it, and the host waits for neither.
-//! Otherwise tensors are read, sent by the group of this module, and written back.
+//! NCCL leaves tensors on their devices. An operation *begins* after all work submitted to the device so far. To *end* it is to order all
+//! later work after it. In between, the device computes concurrently, and the host never waits. Without NCCL, tensors are read, sent by the
+//! group of this module, and written back.
 //!
-//! On a mesh an operation is one of the rank's group, and a reduction goes on to the ranks with the same piece in the other groups.
+//! On a mesh, an operation runs within the rank's group. A reduction continues over the ranks that hold the same shard in the other groups.
 //!
-//! NCCL does not compare what ranks call. So every rank keeps a sign of all that it has called, and the ranks compare them
-//! before anything is updated ([`Bulk::compare`]): ranks that differ end with an error, not with wrong parameters.
-//! Ranks of which one does not come at all end at the deadline.
+//! NCCL does not compare what ranks call. So every rank keeps a hash of all its calls, and the ranks compare the hashes before anything is
+//! updated ([`Bulk::compare`]): ranks that differ end with an error, not with wrong parameters. If a rank does not arrive at all, the
+//! others end at the deadline.
 
 use std::sync::Arc;
 
@@ -31,27 +31,27 @@ use crate::random::sign;
 use crate::values::on_the_wire;
 use crate::values::{buffer, data, read};
 
-/// What moves tensors.
+/// The collective path: moves tensors between all ranks at once.
 pub(crate) struct Bulk {
-    /// Of all ranks.
+    /// All ranks.
     comm: Arc<dyn Collective>,
-    /// The ranks that hold a whole between them.
+    /// The ranks that hold the full model state between them.
     within: Group,
-    /// The ranks with the same piece in the other groups, if there are others.
+    /// The ranks that hold the same shard in the other groups, if there are other groups.
     #[cfg(feature = "cubecl")]
     across: Option<Group>,
     gathers: bool,
     issued: Mutex<Issued>,
 }
 
-/// Ranks whose tensors move.
+/// Ranks that exchange tensors.
 struct Group {
     comm: Arc<dyn Collective>,
     #[cfg(feature = "cuda")]
     nccl: Option<Nccl>,
 }
 
-/// What this rank has called.
+/// The calls that this rank has made.
 #[derive(Default)]
 struct Issued {
     count: u64,
@@ -62,30 +62,30 @@ struct Issued {
 #[cfg(feature = "cuda")]
 struct Nccl {
     comm: Arc<zero_core::collective::nccl::NcclComm>,
-    /// The first error of an operation, which is issued where no error can be returned.
+    /// The first error of an operation; operations are issued where no error can be returned.
     error: Arc<Mutex<Option<CommError>>>,
 }
 
-/// An operation that was begun, which makes one tensor.
+/// An operation in progress, which produces one tensor.
 pub(crate) enum Begun<B: Backend> {
     Host {
         pending: Pending,
-        /// Nothing of the backend's is held here.
+        /// No tensor of the backend is held here.
         _backend: std::marker::PhantomData<fn() -> B>,
     },
     #[cfg(feature = "cuda")]
     Device { made: Shared<B>, begun: zero_ops::OnCuda },
 }
 
-/// Bytes of what a rank tells of what it has called: a number, a sign, and the words of the last.
+/// Number of bytes in which a rank reports its calls: their number, their hash, and the name of the last.
 const TOLD: usize = 192;
 
 impl Bulk {
-    /// For the ranks of `comm`, processes, which form `mesh`. A collective of the group.
+    /// Creates the path for the ranks of `comm`, which are processes and form `mesh`. A collective of the group.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// If a collective fails.
     pub(crate) fn new<B: Backend>(
         comm: Arc<dyn Collective>,
         mesh: Mesh,
@@ -115,7 +115,7 @@ impl Bulk {
                 Gathers::OneSided => false,
             },
             issued: Mutex::default(),
-            // The last first.
+            // `pop` returns the last group first.
             #[cfg(feature = "cubecl")]
             across: across.map(|comm| Group {
                 comm,
@@ -130,12 +130,12 @@ impl Bulk {
         })
     }
 
-    /// Whether parameters are gathered by all ranks together.
+    /// Returns whether all ranks gather parameters collectively.
     pub(crate) fn gathers(&self) -> bool {
         self.gathers
     }
 
-    /// Whether sums are rounded at every step to the type of what is added.
+    /// Returns whether sums are rounded at every step to the type of their terms.
     #[cfg(feature = "cubecl")]
     pub(crate) fn rounds_sums(&self) -> bool {
         #[cfg(feature = "cuda")]
@@ -144,8 +144,8 @@ impl Bulk {
         false
     }
 
-    /// Begins the sum over the group of `bucket` `[ranks of the group, columns]`: this rank's row of it if it is scattered, or all
-    /// rows; flat.
+    /// Begins to sum `bucket` `[ranks of the group, columns]` over the group. The result is flat: this rank's row if `is_scattered`,
+    /// otherwise all rows.
     #[cfg(feature = "cubecl")]
     pub(crate) fn begin_reduction<B: Backend>(
         &self,
@@ -158,7 +158,7 @@ impl Bulk {
         Ok(self.within.reduce(bucket, is_scattered, name))
     }
 
-    /// The sum over all ranks of what this rank has of its group's, flat, on `device`.
+    /// Ends a reduction within the group, sums its result over all groups, and returns the sum, flat, on `device`.
     #[cfg(feature = "cubecl")]
     pub(crate) fn end_reduction<B: Backend>(
         &self,
@@ -172,8 +172,8 @@ impl Bulk {
         self.end(across.reduce::<B>(sum, false, NAME), device)
     }
 
-    /// Begins to gather the ranks' `rows`, each as long on every rank, with NCCL in one operation; each has its name and the
-    /// shape of what is gathered. Bytes are counted as they come, filler included.
+    /// Begins to gather the ranks' `rows`, each equally long on every rank; with NCCL in one operation. `wholes` has the name and the shape
+    /// of each gathered tensor. Bytes are counted as received, filler included.
     pub(crate) fn begin_gathers<B: Backend>(
         &self,
         rows: Vec<B::FloatTensorPrimitive>,
@@ -186,7 +186,7 @@ impl Bulk {
         Ok(self.within.gather(rows, wholes.into_iter().map(|(name, _)| name).collect()))
     }
 
-    /// The result, flat, on `device`.
+    /// Ends an operation and returns its result, flat, on `device`.
     pub(crate) fn end<B: Backend>(
         &self,
         begun: Begun<B>,
@@ -203,7 +203,7 @@ impl Bulk {
         }
     }
 
-    /// Whether all that was begun has gone well so far.
+    /// Checks that no operation begun so far has failed.
     pub(crate) fn check(&self) -> Result<(), CommError> {
         #[cfg(feature = "cuda")]
         for nccl in std::iter::once(&self.within).chain(&self.across).filter_map(|group| group.nccl.as_ref()) {
@@ -215,17 +215,17 @@ impl Bulk {
         Ok(())
     }
 
-    /// Waits until all that the ranks have begun through the hosts has ended. A collective.
+    /// Waits until all operations that the ranks have begun through host memory have ended. A collective.
     pub(crate) fn finish(&self) -> Result<(), CommError> {
         self.check()?;
         self.comm.execute(Request::Barrier("the end of a rank")).map(drop)
     }
 
-    /// Waits until every rank has come this far (`purpose`), and compares what they have called by then.
+    /// Waits until every rank has come this far (`purpose`), and compares the calls of all ranks up to here.
     ///
     /// # Errors
     ///
-    /// [`CommError::Mismatch`], on every rank, when they differ; as any collective's.
+    /// [`CommError::Mismatch`], on every rank, if they differ; also if a collective fails.
     pub(crate) fn compare(&self, main: &dyn Collective, purpose: &str) -> Result<(), CommError> {
         self.check()?;
         let (mine, here) = {
@@ -307,8 +307,8 @@ impl Group {
 
 #[cfg(feature = "cuda")]
 impl Nccl {
-    /// NCCL within the rank's group of `mesh`, and across if there are others; none unless every rank of `comm` has a GPU of its own
-    /// and the library.
+    /// Creates the communicators within the rank's group of `mesh` and, if there are other groups, across them. Returns none unless every
+    /// rank of `comm` has a GPU of its own and the NCCL library.
     fn of_groups<B: Backend>(
         comm: &Arc<dyn Collective>,
         mesh: Mesh,
@@ -317,7 +317,7 @@ impl Nccl {
         use zero_core::collective::nccl::{NcclComm, NcclError, NcclOptions};
 
         let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) else { return Ok(Vec::new()) };
-        // All or none: making a communicator is a collective, and how sums are rounded is the same everywhere.
+        // All or none: creating a communicator is a collective, and sums must be rounded the same way everywhere.
         let lacks = u8::from(!zero_core::collective::nccl::is_there());
         if comm.all_reduce(Buffer::U8(vec![lacks]), ReduceOp::Max)?.into_u8() != [0] {
             tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
@@ -327,7 +327,7 @@ impl Nccl {
         let all = match NcclComm::new(comm.duplicate("nccl")?, ordinal, &options) {
             Ok(all) => all,
             Err(NcclError::Comm(error)) => return Err(error),
-            // Every rank comes to these by itself.
+            // Every rank meets these errors by itself.
             Err(error @ (NcclError::Duplicate { .. } | NcclError::Versions { .. })) => {
                 tracing::warn!("tensors go through the hosts' memory: {error}");
                 return Ok(Vec::new());
@@ -349,7 +349,7 @@ impl Nccl {
         Ok(groups.into_iter().map(|comm| Self { comm: Arc::new(comm), error: Arc::default() }).collect())
     }
 
-    /// Begins one operation, which makes a tensor for each input; the inputs if they are not on CUDA.
+    /// Begins one operation, which produces a tensor for each input. Returns the inputs if they are not on CUDA.
     fn begin<B: Backend>(
         &self,
         inputs: Vec<B::FloatTensorPrimitive>,
@@ -396,7 +396,7 @@ impl Nccl {
             }
         };
         let (made, begun) = zero_ops::begin_on_cuda::<B>("collective over NCCL", inputs, outputs, begin)?;
-        // Sent to the device now, not when fusion comes to it: other ranks wait for it.
+        // Submitted to the device now, not when fusion flushes: other ranks wait for it.
         let made = Shared::many(made).into_iter().map(|made| Begun::Device { made, begun: begun.clone() });
         Ok(made.collect())
     }

@@ -1,8 +1,8 @@
-//! What works for one rank: its gathers, reductions and updates, and where it is in its step.
+//! The runtime of one rank: its gathers, reductions and updates, and its position in the step.
 //!
-//! One [`Context`] per rank and inner backend. A launch installs it in the rank's thread; a thread outside of a launch
-//! has the process-wide context of a lone rank. Cells know their [`Rank`], which leads here ([`Context::of`]); the thread-local
-//! serves where a tensor is born and where a dense tensor is asked for its device.
+//! There is one [`Context`] per rank and inner backend. A launch installs it on the rank's thread; a thread outside of a launch has the
+//! process-wide context of a single rank. Cells know their [`Rank`], which leads here ([`Context::of`]). The thread-local context is used
+//! where a tensor is created, and where a dense tensor is asked for its device.
 
 use std::any::{Any, TypeId};
 use std::collections::{BTreeMap, HashMap, HashSet};
@@ -35,35 +35,35 @@ use crate::values::empty;
 pub(crate) struct Context<B: Backend> {
     pub(crate) rank: Arc<Rank<B>>,
     pub(crate) gatherer: Gatherer<B>,
-    /// Reductions beside the backward pass; absent on a lone rank.
+    /// Reductions that overlap the backward pass; `None` on a single rank.
     pub(crate) reducer: Option<Reducer<B>>,
-    /// Updates of what lies in the host's memory or on a disk.
+    /// Updates of state in host memory or on a disk.
     pub(crate) updates: Option<Updates<B>>,
     /// Moves inputs of checkpointed blocks out of memory and back.
     pub(crate) offloader: Option<Arc<Offloader<B>>>,
-    /// Blocking collectives of the rank's own thread; absent on a lone rank.
+    /// Blocking collectives of the rank's own thread; `None` on a single rank.
     main: Option<Arc<dyn Collective>>,
-    /// Groups along the axes of a mesh, where there is another than the data axis.
+    /// Groups along the axes of a mesh, if there are axes other than the data axis.
     groups: Option<Groups>,
-    /// The same ranks in the order of their own pieces ([`Rank::owners`]), where that is another.
+    /// The same ranks in the order of their own shards ([`Rank::owners`]), if that order differs.
     owners: Option<Arc<dyn Collective>>,
     pub(crate) draws: Draws,
-    /// State that was loaded and is still there, by its content: what is equal is one cell.
+    /// Loaded state that is still in use, by a hash of its content: equal states share one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
     step: Step<B>,
 }
 
-/// A rank's groups where its run has foreign axes.
+/// A rank's groups in a run with foreign axes.
 struct Groups {
     run: Arc<dyn Collective>,
-    /// Along each axis, by its name.
+    /// The groups along each axis, by its name.
     along: HashMap<String, Arc<dyn Collective>>,
-    /// Along all axes but that of data: the parts of a model.
+    /// The group along all axes except data: the parts of one model.
     parts: Arc<dyn Collective>,
 }
 
 impl Groups {
-    /// A collective of `run`.
+    /// Creates the groups. A collective of `run`.
     fn new(axes: &Axes, run: &dyn Collective) -> Result<Self, CommError> {
         let split = |label: &str, names: &[&str]| run.split(label, axes.first(names, run.rank()) as u64);
         let along = axes.names().map(|name| Ok((name.to_string(), split(name, &[name])?)));
@@ -76,14 +76,15 @@ impl Groups {
 #[derive(Default)]
 struct Passes {
     made: u64,
-    /// Parameters whose gradients they have reduced.
+    /// Parameters whose gradients the passes have reduced.
     reduced: HashSet<u64>,
-    /// True once one that reduced nothing has been noticed.
+    /// True once a pass that reduced nothing has been noticed.
     has_unmarked: bool,
 }
 
 impl Passes {
-    /// Counts a backward pass, or one that gradients tell of which it has left for a parameter whose gradient is reduced already.
+    /// Counts a backward pass and returns the number so far. A pass that reduced nothing is counted when its gradients are collected: it
+    /// leaves a gradient for a parameter whose gradient has been reduced already.
     fn count(&mut self, phase: Phase, indices: &[u64]) -> u64 {
         match phase {
             Phase::Backward => {
@@ -99,24 +100,24 @@ impl Passes {
     }
 }
 
-/// Where a rank is in its step.
+/// A rank's position in its step.
 struct Step<B: Backend> {
-    /// Reduced gradients of parameters that only other ranks had a gradient for.
+    /// Reduced gradients of parameters for which only other ranks had a gradient.
     foreign: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
-    /// Whether the backward pass under way leaves gradients unreduced.
+    /// True if the current backward pass leaves gradients unreduced.
     holding: AtomicBool,
     passes: Mutex<Passes>,
     /// True once a module has been prepared.
     is_prepared: AtomicBool,
-    /// Blocks of the model that the pass under way has come to.
+    /// Number of the model's blocks that the current pass has reached.
     blocks: AtomicUsize,
-    /// Groups that the rank has waited in within the pass under way, by their labels.
+    /// Groups in which the rank has waited during the current pass, by label.
     waits: Mutex<BTreeMap<String, Arc<dyn Collective>>>,
     /// Set at the end of a backward pass, cleared by the fence before the first update after it.
     fence_due: AtomicBool,
-    /// Updates so far whose fence has been passed.
+    /// Number of updates so far whose fence has been passed.
     updated: AtomicU64,
-    /// For each module by its first slot: the last update that replicas were looked at for, and how many those were.
+    /// For each module, by its first slot: the last update counted for it, and the number of its updates.
     checked: Mutex<HashMap<u64, (u64, u64)>>,
 }
 
@@ -129,10 +130,10 @@ impl<B: Backend> Default for Step<B> {
     }
 }
 
-/// The lone rank's context of each inner backend.
+/// The process-wide context of a single rank, for each inner backend.
 static LONE: LazyLock<Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
 
-/// Uninstalls the context of a rank's thread.
+/// Guard that uninstalls the context of a rank's thread.
 pub(crate) struct InstallGuard<B: Backend>(Arc<Context<B>>, u64);
 
 impl<B: Backend> Drop for InstallGuard<B> {
@@ -150,7 +151,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
 }
 
 impl<B: Backend> Context<B> {
-    /// The context of one of several ranks, the members of `run`. A collective: every rank calls it.
+    /// Creates the context of one of the several ranks of `run`. A collective: every rank calls it.
     pub(crate) fn new(
         config: ZeroConfig,
         device: B::Device,
@@ -159,7 +160,7 @@ impl<B: Backend> Context<B> {
     ) -> Result<Arc<Self>, CommError> {
         let is_flat = config.axes.foreign().is_empty();
         let groups = if is_flat { None } else { Some(Groups::new(&config.axes, &*run)?) };
-        // From here on there are no other ranks than those along the data axis.
+        // From here on, the ranks are those along the data axis.
         let comm = groups.as_ref().map_or(run, |groups| groups.along[Axes::DATA].clone());
         let window = if is_flat { window } else { window.of_group(&*comm) };
         let (index, world) = (comm.rank(), comm.world());
@@ -212,12 +213,12 @@ impl<B: Backend> Context<B> {
         context
     }
 
-    /// The context of this thread, if it is a rank's.
+    /// Returns the context installed on this thread, if it belongs to a rank.
     fn installed() -> Option<Arc<Self>> {
         CURRENT.with_borrow(Clone::clone)?.context.downcast().ok()
     }
 
-    /// The context of this thread.
+    /// Returns the context of this thread: its rank's, or that of the single rank.
     pub(crate) fn current() -> Arc<Self> {
         Self::installed().unwrap_or_else(|| {
             let mut lone = LONE.lock();
@@ -230,8 +231,8 @@ impl<B: Backend> Context<B> {
         })
     }
 
-    /// Stops a thread that is nobody's and makes a parameter of a rank: two such threads would number the rank's parameters in an order
-    /// that differs from rank to rank.
+    /// Ends the run with an error if a thread that belongs to no rank creates a parameter of a rank: two such threads would number the
+    /// rank's parameters in an order that differs from rank to rank.
     pub(crate) fn check_thread(device: &ZeroDevice<B::Device>) {
         if CURRENT.with_borrow(Option::is_none) && RUNNING.lock().contains_key(&device.place()) {
             let thread = std::thread::current();
@@ -244,8 +245,8 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// The context of the rank that `device` is of. A thread that the rank's body has started becomes the rank's, if it was nobody's: the
-    /// body waits for it meanwhile, or does other things.
+    /// Returns the context of the rank that owns `device`. A thread started by the rank's body becomes the rank's, if it belonged to none;
+    /// meanwhile the body waits for it, or does other work.
     pub(crate) fn of_device(device: &ZeroDevice<B::Device>) -> Arc<Self> {
         let is_free = CURRENT.with_borrow(Option::is_none);
         let running = is_free.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
@@ -264,7 +265,7 @@ impl<B: Backend> Context<B> {
         Self::current()
     }
 
-    /// The context of the rank that `cell` is of. On a thread of another rank, and after the end of its own, a cell is of no use.
+    /// Returns the context of the rank that owns `cell`. Ends with an error on another rank's thread, and after the owner has ended.
     pub(crate) fn of(cell: &Cell<B>) -> Arc<Self> {
         let owner = || cell.rank.owner.get()?.upgrade()?.downcast().ok();
         match Self::installed() {
@@ -274,7 +275,7 @@ impl<B: Backend> Context<B> {
         .unwrap_or_else(|| stop_foreign(&cell.shape))
     }
 
-    /// Makes this the context of the current thread until the guard is dropped.
+    /// Installs this context on the current thread until the guard is dropped.
     pub(crate) fn install(self: &Arc<Self>) -> InstallGuard<B> {
         let place = PLACES.fetch_add(1, Ordering::Relaxed);
         RUNNING.lock().insert(place, self.clone());
@@ -289,16 +290,16 @@ impl<B: Backend> Context<B> {
 
     // ---- gathers ----
 
-    /// The whole tensor of `cell` in its own shape.
+    /// Returns the full tensor of `cell`, in its own shape.
     ///
-    /// Gradients and optimizer state are read like parameters when they are saved or inspected, in any order, and never kept;
-    /// every rank must do so, as their owners wait until all have read. Only what was computed of loaded state before its first
-    /// use has no name that other ranks know: it is gathered by a collective, in the same order on every rank.
+    /// Gradients and optimizer state are read like parameters when they are saved or inspected, in any order, and never kept. Every rank
+    /// must read them, because their owners wait until all have. A tensor computed from loaded state before its first use has no name that
+    /// other ranks know: it is gathered by a collective, in the same order on every rank.
     pub(crate) fn load(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
         Self::gather(cell, cell.quantized())
     }
 
-    /// As [`Context::load`], with all digits of what is quantised where it is used.
+    /// Same as [`Context::load`], but exact for a parameter that is quantized for use.
     pub(crate) fn load_exact(cell: &Arc<Cell<B>>) -> B::FloatTensorPrimitive {
         Self::gather(cell, None)
     }
@@ -324,7 +325,7 @@ impl<B: Backend> Context<B> {
             }
             (_, Some(_)) => {
                 let whole = read_exact(cell, For::Own).unwrap_or_else(|error| raise(error));
-                // Optimizers replace their state at once: not before every rank has read it.
+                // Optimizers replace their state immediately, so wait until every rank has read it.
                 context.barrier("after reading a gradient or optimizer state out");
                 whole
             }
@@ -332,28 +333,28 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Gathers a tensor that has no name; every rank must call it.
+    /// Gathers a tensor that has no name. A collective: every rank calls it.
     fn gather_nameless(&self, cell: &Cell<B>) -> B::FloatTensorPrimitive {
         let (partition, size) = (cell.partition, cell.dtype.size());
         let mut bytes = cell.data().into_bytes().to_vec();
         bytes.truncate(partition.len(cell.place()) * size);
         bytes.resize(partition.stride() * size, 0);
         let mut whole = self.gather_bytes(bytes);
-        // Every group gathers the same: this rank takes its own group's.
+        // The result has a copy for each group: this rank takes its own group's.
         whole.drain(..self.rank.mesh.replica(self.rank.index) * partition.world() * partition.stride() * size);
         whole.truncate(partition.numel() * size);
         B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
     }
 
-    /// Gathers what all ranks will use and keep, now that every rank is here: later one may use a parameter alone.
+    /// Gathers the parameters that all ranks will use and keep, while every rank is here: later, one may use a parameter alone.
     pub(crate) fn gather_awaited(&self) {
         self.gatherer.begin_awaited();
         self.gatherer.end_awaited();
     }
 
-    /// After what may go well on one rank and not on another: gathers what waits for it only if it is `sound` on all of them.
-    /// Otherwise ranks have made different versions, whose gathers would not match; the caller has an error to tell. A
-    /// collective, where ranks gather together.
+    /// Discards the queued gathers unless the ranks are all `sound`. Called after something that may fail on one rank only: the ranks would
+    /// then have created different versions, whose gathers do not match. The caller reports the error. A collective, if ranks gather
+    /// collectively.
     pub(crate) fn keep_awaited_if(&self, sound: bool) {
         let is_odd = || self.reduce_scalars(vec![f64::from(u8::from(!sound))], ReduceOp::Max)[0] > 0.0;
         if self.rank.gathers_together && is_odd() {
@@ -363,42 +364,42 @@ impl<B: Backend> Context<B> {
 
     // ---- phases of a step ----
 
-    /// A pass begins that will give gradients for the parameters `indices` on this rank, and will be ended. `named` are those that
-    /// the gradients which are being collected are of, and `edits` a hash of what has taken the place of parameters.
+    /// Begins a pass that produces gradients of the parameters `indices` on this rank; the caller ends it. `named` are the parameters of
+    /// the gradients being collected, and `edits` is a hash of the tensors that have replaced parameters.
     pub(crate) fn begin_reduction(&self, phase: Phase, indices: Vec<u64>, (named, edits): (Vec<u64>, Option<u64>)) {
         if let Some(reducer) = &self.reducer {
             self.gatherer.begin_awaited();
             let passes = self.step.passes.lock().count(phase, &indices);
             if phase == Phase::Backward && passes == 1 {
-                // Of the step before, and no rank's optimizer has asked for it.
+                // Left over from the previous step: no rank's optimizer has asked for them.
                 self.step.foreign.lock().clear();
             }
             reducer.begin(self.rank.clone(), Told { phase, indices, named, passes, edits });
         }
     }
 
-    /// The gradients of the backward passes so far have been collected.
+    /// Resets the passes: their gradients have been collected.
     pub(crate) fn end_passes(&self) {
         *self.step.passes.lock() = Passes::default();
     }
 
-    /// Waits until all gradients of this pass are reduced; nothing to a lone rank.
+    /// Waits until all gradients of this pass are reduced. Does nothing on a single rank.
     pub(crate) fn end_reduction(&self) -> Option<Outcome<B>> {
         let reducer = self.reducer.as_ref()?;
         Some(reducer.end(&self.rank).unwrap_or_else(|error| raise(error)))
     }
 
-    /// Gradients are being collected, perhaps of a backward pass that this rank had no part in: it passes the next fence.
+    /// Makes this rank pass the next fence: gradients are being collected, perhaps of a backward pass in which it took no part.
     pub(crate) fn join_fence(&self) {
         self.step.fence_due.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the next block of this pass, as models count theirs, is to be checkpointed.
+    /// Advances to the next block of this pass, as the model counts them, and returns whether it is to be checkpointed.
     pub(crate) fn next_block(&self) -> bool {
         self.step.blocks.fetch_add(1, Ordering::Relaxed) < self.rank.config.checkpointed_blocks
     }
 
-    /// A backward pass has ended: before anything is updated, all ranks must have read what they need.
+    /// Ends a backward pass: before anything is updated, all ranks must have read what they need.
     pub(crate) fn end_backward(&self, foreign: Foreign<B>) {
         self.add_foreign(foreign);
         self.join_fence();
@@ -407,12 +408,12 @@ impl<B: Backend> Context<B> {
         self.gatherer.drop_unused();
     }
 
-    /// Backward passes leave gradients unreduced from here on, or not.
+    /// Sets whether backward passes leave gradients unreduced from here on.
     pub(crate) fn hold_back(&self, on: bool) {
         self.step.holding.store(on, Ordering::Relaxed);
     }
 
-    /// Whether the backward pass under way leaves its gradients as they are.
+    /// Returns whether the current backward pass leaves its gradients unreduced.
     pub(crate) fn is_holding_back(&self) -> bool {
         !self.rank.config.overlap_comm || self.step.holding.load(Ordering::Relaxed)
     }
@@ -429,8 +430,8 @@ impl<B: Backend> Context<B> {
         self.step.foreign.lock().remove(&slot).unwrap_or_default()
     }
 
-    /// Before a parameter is updated for the first time after a backward pass: waits until every rank has come this
-    /// far, so that none still reads what the others are about to replace.
+    /// Waits, before the first update after a backward pass, until every rank has come this far, so that none still reads what the others
+    /// are about to replace.
     pub(crate) fn before_update(&self) {
         if self.step.fence_due.swap(false, Ordering::Relaxed) {
             self.wait_for_updates();
@@ -448,9 +449,9 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// The number of the next update, from 1, and whether replicas of the module whose first parameter is `slot` are to be
-    /// compared before it in any case; if that has not been done. Updates are counted for each module: several may be trained
-    /// in turn. The same on every rank.
+    /// Returns the number of the next update, from 1, and whether replicas of the module with first parameter `slot` must be compared
+    /// before it. Returns `None` if this update has been counted already. Updates are counted per module, as several may be trained in
+    /// turn. The same on every rank.
     pub(crate) fn update_to_check(&self, slot: u64) -> Option<(u64, bool)> {
         let update = self.step.updated.load(Ordering::Relaxed) + 1;
         let mut checked = self.step.checked.lock();
@@ -462,19 +463,19 @@ impl<B: Backend> Context<B> {
         Some((update, count.is_multiple_of(self.rank.config.check_replicas)))
     }
 
-    /// A module has been prepared: what is drawn from here on is each rank's own.
+    /// Notes that a module has been prepared: from here on, each rank draws random numbers of its own.
     pub(crate) fn end_building(&self) {
         self.step.is_prepared.store(true, Ordering::Relaxed);
     }
 
-    /// Waits for updates that go on beside the rank's own thread; their error ends the rank.
+    /// Waits for updates that run concurrently with the rank's own thread; their error ends the rank.
     pub(crate) fn wait_for_updates(&self) {
         if let Some(updates) = &self.updates {
             updates.wait(&self.rank).unwrap_or_else(|error| raise(error));
         }
     }
 
-    /// Waits until every rank has come this far: what was loaded before is read by none any more.
+    /// Waits until every rank has come this far: afterwards, no rank reads what was loaded before.
     pub(crate) fn fence(&self, purpose: &'static str) {
         self.gatherer.begin_awaited();
         self.gatherer.end_secondary();
@@ -489,7 +490,7 @@ impl<B: Backend> Context<B> {
         self.rank.drop_retired();
     }
 
-    /// Waits until every rank has come this far, for the same purpose.
+    /// Waits until every rank has come this far, for the same `purpose`.
     pub(crate) fn barrier(&self, purpose: &'static str) {
         if let Some(main) = &self.main {
             let _span = tracing::trace_span!("wait for ranks", purpose).entered();
@@ -499,7 +500,7 @@ impl<B: Backend> Context<B> {
 
     // ---- collectives of the rank's own thread ----
 
-    /// Reduces numbers over the ranks, in rank order.
+    /// All-reduces numbers, in rank order.
     pub(crate) fn reduce_scalars(&self, values: Vec<f64>, op: ReduceOp) -> Vec<f64> {
         match &self.main {
             None => values,
@@ -507,7 +508,7 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Gathers equally long byte strings in rank order.
+    /// All-gathers byte strings of equal length, in rank order.
     pub(crate) fn gather_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
         match &self.main {
             None => bytes,
@@ -515,7 +516,7 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Rank `root`'s values on every rank; the others pass as many.
+    /// Broadcasts the values of rank `root`; the other ranks pass equally many.
     pub(crate) fn broadcast(&self, values: Buffer, root: usize) -> Buffer {
         match &self.main {
             None => values,
@@ -523,28 +524,29 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// Rank 0's bytes on every rank.
+    /// Broadcasts the bytes of rank 0.
     pub(crate) fn broadcast_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
         self.broadcast(Buffer::U8(bytes), 0).into_u8()
     }
 
-    /// The ranks in the order of their own pieces, for checkpoints. What ranks do in a step goes by one group, so that one that does
-    /// something else is told at once.
+    /// Returns the group of ranks in the order of their own shards, for checkpoints. Within a step the ranks use one group, so that a rank
+    /// that calls something else is detected at once.
     pub(crate) fn owners(&self) -> Arc<dyn Collective> {
         self.owners.clone().unwrap_or_else(|| self.collective())
     }
 
-    /// The ranks, for other collectives on the rank's own thread.
+    /// Returns the group of ranks, for other collectives on the rank's own thread.
     pub(crate) fn collective(&self) -> Arc<dyn Collective> {
         self.main.clone().unwrap_or_else(alone)
     }
 
-    /// The ranks of the run, those with places of their own on foreign axes included, for collectives on the rank's own thread.
+    /// Returns the group of all ranks of the run, including those at other places on foreign axes, for collectives on the rank's own
+    /// thread.
     pub(crate) fn everyone(&self) -> Arc<dyn Collective> {
         self.groups.as_ref().map_or_else(|| self.collective(), |groups| groups.run.clone())
     }
 
-    /// The ranks along an axis.
+    /// Returns the group of ranks along an axis.
     pub(crate) fn group(&self, axis: &str) -> Arc<dyn Collective> {
         let is_data = axis == Axes::DATA;
         match self.groups.as_ref().map(|groups| groups.along.get(axis)) {
@@ -557,43 +559,43 @@ impl<B: Backend> Context<B> {
         }
     }
 
-    /// The places on the mesh's expert axis, which train on rows of their own, if it has one.
+    /// Returns the group along the mesh's expert axis, if there is one; each place on it trains on its own part of the batch.
     pub(crate) fn expert_places(&self) -> Option<&Arc<dyn Collective>> {
         self.groups.as_ref()?.along.get(Axes::EXPERT)
     }
 
-    /// This rank among those that train on rows of their own.
+    /// Returns this rank's index among those that train on their own part of the batch.
     fn place_of_rows(&self) -> u64 {
         let place = self.expert_places().map_or(0, |places| places.rank());
         (self.rank.index + self.rank.world * place) as u64
     }
 
-    /// The sum over the parts of a model along foreign axes, in their order.
+    /// Sums `value` over the parts of a model along foreign axes, in their order.
     pub(crate) fn sum_over_parts(&self, value: f64) -> f64 {
         let Some(Groups { parts, .. }) = &self.groups else { return value };
         let sum = parts.all_reduce(Buffer::F64(vec![value]), ReduceOp::Sum);
         sum.unwrap_or_else(|error| raise(error)).into_f64()[0]
     }
 
-    /// This rank's place among the parts of its model; 0 where there is one.
+    /// Returns this rank's index among the parts of its model; 0 if there is only one.
     pub(crate) fn part(&self) -> usize {
         self.groups.as_ref().map_or(0, |groups| groups.parts.rank())
     }
 
-    /// Whether models have parts along foreign axes.
+    /// Returns whether models have parts along foreign axes.
     pub(crate) fn has_parts(&self) -> bool {
         self.groups.is_some()
     }
 
-    /// The rank is about to wait for others of `group` within a pass.
+    /// Notes that the rank is about to wait for others of `group` within a pass.
     pub(crate) fn waits_in(&self, group: &Arc<dyn Collective>) {
         if group.in_process().is_some() {
             self.step.waits.lock().insert(group.label().to_string(), group.clone());
         }
     }
 
-    /// A backward pass has ended, and autodiff has released its locks: ranks that have waited for each other in it, and share
-    /// autodiff's locks, come out of it together.
+    /// Makes ranks that have waited for each other in a backward pass, and share autodiff's locks, leave it together. Called after the
+    /// pass, when autodiff has released its locks.
     pub(crate) fn end_waits(&self) {
         for group in std::mem::take(&mut *self.step.waits.lock()).into_values() {
             group.execute(Request::Barrier("the end of a backward pass")).unwrap_or_else(|error| raise(error));
@@ -602,11 +604,11 @@ impl<B: Backend> Context<B> {
 
     // ---- random numbers ----
 
-    /// The numbers of one draw for `device` (dropout, noise): different at every call and, once a module has been prepared, on every
-    /// rank. Before, modules are built, whose fixed random tensors must be alike.
+    /// Returns the random numbers of one draw for `device` (dropout, noise). They differ at every call and, once a module has been
+    /// prepared, on every rank. Before that, modules are built, whose fixed random tensors must be equal on all ranks.
     ///
-    /// Other threads than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on
-    /// how far they are.
+    /// Threads other than the rank's own, such as a data loader's, have numbers of their own, so that the rank's do not depend on their
+    /// progress.
     pub(crate) fn draw(device: &ZeroDevice<B::Device>) -> Stream {
         let is_beside = CURRENT.with_borrow(Option::is_none);
         let running = is_beside.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
@@ -618,7 +620,7 @@ impl<B: Backend> Context<B> {
             _ => {
                 let context = Self::current();
                 let (seed, draw) = context.draws.next();
-                // What a module is made of is alike on all ranks; from the first `prepare` on each draws for its own rows.
+                // Modules are built from the same numbers on all ranks. From the first `prepare` on, each rank draws its own.
                 let is_prepared = context.step.is_prepared.load(Ordering::Relaxed);
                 vec![seed, if is_prepared { context.place_of_rows() } else { 0 }, draw]
             }

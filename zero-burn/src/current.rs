@@ -16,7 +16,7 @@ thread_local! {
 pub(crate) struct Installed {
     pub(crate) rank: usize,
     pub(crate) place: u64,
-    /// The inner backend's.
+    /// The inner backend's device.
     pub(crate) device: Arc<dyn Any + Send + Sync>,
     pub(crate) context: Arc<dyn Any + Send + Sync>,
 }
@@ -25,12 +25,12 @@ pub(crate) struct Installed {
 pub(crate) static RUNNING: LazyLock<Mutex<HashMap<u64, Arc<dyn Any + Send + Sync>>>> = LazyLock::new(Mutex::default);
 pub(crate) static PLACES: AtomicU64 = AtomicU64::new(1);
 
-/// The rank of this thread, and a number that no other rank of any launch has; 0 outside of a launch.
+/// Returns the rank of this thread, and a number that no other rank of any launch has; both are 0 outside of a launch.
 pub(crate) fn current_place() -> (usize, u64) {
     CURRENT.with_borrow(|current| current.as_ref().map_or((0, 0), |installed| (installed.rank, installed.place)))
 }
 
-/// The inner device of this thread's rank, if it is of this type.
+/// Returns the inner device of this thread's rank, if it has type `D`.
 pub(crate) fn current_device<D: Clone + 'static>() -> Option<D> {
     CURRENT.with_borrow(|current| current.as_ref()?.device.downcast_ref::<D>().cloned())
 }

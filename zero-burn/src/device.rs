@@ -5,22 +5,22 @@ use burn_std::device::Device;
 
 use crate::current;
 
-/// Bits of a [`DeviceId`]'s index that carry the inner device's index; the rank stands above them.
+/// Bits of a [`DeviceId`]'s index that hold the inner device's index; the bits above hold the rank.
 const INNER_BITS: u16 = 8;
 
 /// An inner device as one rank sees it.
 ///
-/// `Default` is the rank of the current thread (rank 0 outside of a launch) on the inner device that its launch has given
-/// it (the default one outside), so that a program written for one device runs unchanged.
+/// `Default` is the inner device that the launch has assigned to the current thread's rank; outside of a launch, the default inner device
+/// as rank 0. So a program written for one device runs unchanged.
 #[derive(Clone, Debug)]
 pub struct ZeroDevice<D> {
     inner: D,
     rank: usize,
-    /// Which rank of which launch, for threads that are not the rank's own; 0 outside of a launch.
+    /// Identifies the rank among those of all launches, for threads that are not the rank's own; 0 outside of a launch.
     place: u64,
 }
 
-/// Launches follow one another on the same devices.
+/// Ignores `place`: successive launches use the same devices.
 impl<D: PartialEq> PartialEq for ZeroDevice<D> {
     fn eq(&self, other: &Self) -> bool {
         self.inner == other.inner && self.rank == other.rank
@@ -30,7 +30,7 @@ impl<D: PartialEq> PartialEq for ZeroDevice<D> {
 impl<D: Eq> Eq for ZeroDevice<D> {}
 
 impl<D> ZeroDevice<D> {
-    /// `inner` as the current thread's rank sees it.
+    /// Returns `inner` as the current thread's rank sees it.
     pub fn here(inner: D) -> Self {
         let (rank, place) = current::current_place();
         Self { inner, rank, place }
@@ -40,12 +40,12 @@ impl<D> ZeroDevice<D> {
         self.place
     }
 
-    /// The device that the inner backend knows.
+    /// Returns the inner backend's device.
     pub fn inner(&self) -> &D {
         &self.inner
     }
 
-    /// The rank whose device this is.
+    /// Returns the rank that owns this device.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -65,8 +65,8 @@ impl<D: DeviceOps> Device for ZeroDevice<D> {
 
     fn to_id(&self) -> DeviceId {
         let DeviceId { type_id, index_id } = self.inner.to_id();
-        // An identity for Burn's table of default types, which are the same on every rank: that ranks above 255 share
-        // numbers harms nothing.
+        // Burn uses this identity for its table of default types, which are the same on every rank. So it does no harm that ranks above 255
+        // share numbers.
         DeviceId { type_id, index_id: index_id | ((self.rank as u16) << INNER_BITS) }
     }
 }

@@ -1,14 +1,14 @@
-//! The rule of propagation: which operations run on pieces.
+//! The propagation rule: which operations run on shards.
 //!
-//! * An elementwise operation whose operands are pieces cut alike (or scalars, or replicated single values) runs on the
-//!   pieces and gives a piece. From this follows that Burn's own optimizers keep their state in shards.
-//! * An operation of several versions of one parameter is recorded, as in a penalty on what has changed. Once a module holds none of them
-//!   any more it can only be what a program keeps of the past, such as a moving average: it is computed on pieces and stays a piece.
-//! * A full reduction of a piece is a local reduction and one all-reduce of one number; the result is *replicated*.
+//! * An elementwise operation whose operands are shards with equal partitions (or scalars, or replicated single values) runs on the shards
+//!   and returns a shard. As a consequence, Burn's own optimizers keep their state in shards.
+//! * An operation on several versions of one parameter is recorded, as in a penalty on its change. Once a module holds none of them any
+//!   more, it can only be part of what a program keeps of the past, such as a moving average: it is computed on shards and stays a shard.
+//! * A full reduction of a shard is a local reduction and one all-reduce of one number; the result is *replicated*.
 //! * Anything else loads its operand, which is correct and counted.
-//! * Two combinations would be wrong without a word, because an ordinary tensor differs from rank to rank, and are
-//!   refused with a message: a reduced gradient or optimizer state with an ordinary tensor, and a parameter minus an
-//!   ordinary tensor of its shape where that is an update (with a gradient that was never reduced), not a loss.
+//! * Two combinations would silently be wrong, because an ordinary tensor differs from rank to rank. They are rejected with an error: a
+//!   reduced gradient or optimizer state with an ordinary tensor, and a parameter minus an ordinary tensor of its shape if that is an
+//!   update (with a gradient that was never reduced) and not a loss.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,8 +26,8 @@ use crate::trouble::stop;
 use crate::values::{of_type, part, read};
 use crate::view::{Extent, Views};
 
-/// An elementwise operation of one tensor. It commutes with views: of a parameter it is recorded, of any other piece it
-/// is computed.
+/// Applies an elementwise operation to one tensor. It commutes with views: on a parameter it is recorded, on any other shard it is
+/// computed.
 pub(crate) fn unary<B: Backend>(
     op: &'static str,
     tensor: ZeroTensor<B>,
@@ -46,8 +46,8 @@ pub(crate) fn unary<B: Backend>(
     }
 }
 
-/// The next version of a parameter on which a program has worked again and again without an optimizer, such as a temperature that it
-/// lowers in each step: every use would repeat all of it.
+/// Creates the next version of a parameter that a program has changed again and again without an optimizer, such as a temperature that it
+/// lowers in each step: otherwise every use would repeat all operations.
 fn folded<B: Backend>(shard: Shard<B>) -> Shard<B> {
     const MOST: usize = 64;
     if shard.views.len() < MOST || !shard.views.only_maps() || !shard.views.others().is_empty() {
@@ -61,7 +61,7 @@ fn folded<B: Backend>(shard: Shard<B>) -> Shard<B> {
     })
 }
 
-/// Computes on the piece of a tensor that is no parameter.
+/// Computes on the shard of a tensor that is not a parameter.
 fn piecewise<B: Backend>(
     op: &str,
     Shard { cell, views }: Shard<B>,
@@ -75,7 +75,7 @@ fn piecewise<B: Backend>(
     ZeroTensor::Shard(Shard { cell, views })
 }
 
-/// A change of element type.
+/// Changes the element type.
 pub(crate) fn cast<B: Backend>(tensor: ZeroTensor<B>, dtype: FloatDType) -> ZeroTensor<B> {
     if tensor.dtype() == dtype.into() {
         return tensor;
@@ -88,7 +88,7 @@ pub(crate) fn cast<B: Backend>(tensor: ZeroTensor<B>, dtype: FloatDType) -> Zero
     }
 }
 
-/// An elementwise operation of two tensors.
+/// Applies an elementwise operation to two tensors.
 pub(crate) fn binary<B: Backend>(
     op: &'static str,
     lhs: ZeroTensor<B>,
@@ -134,7 +134,7 @@ pub(crate) fn binary<B: Backend>(
                 [Kind::Average | Kind::Parameter, Kind::Average | Kind::Parameter] => Kind::Average,
                 _ => Kind::Optimizer,
             };
-            // A gradient with its weight decay is added to, and an update to what it updates.
+            // Weight decay is added to a gradient, and an update to its parameter.
             let updates = op == SUB || op == ADD && a.views.is_empty() && kinds[1] == Kind::Optimizer;
             let origin = match updates && a.is_parameter() && !is_average {
                 true => Origin::Version,
@@ -169,8 +169,9 @@ pub(crate) fn binary<B: Backend>(
     }
 }
 
-/// A reduced gradient that is multiplied by an ordinary tensor, or divided by one: its mask or its scale, the same on all ranks,
-/// as nobody multiplies gradients. Also whether the gradient is the first operand; or the operands.
+/// Finds a reduced gradient that is multiplied or divided by an ordinary tensor. That tensor is a mask or a scale, the same on all ranks,
+/// because programs do not multiply gradients with each other. Also returns whether the gradient is the first operand. Returns the operands
+/// if there is no such gradient.
 #[allow(clippy::type_complexity, clippy::result_large_err)] // The operands again.
 fn masks<B: Backend>(
     op: &str,
@@ -200,7 +201,7 @@ fn masks<B: Backend>(
     }
 }
 
-/// Computes, as a piece, an operation recorded of versions of a parameter none of which is the last any more.
+/// Computes, as a shard, an operation recorded on versions of a parameter of which none is the latest any more.
 fn of_the_past<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
     match tensor {
         ZeroTensor::Shard(shard)
@@ -217,8 +218,8 @@ fn of_the_past<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
     }
 }
 
-/// Puts a version of a parameter in the place of an ordinary tensor that a program has put in the parameter's place, alike on all
-/// ranks ([`Slot::is_edited`]), where a gradient or an update of it meets it.
+/// Turns an ordinary tensor that has replaced a parameter, alike on all ranks ([`Slot::is_edited`]), into a version of the parameter, if it
+/// meets the parameter's gradient or update.
 ///
 /// [`Slot::is_edited`]: crate::cell::slot::Slot
 fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTensor<B>, ZeroTensor<B>) {
@@ -246,7 +247,7 @@ fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTens
     }
 }
 
-/// Returns true for different versions of one parameter, or functions of such.
+/// Returns whether these are different versions of one parameter, or functions of such.
 fn are_versions<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
     let slots = a.cell.slot.as_ref().zip(b.cell.slot.as_ref());
     slots.is_some_and(|(one, other)| Arc::ptr_eq(one, other))
@@ -257,7 +258,8 @@ fn are_versions<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
         && b.views.only_maps()
 }
 
-/// `single` in the type of `x` and of as many dimensions: what is recorded of a parameter in 16 bit is done to its fp32 master too.
+/// Returns `single` in the type of `x`, with as many dimensions: an operation recorded on a 16-bit parameter is applied to its fp32 master
+/// too.
 fn single_beside<B: Backend>(x: &B::FloatTensorPrimitive, single: &B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
     let ones = Shape::from(vec![1; x.shape().num_dims()]);
     of_type::<B>(B::float_reshape(single.clone(), ones), x.dtype())
@@ -271,7 +273,7 @@ const SUB: &str = "float_sub";
 const MUL: &str = "float_mul";
 const DIV: &str = "float_div";
 
-/// `mask_fill`: elements where `mask` holds become `value`.
+/// Sets elements where `mask` holds to `value`.
 pub(crate) fn mask_fill<B: Backend>(
     tensor: ZeroTensor<B>,
     mask: B::BoolTensorPrimitive,
@@ -298,7 +300,7 @@ pub(crate) fn mask_fill<B: Backend>(
     }
 }
 
-/// `mask_where`: elements where `mask` holds become those of `value`.
+/// Sets elements where `mask` holds to those of `value`.
 pub(crate) fn mask_where<B: Backend>(
     tensor: ZeroTensor<B>,
     mask: B::BoolTensorPrimitive,
@@ -321,20 +323,20 @@ pub(crate) fn mask_where<B: Backend>(
 fn mask_piece<B: Backend>(mask: B::BoolTensorPrimitive, partition: Partition, place: usize) -> B::BoolTensorPrimitive {
     let range = partition.range(place);
     let flat = B::bool_reshape(mask, Shape::new([partition.numel()]));
-    // A rank without a piece computes on one element of filler; any mask value serves.
+    // A rank with an empty shard computes on one filler element; any mask value works.
     let range = if range.is_empty() { 0..1 } else { range };
     B::bool_slice(flat, &[Slice::from(range)])
 }
 
-/// The sum of all elements. Of a piece it is added in rank order at every stage, so that stages give the same bits.
+/// Sums all elements. Shards are summed in rank order at every stage, so that stages give the same bits.
 pub(crate) fn sum<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
     reduce(tensor, ReduceOp::Sum, 1.0, B::float_sum, B::float_sum)
 }
 
-/// A full reduction: `whole` of an ordinary tensor, `sign * op(piece)` of pieces.
+/// Reduces a tensor fully: an ordinary tensor by `whole`, shards by `sign * op(piece)`.
 ///
-/// A parameter is gathered for it, because a forward pass must not wait for another rank to come to the same operation;
-/// the result is replicated, as parameters are alike on all ranks.
+/// A parameter is gathered first, because a forward pass must not wait for another rank to reach the same operation. The result is
+/// replicated, because parameters are equal on all ranks.
 pub(crate) fn reduce<B: Backend>(
     tensor: ZeroTensor<B>,
     op: ReduceOp,
@@ -354,7 +356,7 @@ pub(crate) fn reduce<B: Backend>(
     }
 }
 
-/// Reduces each rank's own piece with `f`, then the numbers in the order of the pieces.
+/// Reduces each rank's own shard with `f`, then the numbers in the order of the shards.
 fn reduce_pieces<B: Backend>(
     cell: &Arc<Cell<B>>,
     op: ReduceOp,
@@ -365,15 +367,15 @@ fn reduce_pieces<B: Backend>(
     let mut numbers = vec![neutral; cell.rank.world];
     piece_numbers(cell, number).into_iter().for_each(|(place, number)| numbers[place] = number);
     if !cell.partition.is_whole() {
-        // The neutral number changes no bit.
+        // The neutral number changes no bits.
         numbers = Context::of(cell).reduce_scalars(numbers, op);
     }
     let combine = |a: f64, b: f64| if op == ReduceOp::Sum { a + b } else { a.max(b) };
     numbers.into_iter().fold(neutral, combine)
 }
 
-/// `number` of each rank's own piece, with its place among them, of those that this rank holds: its own, or, at stage 0, every
-/// rank's, so that the same numbers are added in the same order at every stage. Ranks without elements are left out.
+/// Returns `number` for the ranks' own shards that this rank holds, each with its place: its own or, at stage 0, every rank's. So the same
+/// numbers are added in the same order at every stage. Ranks without elements are left out.
 fn piece_numbers<B: Backend>(
     cell: &Arc<Cell<B>>,
     number: impl Fn(B::FloatTensorPrimitive) -> f64,
@@ -389,7 +391,7 @@ fn piece_numbers<B: Backend>(
         .collect()
 }
 
-/// This rank's own piece of what it holds. `None` if it has no elements.
+/// Returns the part of the held shard that is this rank's own, or `None` if it has no elements.
 pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
     let own = cell.own();
     (!own.is_empty()).then(|| part::<B>(cell.local(), own))
@@ -400,8 +402,8 @@ fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {
     ZeroTensor::Replicated(B::float_from_data(data, &cell.device))
 }
 
-/// Whether an operation of `a` and `b` runs on their pieces: they are cut alike, nothing but elementwise operations has
-/// been recorded of them, and one of them is not a parameter (two parameters meet in a forward pass, not in an update).
+/// Returns whether an operation on `a` and `b` runs on their shards: they have equal partitions, only elementwise operations have been
+/// recorded on them, and one of them is not a parameter (two parameters meet in a forward pass, not in an update).
 fn computes_on_pieces<B: Backend>(a: &Shard<B>, b: &Shard<B>) -> bool {
     a.cell.partition == b.cell.partition
         && a.cell.shape == b.cell.shape
@@ -414,7 +416,7 @@ fn is_single<T: TensorMetadata>(tensor: &T) -> bool {
     tensor.shape().num_elements() == 1
 }
 
-/// Notes that a tensor's device is asked for.
+/// Notes that a tensor's device is queried.
 pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     match tensor {
         ZeroTensor::Dense(_) | ZeroTensor::Activation(_) => asked::of_dense(tensor.shape()),
@@ -425,10 +427,10 @@ pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
     }
 }
 
-/// Returns true if a parameter minus an ordinary tensor is an update of it, rather than part of a loss or of a moving average: an optimizer
-/// has just asked for both, or nobody else holds the parameter, as its module does in a forward pass. Of a version that an update has
-/// just made with a reduced gradient there was no backward pass that could have given another. One that was never prepared may not be
-/// in such a loss either: its optimizer would leave no other trace.
+/// Returns whether a parameter minus an ordinary tensor is an update of it, rather than part of a loss or a moving average: an optimizer
+/// has just queried both, or nothing else holds the parameter, as its module does in a forward pass. Returns `false` for a version that an
+/// update with a reduced gradient has just created: no backward pass could have given another gradient. Returns `true` for a parameter that
+/// was never prepared: its optimizer would leave no other trace.
 fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
     let Some(slot) = shard.cell.slot.as_ref().filter(|slot| slot.id.get().is_some()) else { return true };
     let may_be = Arc::strong_count(&shard.cell) == 1 || asked::is_updated(shard.cell.key);
@@ -439,7 +441,7 @@ fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
 
 fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<B>) {
     if scope() != Birth::Dense {
-        // An initialiser computes with what it draws (the orthogonal one factorises), alike on all ranks.
+        // An initializer computes with what it draws (the orthogonal one factorizes), alike on all ranks.
         return;
     }
     let (shard, dense) = match (lhs, rhs) {

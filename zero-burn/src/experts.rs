@@ -1,7 +1,7 @@
-//! Gradients where a mesh has an expert axis ([`Axes::EXPERT`](zero_core::Axes::EXPERT)): its places train on rows of their own and have
-//! experts of their own, to which rows go by [`parallel::all_to_all`](crate::parallel::all_to_all). What they share is added up over
-//! the axis when gradients are collected, in buckets, after the reduction along `data`. What an expert has is of the rows of all
-//! places already. Either is then divided by the number of places.
+//! Gradients on a mesh with an expert axis ([`Axes::EXPERT`](zero_core::Axes::EXPERT)). Its places train on their own parts of the batch
+//! and have experts of their own, to which [`parallel::all_to_all`](crate::parallel::all_to_all) sends rows. Gradients of shared parameters
+//! are summed over the axis when gradients are collected, in buckets, after the reduction along `data`. An expert's gradient covers the
+//! rows of all places already. Both are then divided by the number of places.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ struct Reduced<B: Backend> {
     cell: Option<Arc<Cell<B>>>,
 }
 
-/// Averages the reduced gradients of a module's parameters, of those that `is_meant` if not all, over the expert axis. A collective.
+/// Averages the reduced gradients of the module's parameters over the expert axis, for those that `is_meant` selects. A collective.
 pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
     context: &Context<A::Base>,
     grads: &mut GradientsParams,
@@ -87,14 +87,14 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
     }
 }
 
-/// This rank's piece of a reduced gradient.
+/// Returns this rank's shard of a reduced gradient.
 fn values_of<B: Backend>(cell: &Cell<B>) -> Vec<f32> {
     let mut values = read::<B>(cell.local()).convert_dtype(DType::F32).into_vec().expect("it was converted");
     values.truncate(cell.partition.len(cell.place()));
     values
 }
 
-/// The reduced gradient of a parameter with these values in this rank's piece.
+/// Creates the reduced gradient of a parameter, with `values` as this rank's shard.
 fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, values: Vec<f32>) -> Arc<Cell<B>> {
     let rank = &context.rank;
     let piece = B::float_from_data(piece(values).convert_dtype(rank.gradient_dtype(slot)), &rank.device);

@@ -1,5 +1,4 @@
-//! Whole parameters for a while: reading and changing them outside of a forward pass. What DeepSpeed calls
-//! `GatheredParameters`.
+//! Temporary access to full parameters, to read and change them outside of a forward pass. DeepSpeed calls this `GatheredParameters`.
 
 use std::collections::{HashMap, HashSet};
 use std::hash::Hasher;
@@ -19,25 +18,25 @@ use crate::values::{piece, read as read_data};
 use crate::walk;
 pub use crate::walk::ParamMeta;
 
-/// The float parameters of a module, in the order of its fields.
+/// Returns the float parameters of a module, in the order of its fields.
 pub fn parameters<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> Vec<ParamMeta> {
     let mut metas = Vec::new();
     walk::visit::<A, M>(module, |meta, tensor| metas.extend(tensor.map(|_| meta)));
     metas
 }
 
-/// A whole parameter in host memory.
+/// A full parameter in host memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Gathered {
-    /// Which parameter it is.
+    /// The parameter.
     pub meta: ParamMeta,
     /// Its elements in row-major order, in fp32.
     pub values: Vec<f32>,
 }
 
-/// The parameters that `select` names, whole, on this rank. Ranks may differ in what they read.
+/// Reads the full parameters for which `select` returns `true` on this rank. Ranks may differ in what they read.
 ///
-/// Memory: the selected parameters whole; select one at a time where that matters.
+/// Memory: all selected parameters in full. To save memory, select one at a time.
 pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&ParamMeta) -> bool) -> Vec<Gathered> {
     end_forward::<A, M>(module);
     // A parameter may be in the module more than once, tied.
@@ -51,17 +50,16 @@ pub fn read<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M, select: impl Fn(&
     found
 }
 
-/// Makes rank `root`'s `values` the parameters' values on all ranks; returns the module and the values. Every rank calls
-/// it, with the same parameters. Between a backward pass and its update it is not allowed: gradients would be of other
-/// parameters.
+/// Sets parameters on all ranks to rank `root`'s `values`; returns the module and the values. Every rank calls it, with the same
+/// parameters. It is not allowed between a backward pass and its update: the gradients would belong to other parameters.
 ///
-/// An optimizer that keeps fp32 masters must be told ([`Fused::set_state`](crate::optim::Fused::set_state)); zero-train's
-/// engine does that.
+/// An optimizer with fp32 master weights must be updated too ([`Fused::set_state`](crate::optim::Fused::set_state)); zero-train's engine
+/// does that.
 ///
 /// # Panics
 ///
-/// With the launcher's error when a collective fails, when `root` is no rank, or when a parameter has another number of
-/// elements than values were given.
+/// If a collective fails, if `root` is not a rank, or if the number of values differs from the parameter's number of elements. The launcher
+/// reports the error.
 pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
     module: M,
     root: usize,
@@ -82,7 +80,7 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
     let mut replacements: HashMap<ParamId, &[f32]> =
         written.iter().map(|parameter| (parameter.meta.id, parameter.values.as_slice())).collect();
     end_forward::<A, M>(&module);
-    // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
+    // No rank reads the old versions any more; once all are replaced, no rank needs them.
     context.fence("before parameters are replaced");
     let module = walk::map::<A, M, _>(
         module,
@@ -105,21 +103,21 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
     (module, written)
 }
 
-/// Tells which gathered parameters a program changes.
+/// A detector of changes to gathered parameters.
 #[derive(Debug)]
 pub struct Edits(Vec<u64>);
 
 impl Edits {
-    /// Of parameters as they were gathered, alike on all ranks.
+    /// Records gathered parameters, whose values are the same on all ranks.
     pub fn watch(found: &[Gathered]) -> Self {
         Self(found.iter().map(|parameter| fingerprint(&parameter.values)).collect())
     }
 
-    /// Those that rank `root` has changed since; none without a `root`. With one, every rank must call it.
+    /// Returns the parameters that rank `root` has changed since; none without a `root`. If there is one, every rank must call it.
     ///
     /// # Panics
     ///
-    /// With the launcher's error when a parameter was changed where it does not count: it would keep its old values.
+    /// If a parameter was changed on a rank whose changes are not kept; the launcher reports the error.
     pub fn of<B: Backend>(self, found: Vec<Gathered>, root: Option<usize>) -> Vec<Gathered> {
         let changed = found.iter().zip(&self.0).map(|(now, before)| fingerprint(&now.values) != *before);
         let mine: Vec<f64> = changed.map(|changed| f64::from(u8::from(changed))).collect();
@@ -152,19 +150,19 @@ impl Edits {
     }
 }
 
-/// Of the bits of `values`, to see whether any has changed.
+/// Returns a hash of the bits of `values`, to detect changes.
 fn fingerprint(values: &[f32]) -> u64 {
     let mut hasher = std::hash::DefaultHasher::new();
     values.iter().for_each(|value| hasher.write_u32(value.to_bits()));
     hasher.finish()
 }
 
-/// Gathers the parameters that `select` names, runs `f` on them on every rank, and, with `modify_on_rank`, makes what that
-/// rank has left in `values` the parameters' values on all ranks, as [`write()`] does. Every rank must call it alike.
+/// Gathers the parameters for which `select` returns `true` and runs `f` on them on every rank. If `modify_on_rank` is given, the `values`
+/// that `f` leaves on that rank become the parameters' values on all ranks, as in [`write()`]. Every rank must call it alike.
 ///
 /// # Panics
 ///
-/// As [`write()`], and when a parameter is changed where that would be lost ([`Edits::of`]).
+/// Same as [`write()`]; also if a parameter is changed on a rank whose changes are not kept ([`Edits::of`]).
 pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
     module: M,
     select: impl Fn(&ParamMeta) -> bool,
@@ -181,7 +179,7 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
     }
 }
 
-/// The parameter's next version, of which `piece` is this rank's part, converted to its type.
+/// Returns the parameter's next version, with `piece` as this rank's shard, converted to its type.
 pub(crate) fn next_version<B: Backend>(cell: &Cell<B>, piece: TensorData) -> ZeroTensor<B> {
     let piece = B::float_from_data(piece.convert_dtype(cell.dtype), &cell.device);
     ZeroTensor::Shard(Shard::new(Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece)))

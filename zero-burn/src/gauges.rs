@@ -8,9 +8,9 @@ pub(crate) struct Gauges {
     pub(crate) parameters: Gauge,
     pub(crate) gradients: Gauge,
     pub(crate) optimizer: Gauge,
-    /// Whole gradients on their way to being reduced, at the stages that shard gradients.
+    /// Full gradients on their way to be reduced, at the stages that shard gradients.
     pub(crate) in_flight: Gauge,
     pub(crate) gathered: Gauge,
-    /// What is kept in the host's memory in place of the backend's.
+    /// Bytes kept in host memory instead of with the backend.
     pub(crate) host: Gauge,
 }

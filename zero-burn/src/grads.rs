@@ -1,4 +1,4 @@
-//! What is done with reduced gradients: norms, factors, replacement.
+//! Operations on reduced gradients: norms, scaling, replacement.
 
 use std::collections::HashSet;
 use std::sync::atomic::Ordering;
@@ -26,8 +26,8 @@ use crate::update::norms::{sum_of_squares, sums_of_squares};
 use crate::values::{piece, sum_of_squares_on_host};
 use crate::walk;
 
-/// Puts `values`, whole and flat and the same on every rank, in the place of a parameter's reduced gradient; `false` if
-/// there is none of that size.
+/// Replaces a parameter's reduced gradient by `values`, the full gradient, flat and the same on every rank. Returns `false` if there is no
+/// gradient of that size.
 pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: &mut GradientsParams,
     module: &M,
@@ -48,7 +48,7 @@ pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
     true
 }
 
-/// Every gradient of the module multiplied by `factor`, where it lies.
+/// Multiplies every gradient of the module by `factor`, shard by shard.
 pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
     mut grads: GradientsParams,
     module: &M,
@@ -65,13 +65,14 @@ pub fn scale_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads
 }
 
-/// Says that the module's parameters are the same at every place on a foreign axis of the mesh, with the same gradients: a norm, or a bias
-/// that is added behind a sum over the axis. Norms count them once. On an [expert axis](Axes::EXPERT), whose places train on rows of their
-/// own, they are all but the experts, and their gradients are averaged over it. Of prepared modules.
+/// Declares that the module's parameters are the same at every place on a foreign axis of the mesh, with the same gradients: for example a
+/// norm, or a bias that is added after a sum over the axis. Norms count them once. On an [expert axis](Axes::EXPERT), whose places train on
+/// their own parts of the batch, these are all parameters except the experts', and their gradients are averaged over the axis. Call it on a
+/// prepared module.
 ///
 /// # Panics
 ///
-/// With the launcher's error when the mesh has no such axis.
+/// If the mesh has no such axis; the launcher reports the error.
 pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
     let is_counted = Context::<A::Base>::current().group(axis).rank() == 0;
     walk::visit::<A, M>(module, |_, tensor| {
@@ -82,13 +83,13 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
     });
 }
 
-/// Says that the module's parameters are parts of a whole that is cut over foreign axes of the mesh, and draws their first values: other ones
-/// at each place on these. Of modules just made, such as by `LinearConfig::init`, before `prepare` and any use. What is drawn without it is
-/// the same at every place.
+/// Declares that the module's parameters are parts of full parameters that are split over foreign axes of the mesh, and draws their first
+/// values, which differ at each place on the axes. Call it on a module that was just created, for example by `LinearConfig::init`, before
+/// `prepare` and any use. Parameters drawn without it are the same at every place.
 ///
 /// # Panics
 ///
-/// With the launcher's error when the mesh has no such axis, and when a parameter has been drawn before.
+/// If the mesh has no such axis, or if a parameter has been drawn before. The launcher reports the error.
 pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
     let context = Context::<A::Base>::current();
     if axes.contains(&Axes::DATA) {
@@ -99,7 +100,7 @@ pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
         return;
     }
     let part = sign(&groups.iter().map(|group| group.rank() as u64).collect::<Vec<_>>());
-    // Burn's initializers draw when a parameter is first looked at.
+    // Burn's initializers draw when a parameter is first accessed.
     let look = |meta: ParamMeta, tensor| {
         let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor else { return };
         if cell.drawn().is_some_and(|drawn| drawn.part != Some(part)) {
@@ -110,13 +111,14 @@ pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
     of_part(part, || walk::visit::<A, M>(module, look));
 }
 
-/// The L2 norm over all gradients of the module, the same on every rank and at every stage; over those of all its parts along foreign
-/// axes of a mesh, where what they share is to be [told](replicated_along). Every rank must call it, on gradients from [`collect_grads`](crate::module::collect_grads).
+/// Returns the L2 norm over all gradients of the module, the same on every rank and at every stage. It covers all parts of the model along
+/// foreign axes of a mesh; parameters that these share must be declared by [`replicated_along`]. Every rank must call it, on gradients from
+/// [`collect_grads`](crate::module::collect_grads).
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
     let context = Context::<A::Base>::current();
     let (world, place) = (context.rank.world, context.rank.owners(0).1);
-    // Per parameter one sum of squares for each rank's piece, zero where another rank computes it; pieces on a device, and their
-    // places among these.
+    // For each parameter, one sum of squares per rank's shard, zero if another rank computes it. Also the shards on a device, and their
+    // indices in the sums.
     let (mut pieces, mut on_device) = (Vec::new(), Vec::new());
     // A parameter may be in the module more than once, tied.
     let mut done = HashSet::new();
@@ -156,12 +158,13 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
     for (place, sum) in places.into_iter().zip(sums_of_squares::<A::Base>(tensors)) {
         pieces[place] = sum;
     }
-    // Adding zeros changes no bit. At stage 0 too each rank squares its part only: gradients are the same on all.
+    // Adding zeros changes no bits. At stage 0, too, each rank squares only its own part: gradients are the same on all ranks.
     pieces = context.reduce_scalars(pieces, ReduceOp::Sum);
     context.sum_over_parts(pieces.iter().sum()).sqrt()
 }
 
-/// The sums of squares of all gradients as their device makes them, not read: of a rank that is alone, and keeps everything there.
+/// Returns the sums of squares of all gradients as a tensor on their device, without reading it. Returns `None` unless this is a single
+/// rank that keeps everything there.
 #[cfg(feature = "cubecl")]
 pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: &GradientsParams,
@@ -187,8 +190,8 @@ pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
     if is_there { zero_ops::sums_of_squares::<A::Base>(&pieces) } else { None }
 }
 
-/// The first parameter, in the order of the module's fields, whose gradient holds an infinity or a NaN; the same on every
-/// rank. Every rank must call it, on gradients from [`collect_grads`](crate::module::collect_grads). It reads all of them.
+/// Returns the first parameter, in the order of the module's fields, whose gradient holds an infinity or a NaN; the same on every rank.
+/// Every rank must call it, on gradients from [`collect_grads`](crate::module::collect_grads). It reads all of them.
 pub fn first_nonfinite<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: &GradientsParams,
     module: &M,

@@ -1,4 +1,4 @@
-//! Running ranks: as threads of this process, or this process as one of the ranks that a launcher has started.
+//! Launching of ranks: as threads of this process, or with this process as one of the ranks that a launcher has started.
 
 use std::fmt::{Debug, Display};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -21,7 +21,7 @@ use crate::context::Context;
 use crate::device::ZeroDevice;
 use crate::trouble::raise;
 
-/// Why a launch failed.
+/// The reason why a launch failed.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError<E: Display + Debug> {
     /// The configuration cannot work.
@@ -33,11 +33,11 @@ pub enum LaunchError<E: Display + Debug> {
     /// The environment of a launcher is incomplete, or contradicts itself.
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
-    /// A rank failed, or the ranks did not find each other, and this process is one of them: print this, and then end the
-    /// process by [`Failed::end_process`], so that the others can say what they have to say before their launcher ends them.
+    /// A rank failed, or the ranks did not find each other, and this process is one of them. Print this error, then end the process with
+    /// [`Failed::end_process`], so that the other ranks can report their errors before the launcher ends them.
     #[error("{0}")]
     Process(Failed<E>),
-    /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
+    /// An MPI launcher has started this process as one of several, but this program was built without MPI.
     #[error(
         "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
          would train a copy of its own: build it with `--features mpi`, start it with torchrun's variables instead, or start \
@@ -48,35 +48,33 @@ pub enum LaunchError<E: Display + Debug> {
         rank: usize,
         /// Number of processes.
         world: usize,
-        /// The variable that says so.
+        /// The environment variable that shows this.
         variable: &'static str,
     },
-    /// The program wants another number of ranks than were started.
+    /// The program asked for another number of ranks than were started.
     #[error(
         "{asked} ranks were asked for, but {started} processes were started (by {variable}): each of them is one rank"
     )]
     World {
-        /// The program's number.
+        /// The number that the program asked for.
         asked: usize,
-        /// The launcher's.
+        /// The number that the launcher started.
         started: usize,
-        /// The variable that says so.
+        /// The environment variable that shows this.
         variable: &'static str,
     },
 }
 
-/// Runs `body` once per rank, each on its own thread with its own pool of compute threads, and returns the results in
-/// rank order. `body` builds the model on the device it is given; what it returns should be plain data, since sharded
-/// tensors are of no use once the other ranks have gone.
+/// Runs `body` once per rank, each on its own thread with its own pool of compute threads, and returns the results in rank order. `body`
+/// builds the model on the device it is given. It should return plain data: sharded tensors are of no use once the other ranks have ended.
 ///
-/// In a process that a launcher has started as one of several (torchrun, or anything that sets `RANK`, `WORLD_SIZE`,
-/// `MASTER_ADDR` and `MASTER_PORT`; with the feature `mpi` also `mpirun` and `srun`), this process is one rank: `body` runs
-/// once, and its result is the only one in the list. `world` is then the launcher's number of processes, and one launch is
-/// all that a process can have.
+/// If a launcher has started this process as one of several (torchrun, or anything that sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
+/// `MASTER_PORT`; with the feature `mpi` also `mpirun` and `srun`), this process is one rank: `body` runs once, and its result is the only
+/// one in the list. `world` must then be the launcher's number of processes, and a process can launch only once.
 ///
 /// # Errors
 ///
-/// [`LaunchError`]: the first rank's trouble, whether an error, a panic or a failed collective; all others are stopped.
+/// [`LaunchError`]: the first rank's failure, whether an error, a panic or a failed collective. All other ranks are stopped.
 pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     world: usize,
     config: &ZeroConfig,
@@ -97,8 +95,8 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     check_states::<B>(config)?;
     let threads = options.threads(world);
     let windows = WindowHost::default();
-    // On devices the operations of all ranks and of all their threads are one stream: CubeCL 0.10 does not order what one
-    // stream does to memory after another stream's use of it, but for the first that had it.
+    // On devices, all ranks and all their threads share one stream: CubeCL 0.10 does not order a stream's access to memory after another
+    // stream's use of it, except for the stream that had it first.
     let stream = StreamId::current();
     let results =
         run_recorded(world, &ThreadOptions { deadline: options.deadline }, options.flight_dir.as_deref(), |comm| {
@@ -109,11 +107,12 @@ pub fn launch<B: Backend, T: Send, E: Display + Debug + Send>(
     Ok(results)
 }
 
-/// Returns the ranks of [`launch_auto`]: as many as the launcher has started processes, or else `world`. For a plan that is made before.
+/// Returns the number of ranks of [`launch_auto`]: the number of processes that the launcher has started, otherwise `world`. For planning
+/// before the launch.
 ///
 /// # Errors
 ///
-/// [`EnvironmentError`] where the launcher's variables contradict one another.
+/// [`EnvironmentError`] if the launcher's variables contradict one another.
 pub fn launched_ranks(world: usize) -> Result<usize, EnvironmentError> {
     Ok(match Start::from_environment()?.world() {
         Some(started) => started.world,
@@ -122,7 +121,7 @@ pub fn launched_ranks(world: usize) -> Result<usize, EnvironmentError> {
     })
 }
 
-/// As [`launch`], on as many ranks as the launcher has started processes, also if that is one, or else on `world` threads.
+/// Same as [`launch`], on as many ranks as the launcher has started processes (even if that is one), otherwise on `world` threads.
 ///
 /// # Errors
 ///
@@ -136,7 +135,7 @@ pub fn launch_auto<B: Backend, T: Send, E: Display + Debug + Send>(
     launch::<B, T, E>(launched_ranks(world)?, config, options, body)
 }
 
-/// Refuses optimizer state in bf16 on a device that has none.
+/// Rejects bf16 optimizer state on a device that does not support bf16.
 fn check_states<B: Backend>(config: &ZeroConfig) -> Result<(), ConfigError> {
     let stays = config.bf16_optimizer_states && config.offload.optimizer == Tier::Memory && !zero_ops::is_host::<B>();
     if stays && !B::supports_dtype(&B::Device::default(), DType::BF16) {
@@ -145,8 +144,8 @@ fn check_states<B: Backend>(config: &ZeroConfig) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Refuses ranks of one process on several NVIDIA GPUs: CubeCL 0.10 copies from device to device by NCCL calls in an order that two
-/// threads do not agree on, and lets the source's memory be used again before the copy.
+/// Rejects several ranks of one process on several NVIDIA GPUs: CubeCL 0.10 copies between devices by NCCL calls in an order that two
+/// threads do not agree on, and lets the source's memory be reused before the copy.
 fn check_devices<B: Backend>(ranks: usize) -> Result<(), ConfigError> {
     #[cfg(feature = "cuda")]
     {
@@ -160,7 +159,7 @@ fn check_devices<B: Backend>(ranks: usize) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Has this process keep the kernels that it compiles for CUDA devices.
+/// Makes this process cache the kernels that it compiles for CUDA devices.
 fn cache_kernels<B: Backend>(options: &LaunchOptions) {
     #[cfg(feature = "cuda")]
     if options.kernel_cache
@@ -193,12 +192,12 @@ fn as_process<B: Backend, T: Send, E: Display + Debug + Send>(
     }
 }
 
-/// Runs `body` as the rank of this process, inside of [`process::run`]: for programs that have something to settle with the other
-/// ranks before they train.
+/// Runs `body` as the rank of this process, inside of [`process::run`]. For programs that exchange something with the other ranks before
+/// they train.
 ///
 /// # Errors
 ///
-/// The body's own. All other trouble travels as a panic payload that [`process::run`] knows.
+/// The error of `body`. Any other failure travels as a panic payload that [`process::run`] recognizes.
 pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
     run: &ProcessRun,
     config: &ZeroConfig,
@@ -211,7 +210,7 @@ pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
     if let Err(error) = check_states::<B>(config) {
         resume_unwind(Box::new(Stopped(error.to_string())));
     }
-    // Threads have one configuration; processes may be different programs. Where a rank keeps what is on a disk is its own.
+    // Threads share one configuration; processes may be different programs. Ranks may keep their disk files in different places.
     let mut compared = config.clone();
     compared.offload.disk = Default::default();
     let lines: Vec<String> = format!("{compared:#?}").lines().map(String::from).collect();
@@ -226,7 +225,7 @@ pub fn launch_on<B: Backend, T: Send, E: Display + Debug + Send>(
     )
 }
 
-/// The device of a rank of this machine: ranks take the backend's devices in turn.
+/// Returns the device of a rank of this machine: ranks take the backend's devices in turn.
 fn device_of<B: Backend>(local_rank: usize) -> B::Device {
     let first = B::Device::default();
     let id = first.to_id();
@@ -236,7 +235,7 @@ fn device_of<B: Backend>(local_rank: usize) -> B::Device {
     }
 }
 
-/// One rank, on a pool of its own. `wait_for_others` keeps what the others still read until they have ended too.
+/// Runs one rank, on a pool of its own. `wait_for_others` keeps everything that the other ranks still read until they have ended too.
 fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
     config: &ZeroConfig,
     threads: usize,
@@ -255,14 +254,14 @@ fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
         let _installed = context.install();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let value = body(ZeroDevice::here(device))?;
-            // An update that fails after the body has ended is this rank's error still.
+            // An update that fails after the body has ended is still this rank's error.
             context.wait_for_updates();
-            // What is gathered ahead for nothing is asked of ranks that are still there.
+            // Prefetches that are never used still read from ranks that must be running.
             context.gatherer.stop();
             context.gatherer.finish().unwrap_or_else(|error| raise(error));
             Ok::<T, E>(value)
         }));
-        // The others learn of it before this rank takes down what they may be reading.
+        // Notify the others before this rank drops what they may be reading.
         match result {
             Ok(Ok(value)) => {
                 wait_for_others().unwrap_or_else(|error| raise(error));

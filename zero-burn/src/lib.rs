@@ -1,14 +1,14 @@
 //! `Zero<B>`: ZeRO as a Burn backend decorator.
 //!
-//! Write `Autodiff<Zero<Flex>>` where `Autodiff<Flex>` stood. On one rank nothing changes; on several ([`launch`]) the
-//! same model, loss and optimizer code trains data-parallel with optimizer state, gradients and parameters in shards,
-//! by [`ZeroConfig::stage`](config::ZeroConfig).
+//! Write `Autodiff<Zero<Flex>>` instead of `Autodiff<Flex>`. On one rank nothing changes. On several ([`launch`]) the same model, loss and
+//! optimizer code trains data-parallel, with optimizer state, gradients and parameters sharded according to
+//! [`ZeroConfig::stage`](config::ZeroConfig).
 //!
-//! * In: any Burn 0.21 backend `B`; modules built on a [`ZeroDevice`].
-//! * Out: tensors that report their logical shape, whatever piece of them this rank holds.
-//! * Memory: a rank owns its shards; what it gathers belongs to the context's cache and is dropped by policy.
-//! * Threads: all operations run on the rank's thread; a reducer thread per rank reduces gradients beside the backward
-//!   pass, and a prefetch thread gathers parameters ahead of their use.
+//! * In: any Burn 0.21 backend `B`; modules created on a [`ZeroDevice`].
+//! * Out: tensors that report their logical shape, whichever shard of them this rank holds.
+//! * Memory: a rank owns its shards. Gathered tensors belong to the context's cache, which drops them by policy.
+//! * Threads: all operations run on the rank's thread. A reducer thread per rank reduces gradients concurrently with the backward pass, and
+//!   a prefetch thread gathers parameters ahead of their use.
 //!
 //! ```
 //! use burn::{nn::LinearConfig, optim::{AdamWConfig, GradientsParams, Optimizer}, tensor::Tensor};

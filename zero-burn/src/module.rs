@@ -1,5 +1,5 @@
-//! What a training program calls on its module: [`prepare`] once, [`mark`] before a further forward pass, and
-//! [`collect_grads`] on every set of gradients.
+//! The calls of a training program on its module: [`prepare`] once, [`mark`] before a further forward pass, and [`collect_grads`] on every
+//! set of gradients.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -32,32 +32,33 @@ use crate::trouble::{raise, stop, stop_foreign};
 use crate::values::{dtype_of, of_type, read};
 use crate::walk::{self, ParamMeta, below, leaf};
 
-/// Readies a module for training: parameters that are still ordinary tensors become shards (with rank 0's values on all
-/// ranks), fp32 parameters are converted to the configuration's `param_dtype`, and every parameter that requires a
-/// gradient is marked for reduction. Parameters of ints and bools get rank 0's values. Where ranks were seeded
-/// differently, parameters get the first values that rank 0's seed
-/// gives; what is drawn afterwards (dropout) is of each rank's own seed.
+/// Prepares a module for training:
 ///
-/// State that a layer changes in its forward pass, such as a batch norm's running mean and variance, is no parameter: it
-/// begins with rank 0's values and is then an ordinary tensor, each rank's own, as on Burn. Checkpoints hold rank 0's.
+/// * Parameters that are still ordinary tensors become shards, with rank 0's values on all ranks.
+/// * fp32 parameters are converted to the configuration's `param_dtype`.
+/// * Every parameter that requires a gradient is marked for reduction.
+/// * Int and bool parameters get rank 0's values.
 ///
-/// Burn does not show a plain tensor in a field of a module to anybody. Random ones that are drawn before the first call are alike on
-/// all ranks; for later modules, and for what is made of each rank's data, use `Param::from_tensor(tensor).no_grad()`.
+/// If ranks were seeded differently, parameters get the first values of rank 0's seed; later draws (dropout) use each rank's own seed.
 ///
-/// Call it once, on the whole module, on every rank. A thread that the rank's body has started may call it and train; it is then
-/// the rank's, and no other may. It also creates parameters that are still lazy, in the order of
-/// the module's fields, which numbers them alike on every rank.
+/// State that a layer changes in its forward pass, such as a batch norm's running mean and variance, is not a parameter. It begins with
+/// rank 0's values and is then an ordinary tensor of each rank, as in Burn. Checkpoints hold rank 0's.
 ///
-/// A parameter that is the result of an operation on a trained tensor becomes a leaf of the graph: Burn 0.21 transposes
-/// the weight of a linear layer in column layout after it has begun to track it, and without `prepare` never trains it.
+/// Burn does not show visitors a plain tensor in a field of a module. Random ones drawn before the first call are the same on all ranks. In
+/// later modules, and for tensors made from each rank's data, use `Param::from_tensor(tensor).no_grad()`.
 ///
-/// A clone of a `Param` in the module stays tied to it. A `Param` that was made of another's tensor is a parameter of its
-/// own, as in Burn.
+/// Call it once, on the full module, on every rank. A thread that the rank's body has started may call it and train; it is then the rank's
+/// thread, and no other may do so. The call also creates parameters that are still lazy, in the order of the module's fields, so that every
+/// rank numbers them alike.
+///
+/// A parameter that is the result of an operation on a trained tensor becomes a leaf of the graph. For example, Burn 0.21 transposes the
+/// weight of a linear layer in column layout after it has begun to track it, and never trains it without `prepare`.
+///
+/// A clone of a `Param` in the module stays tied to it. A `Param` made from another's tensor is a parameter of its own, as in Burn.
 ///
 /// # Panics
 ///
-/// With the launcher's error when ranks differ in their modules, or when the module was built outside of the launch or by
-/// another rank.
+/// If ranks differ in their modules, or if the module was built outside of the launch or by another rank. The launcher reports the error.
 pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> M {
     let context = Context::of_device(device);
     let (known, dropped) = context.rank.parameters.dropped();
@@ -68,7 +69,7 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
     let (is_alike, gone) = mapper.compare_ranks(&dropped);
     let module = if is_alike { module } else { draw_as_rank_0::<A, M>(&context, module, &mapper.drawn) };
     known.iter().zip(gone).filter(|(_, gone)| *gone).for_each(|(&index, _)| context.rank.forget_slot(index));
-    // All ranks are here and none has read anything: what initialisers left over is not needed.
+    // All ranks are here and none has read anything: the initializers' leftovers are not needed.
     context.rank.drop_retired();
     // A rank may use a parameter alone later.
     context.gather_awaited();
@@ -80,19 +81,19 @@ pub fn prepare<A: ZeroAutodiff, M: Module<A>>(module: M, device: &A::Device) -> 
 struct Prepare<'a, A: ZeroAutodiff> {
     context: Arc<Context<A::Base>>,
     device: &'a A::Device,
-    /// State of layers.
+    /// Identities of the layers' state.
     buffers: &'a HashSet<ParamId>,
-    /// Seeds and births of parameters that were drawn.
+    /// Seeds and creation numbers of the parameters that were drawn.
     drawn: Vec<(u64, u64)>,
-    /// Parameters so far by identity and cell.
+    /// Parameters so far, by identity and cell.
     seen: HashSet<(ParamId, Option<Key>)>,
     /// Trained parameters.
     trained: Vec<Arc<Slot<A::Base>>>,
-    /// Parameters so far.
+    /// Number of parameters so far.
     places: u64,
     /// Hash of their numbers, shapes and types.
     signature: u64,
-    /// Parameters so far by identity and place in the graph: a clone of one is the same parameter.
+    /// Prepared parameters, by identity and node of the graph: a clone of one is the same parameter.
     prepared: HashMap<(ParamId, u64), A::FloatTensorPrimitive>,
 }
 
@@ -118,11 +119,11 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         }
     }
 
-    /// Returns the parameter's own shard in its final type, and true if it is not the one that was found.
+    /// Returns the parameter's own shard in its final type, and whether it replaces the one that was found.
     fn own_shard(&self, id: ParamId, found: ZeroTensor<A::Base>, is_result: bool) -> (Shard<A::Base>, bool) {
         let wanted = dtype_of(self.context.rank.config.param_dtype);
         let identity = DistributedParamId::from(id.val());
-        // Whether another parameter is on the same tensor, so that this one needs its own.
+        // True if another parameter uses the same tensor, so that this one needs its own.
         let is_another = |cell: &Cell<A::Base>| {
             cell.slot.as_ref().and_then(|slot| slot.id.get()).is_some_and(|known| *known != identity)
         };
@@ -137,7 +138,7 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         (shard, is_new)
     }
 
-    /// Numbers a parameter by its place in the module, and adds it to the signature.
+    /// Numbers a parameter by its position in the module, and adds it to the signature.
     fn add(&mut self, id: ParamId, cell: &Cell<A::Base>, tracked: bool) {
         let slot = cell.slot.clone().expect("a parameter's cell has a slot");
         if self.seen.insert((id, cell.key)) {
@@ -151,13 +152,13 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         self.signature =
             sign(&[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat());
         let identity = DistributedParamId::from(id.val());
-        // A module that is prepared once more keeps what it was.
+        // A module that is prepared again keeps its identities.
         let _ = slot.id.set(identity);
         self.context.rank.parameters.name(identity, slot);
     }
 
-    /// Compares the ranks' modules and raises an error where they differ. Returns true if all ranks drew the same values, and for each
-    /// entry of `dropped` whether that parameter is gone on every rank.
+    /// Compares the ranks' modules and raises an error if they differ. Returns whether all ranks drew the same values, and for each entry
+    /// of `dropped` whether that parameter was dropped on every rank.
     fn compare_ranks(&self, dropped: &[u8]) -> (bool, Vec<bool>) {
         let Self { context, places, drawn, .. } = self;
         let signature = sign(&[self.signature, drawn.len() as u64]);
@@ -228,7 +229,7 @@ impl<A: ZeroAutodiff> ModuleMapper<A> for Prepare<'_, A> {
     }
 }
 
-/// A tensor that is not of floats, with rank 0's values.
+/// Returns an int or bool tensor with rank 0's values.
 fn of_rank_0<A: ZeroAutodiff, const D: usize, K: BasicOps<A>>(
     context: &Context<A::Base>,
     tensor: Tensor<A, D, K>,
@@ -242,7 +243,7 @@ fn of_rank_0<A: ZeroAutodiff, const D: usize, K: BasicOps<A>>(
     Tensor::from_data(TensorData::from_bytes_vec(bytes, shape, dtype), (&device, dtype))
 }
 
-/// A dense tensor as a parameter, with rank 0's values.
+/// Makes a parameter of a dense tensor, with rank 0's values.
 fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate::ZeroDevice<B::Device>) -> Shard<B> {
     let data = from_rank_0(context, tensor);
     let (shape, dtype) = (data.shape.clone(), data.dtype);
@@ -252,7 +253,7 @@ fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate
     }
 }
 
-/// Another parameter with a parameter's values, in this type.
+/// Creates another parameter with the same values, in type `dtype`.
 fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
     let template = Template {
         slot: cell.slot.as_ref().map(|slot| context.rank.replace_slot(slot, dtype)),
@@ -260,7 +261,7 @@ fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType
     };
     let whole = cell.settled().whole.tensor();
     Shard::new(match whole {
-        // Where parameters are not sharded.
+        // Parameters are not sharded.
         Some(whole) => Cell::whole(template, of_type::<B>(whole, dtype)),
         None => Cell::ready(template, of_type::<B>(cell.local(), dtype)),
     })
@@ -268,9 +269,9 @@ fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType
 
 /// Marks the module's parameters for the next backward pass, and counts updated ones as parameters.
 ///
-/// Burn's autodiff forgets a mark in the backward pass that used it; Burn's optimizers set it anew. So a loop of
-/// forward, backward and step needs no call. Call it before each further forward pass of the same step (accumulation,
-/// gradient penalties): gradients without a mark are reduced all the same, by [`collect_grads`], but only at the end.
+/// Burn's autodiff drops a mark in the backward pass that uses it; Burn's optimizers set it again. So a loop of forward, backward and step
+/// needs no call. Call it before each further forward pass of the same step (accumulation, gradient penalties). Gradients without a mark
+/// are reduced too, but only at the end, by [`collect_grads`].
 pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
     struct Mark;
     impl<A: ZeroAutodiff> ModuleVisitor<A> for Mark {
@@ -288,29 +289,28 @@ pub fn mark<A: ZeroAutodiff, M: Module<A>>(module: &M) {
     module.visit(&mut Mark);
 }
 
-/// Ends a pass of a program that evaluates and does not train: the next one will use the same parameters in the same order (to
-/// generate text, a pass is a token). They are then gathered, or read from a disk, ahead of their use, across the end of the pass.
-/// Every rank must call it where ranks gather together.
+/// Ends a pass of a program that evaluates without training, when the next pass uses the same parameters in the same order. In text
+/// generation, a pass is a token. Parameters are then gathered, or read from a disk, ahead of their use across the end of the pass. If
+/// ranks gather collectively, every rank must call it.
 pub fn end_pass<B: Backend>() {
     Context::<B>::current().gatherer.end_pass();
 }
 
-/// Completes a set of gradients: what the backward pass has not reduced is reduced now, and parameters that got a
-/// gradient on other ranks only get it here too. Every rank must call it after every backward pass.
+/// Completes a set of gradients: reduces those that the backward pass has not reduced, and adds those of parameters that got a gradient on
+/// other ranks only. Every rank must call it after every backward pass.
 ///
-/// After it, all ranks hold gradients for the same parameters, each as a shard, averaged over the ranks; Burn's
-/// optimizers, accumulators and clipping can be used on them. For several optimizers with parameters of their own, see
-/// [`collect_grads_of`].
+/// Afterwards all ranks hold gradients for the same parameters, each as a shard, averaged over the ranks. Burn's optimizers, accumulators
+/// and clipping work on them. For several optimizers with parameters of their own, see [`collect_grads_of`].
 ///
 /// # Panics
 ///
-/// With the launcher's error when a collective fails.
+/// If a collective fails; the launcher reports the error.
 pub fn collect_grads<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: GradientsParams, module: &M) -> GradientsParams {
     collect::<A, M>(grads, module, None, Vec::new())
 }
 
-/// As [`collect_grads`], for the gradients of some of the module's parameters (`GradientsParams::from_params`): those of
-/// the others are left for their own call. Every rank must call it with the same parameters.
+/// Same as [`collect_grads`], for the gradients of some of the module's parameters (`GradientsParams::from_params`). The others' gradients
+/// are left for their own call. Every rank must call it with the same parameters.
 pub fn collect_grads_of<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads: GradientsParams,
     module: &M,
@@ -332,7 +332,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     named.extend(held.iter().map(|(slot, _)| slot.index));
     found.extend(held);
     let edits = edits::<A, M>(&context, module);
-    // Of one rank alone all that is collected is its own.
+    // On a single rank, everything that is collected is its own.
     let mut meant = None;
     loop {
         let indices = found.iter().map(|(slot, _)| slot.index).collect();
@@ -354,7 +354,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
         }
     }
     context.end_passes();
-    // Where all ranks are, whether they had a backward pass or not, and before any update.
+    // All ranks are here, whether they had a backward pass or not, and nothing is updated yet.
     crate::replicas::check::<A, M>(&context, module);
     // The reduced gradients that the context holds for the module's parameters.
     walk::visit::<A, M>(module, |ParamMeta { id, .. }, tensor| {
@@ -362,7 +362,7 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
             return;
         }
         let Some(slot) = walk::slot_of(&context, id, tensor.as_ref()) else { return };
-        // What no rank's gradients are of is another optimizer's.
+        // A parameter that no rank's gradients include belongs to another optimizer.
         if meant.as_ref().is_some_and(|meant| !meant.contains(&slot.index)) {
             return;
         }
@@ -379,13 +379,13 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     grads
 }
 
-/// Whole gradients that have not been reduced: sums over micro-batches, in fp32, of this rank alone.
+/// Full gradients that have not been reduced: this rank's sums over micro-batches, in fp32.
 ///
-/// What DeepSpeed and PyTorch call `no_sync`: several backward passes cost one reduction, at the price of a whole set of
-/// fp32 gradients on every rank.
+/// DeepSpeed and PyTorch call this `no_sync`: several backward passes cost one reduction, at the price of a full set of fp32 gradients on
+/// every rank.
 pub struct HeldGrads<A: ZeroAutodiff> {
     context: Arc<Context<A::Base>>,
-    /// By the parameter's number.
+    /// Sums by the parameter's number.
     sums: BTreeMap<u64, Leftover<A::Base>>,
 }
 
@@ -396,13 +396,13 @@ impl<A: ZeroAutodiff> Default for HeldGrads<A> {
 }
 
 impl<A: ZeroAutodiff> HeldGrads<A> {
-    /// Whether nothing is held.
+    /// Returns whether nothing is held.
     pub fn is_empty(&self) -> bool {
         self.sums.is_empty()
     }
 
-    /// Runs `loss`'s backward pass without reductions and adds its gradients. The module's parameters must be marked
-    /// again ([`mark`]) before the next forward pass. Ranks may differ in how many passes they hold.
+    /// Runs `loss`'s backward pass without reduction and adds its gradients. The module's parameters must be marked again ([`mark`]) before
+    /// the next forward pass. Ranks may differ in how many passes they hold.
     pub fn backward<M: AutodiffModule<A>>(&mut self, loss: Tensor<A, 1>, module: &M) {
         self.context.hold_back(true);
         let release = scopeguard::guard(&self.context, |context| context.hold_back(false));
@@ -422,7 +422,7 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
         }
     }
 
-    /// Reduces what is held, as [`collect_grads`] does. Every rank must call it, whether it holds anything or not.
+    /// Reduces the held gradients, like [`collect_grads`]. Every rank must call it, whether it holds any or not.
     pub fn collect<M: AutodiffModule<A>>(mut self, module: &M) -> GradientsParams {
         let held = std::mem::take(&mut self.sums);
         held.values().for_each(|(_, sum)| self.context.rank.count_unreduced(-bytes_of::<A::Base>(sum)));
@@ -436,7 +436,7 @@ impl<A: ZeroAutodiff> Drop for HeldGrads<A> {
     }
 }
 
-/// Bytes of a dense gradient.
+/// Returns the size of a dense gradient in bytes.
 pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
     (gradient.shape().num_elements() * gradient.dtype().size()) as i64
 }
@@ -444,8 +444,8 @@ pub(crate) fn bytes_of<B: Backend>(gradient: &B::FloatTensorPrimitive) -> i64 {
 /// A parameter and its dense gradient.
 type Leftover<B> = (Arc<Slot<B>>, <B as BackendTypes>::FloatTensorPrimitive);
 
-/// A hash of the ordinary tensors that a program has put in the place of the module's parameters; 0 if there are none. Ranks compare
-/// it as they collect gradients: where it is the same, so are the tensors.
+/// Returns a hash of the ordinary tensors that a program has put in place of the module's parameters; 0 if there are none. Ranks compare it
+/// when they collect gradients: if the hashes are equal, so are the tensors.
 fn edits<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, module: &M) -> u64 {
     let mut hash = 0;
     if context.rank.world == 1 {
@@ -465,7 +465,7 @@ fn edits<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, modu
     hash
 }
 
-/// Takes out the gradients that are still dense; also the numbers of all parameters that `grads` are of.
+/// Takes out the gradients that are still dense. Also returns the numbers of all parameters for which `grads` has a gradient.
 fn leftovers<A: ZeroAutodiff, M: Module<A>>(
     grads: &mut GradientsParams,
     context: &Context<A::Base>,

@@ -1,9 +1,9 @@
-//! Moving pieces between the backend's memory and the host's.
+//! Copies of shards between the backend's memory and host memory.
 //!
-//! On CUDA, host memory that pieces move through or stay in is page-locked, and copies have streams of their own
-//! ([`zero_core::copies`]): one that a thread beside the rank's own asks for is waited for there, and the device computes
-//! meanwhile; one that the rank's own thread asks for is waited for by what it gives the device next, and by no thread.
-//! Elsewhere, and with a driver that is too old for it, the backend copies.
+//! On CUDA, host memory that shards pass through or stay in is page-locked, and copies run in streams of their own ([`zero_core::copies`]).
+//! A copy requested by a thread other than the rank's own is waited for on that thread, while the device computes. A copy requested by the
+//! rank's own thread is waited for by the next work that it submits to the device, and by no thread. On other devices, and with a driver
+//! that is too old, the backend copies.
 
 #[cfg(feature = "cuda")]
 use std::mem::MaybeUninit;
@@ -23,16 +23,16 @@ use crate::trouble::stop;
 use crate::values::flat;
 use crate::values::read;
 
-/// Who asks for a copy to the backend's memory.
+/// The thread that requests a copy to the backend's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum For {
     /// The rank's own thread, which computes with it next.
     Own,
-    /// A thread beside it.
+    /// Another thread of the rank.
     Beside,
 }
 
-/// What moves a rank's pieces.
+/// The copier of a rank's shards.
 #[derive(Default)]
 pub(crate) struct Mover {
     #[cfg(feature = "cuda")]
@@ -40,7 +40,7 @@ pub(crate) struct Mover {
 }
 
 impl Mover {
-    /// For `device`; no copy may take longer than `deadline`.
+    /// Opens a mover for `device`; no copy may take longer than `deadline`.
     pub(crate) fn open<B: Backend>(device: &B::Device, deadline: Duration) -> Self {
         #[cfg(feature = "cuda")]
         if let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) {
@@ -52,7 +52,7 @@ impl Mover {
         Self::default()
     }
 
-    /// A piece's data, flat. Waits for it.
+    /// Copies a shard's data to the host, flat, and waits for it.
     pub(crate) fn to_host<B: Backend>(&self, piece: Shared<B>) -> TensorData {
         #[cfg(feature = "cuda")]
         if let Some((copies, span)) = self.copies.as_ref().zip(piece.on_cuda())
@@ -65,8 +65,8 @@ impl Mover {
         flat(read::<B>(piece.into_tensor()))
     }
 
-    /// A tensor of `shape` with this data: for the calling thread alone with [`For::Own`]; with [`For::Beside`] it has been
-    /// copied when this returns.
+    /// Returns a tensor of `shape` with this data. With [`For::Own`] only the calling thread may use it; with [`For::Beside`] the copy has
+    /// ended on return.
     pub(crate) fn to_backend<B: Backend>(
         &self,
         data: impl Into<Arc<TensorData>>,
@@ -91,7 +91,7 @@ impl Mover {
             match copied {
                 Ok(()) => return made,
                 Err(error) => {
-                    // The device may still come to the copy.
+                    // The device may still execute the copy.
                     std::mem::forget((made, data));
                     stop(error.to_string());
                 }
@@ -106,7 +106,7 @@ impl Mover {
         }
     }
 
-    /// Before a step: lets go of the sources of copies that have been made, so that they are updated in place.
+    /// Releases the sources of copies that have ended, so that they are updated in place. Called before a step.
     pub(crate) fn sweep(&self) {
         #[cfg(feature = "cuda")]
         if let Some(copies) = &self.copies {
@@ -114,7 +114,7 @@ impl Mover {
         }
     }
 
-    /// What a piece in the host's memory is to an update in place: its own bytes where nobody else holds them, otherwise a copy.
+    /// Returns a shard's data in host memory for an update in place: its own bytes if nothing else holds them, otherwise a copy.
     pub(crate) fn unshared(&self, data: Arc<TensorData>) -> TensorData {
         Arc::try_unwrap(data).unwrap_or_else(|shared| match self.array(shared.num_elements(), shared.dtype) {
             Some(mut copy) => {
@@ -125,8 +125,7 @@ impl Mover {
         })
     }
 
-    /// An array of `elements` floats that is to be written, flat, its values whatever was there before; none where it would be
-    /// an ordinary one.
+    /// Allocates a flat array of `elements` floats to be written; its initial values are arbitrary. `None` if it would be ordinary memory.
     pub(crate) fn array(&self, elements: usize, dtype: DType) -> Option<TensorData> {
         #[cfg(feature = "cuda")]
         return self.pinned(elements * dtype.size()).map(|pinned| data(pinned, elements, dtype));
@@ -137,11 +136,11 @@ impl Mover {
         }
     }
 
-    /// Page-locked memory, if there is some.
+    /// Allocates page-locked memory, if there is some.
     #[cfg(feature = "cuda")]
     fn pinned(&self, bytes: usize) -> Option<Pinned> {
         let copies = self.copies.as_ref().filter(|_| bytes > 0)?;
-        // Ordinary memory serves, slower.
+        // Ordinary memory works too, but slower.
         copies.alloc(bytes).inspect_err(|error| tracing::warn!("{error}")).ok()
     }
 }
@@ -159,7 +158,7 @@ fn data(pinned: Pinned, elements: usize, dtype: DType) -> TensorData {
     TensorData::from_bytes(bytes, [elements], dtype)
 }
 
-/// Page-locked memory as what a tensor's data is made of.
+/// Page-locked memory as the allocation of a tensor's data.
 #[cfg(feature = "cuda")]
 struct PageLocked(Pinned);
 
@@ -187,7 +186,7 @@ impl AllocationController for PageLocked {
     }
 }
 
-/// Data whose bytes are copied.
+/// Data that is being copied.
 #[cfg(feature = "cuda")]
 struct Source(Arc<TensorData>);
 

@@ -1,15 +1,14 @@
-//! What the ranks along a foreign axis of a mesh do within a model: Megatron-LM's `f` and `g`
-//! ([Shoeybi et al. 2019](https://arxiv.org/abs/1909.08053)), by which layers are cut over an axis
-//! (`examples/examples/tensor_parallel.rs`), and the exchange by which rows go to experts and come back
-//! ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)).
+//! Operations within a model between the ranks along a foreign axis of a mesh. Megatron-LM's `f` and `g` ([Shoeybi et al.
+//! 2019](https://arxiv.org/abs/1909.08053)) split layers over an axis (`examples/examples/tensor_parallel.rs`). An all-to-all sends rows to
+//! experts and back ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)).
 //!
-//! Parameters are drawn the same at every place of such an axis: what is cut is made known by
-//! [`module::cut_along`](crate::module::cut_along), what is not by [`module::replicated_along`](crate::module::replicated_along).
+//! Parameters are drawn the same at every place of such an axis. Declare those that are split with
+//! [`module::cut_along`](crate::module::cut_along), and the others with [`module::replicated_along`](crate::module::replicated_along).
 //!
-//! All wait for the other ranks of their group within a pass, in the backward pass under the lock of the rank's own graph. That is sound for ranks that
-//! are threads too: nobody takes that lock but this rank, and those that have ended a pass before (Burn's autodiff then looks at every
-//! graph of the process). So ranks that have waited for each other in a pass end it together (`Context::end_waits`), before one can
-//! begin the next.
+//! All operations wait for the other ranks of their group within a pass, in the backward pass under the lock of the rank's own graph. That
+//! is sound for ranks that are threads, too: the lock is taken only by this rank, and by ranks that have ended a pass before it (Burn's
+//! autodiff then visits every graph of the process). So ranks that have waited for each other in a pass end it together
+//! (`Context::end_waits`), before one can begin the next.
 
 use std::sync::Arc;
 
@@ -29,26 +28,28 @@ use crate::tensor::ZeroTensor;
 use crate::trouble::{raise, stop};
 use crate::values::{buffer, data, read};
 
-/// A group of ranks, as [`ranks::group`](crate::ranks::group) gives it.
+/// A group of ranks, from [`ranks::group`](crate::ranks::group).
 pub type Group = Arc<dyn Collective>;
 
-/// `x` as it is; in the backward pass the sum of the group's gradients. Before a layer whose outputs are cut over the group: Megatron's `f`.
+/// Returns `x` unchanged; the backward pass sums the group's gradients. Used before a layer whose outputs are split over the group:
+/// Megatron's `f`.
 pub fn copy_to<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
     in_group(x, group, Exchange::Copy)
 }
 
-/// The sum of the group's `x`, in the order of its ranks; in the backward pass the gradient as it is. After a layer whose inputs are cut
-/// over the group: Megatron's `g`. Every rank of the group calls it, with as many elements.
+/// Sums the group's `x`, in the order of its ranks; the backward pass leaves the gradient unchanged. Used after a layer whose inputs are
+/// split over the group: Megatron's `g`. Every rank of the group calls it, with equally many elements.
 pub fn reduce_from<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
     in_group(x, group, Exchange::Reduce)
 }
 
-/// Row block `i` of `x` [R, ..] goes to place `i` of the group, R a multiple of its ranks; what comes is in the order of places. In the
-/// backward pass gradients go the same way back. To the experts of an [expert axis](zero_core::Axes::EXPERT), and home.
+/// Sends row block `i` of `x` [R, ..] to place `i` of the group, where R is a multiple of its ranks. The received blocks are in the order
+/// of places. The backward pass sends gradients back the same way. Used to send rows to the experts of an [expert
+/// axis](zero_core::Axes::EXPERT), and back.
 ///
 /// # Panics
 ///
-/// With the launcher's error when the ranks do not divide R.
+/// If the number of ranks does not divide R; the launcher reports the error.
 pub fn all_to_all<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
     let (rows, places) = (x.dims()[0], group.world());
     if !rows.is_multiple_of(places) {
@@ -64,7 +65,7 @@ fn in_group<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group, exc
     })
 }
 
-/// What ranks do together.
+/// A collective operation within a model.
 #[doc(hidden)]
 #[derive(Debug, Clone, Copy)]
 pub enum Exchange {
@@ -78,7 +79,7 @@ pub enum Exchange {
 
 /// [`Zero`], with and without autodiff.
 pub trait GroupBackend: Backend {
-    /// What comes of `x`, in a group of several ranks.
+    /// Returns the result of `exchange` for `x`, in a group of several ranks.
     #[doc(hidden)]
     fn in_group(x: FloatTensor<Self>, group: &Group, exchange: Exchange) -> FloatTensor<Self>;
 }
@@ -93,7 +94,7 @@ impl<B: Backend> GroupBackend for Zero<B> {
     }
 }
 
-/// What a collective makes of a tensor's values: as many.
+/// Runs a collective on a tensor's values; the result has equally many.
 fn together<B: Backend>(
     x: ZeroTensor<B>,
     group: &Group,

@@ -1,13 +1,13 @@
-//! This rank's pieces of a module's parameters, as bytes in host memory: what checkpoints are made of.
+//! This rank's shards of a module's parameters, as bytes in host memory: the content of checkpoints.
 //!
-//! * Out ([`pieces`]): each parameter cut by `Partition::new(elements, ranks)` at every stage and on every mesh, so that what is
-//!   saved depends on neither; where a rank holds more of a parameter, it gives the part that is its own.
-//! * In ([`load_pieces`]): the elements that this rank holds at its stage, read by their range.
-//! * Memory: one piece at a time is copied to the host, when it is asked for.
+//! * Out ([`pieces`]): each parameter is partitioned by `Partition::new(elements, ranks)` at every stage and on every mesh, so that saved
+//!   data depends on neither. A rank that holds more of a parameter provides only its own part.
+//! * In ([`load_pieces`]): the elements that this rank holds at its stage are read by their range.
+//! * Memory: one shard at a time is copied to the host, on demand.
 //!
-//! State of layers that is no parameter (a batch norm's running mean) is each rank's own: rank 0's goes out, and in to all.
+//! Layer state that is not a parameter (a batch norm's running mean) is each rank's own: rank 0's is saved, and all ranks load it.
 //!
-//! No piece is ever gathered. [`RandomState`] is what dropout's random numbers resume from.
+//! No shard is ever gathered. Dropout's random numbers resume from [`RandomState`].
 
 use std::ops::Range;
 use std::sync::{Arc, Weak};
@@ -33,9 +33,9 @@ use crate::trouble::stop;
 use crate::values::{part, read};
 use crate::walk::{self, ParamMeta};
 
-/// A parameter of a module, and where this rank has its piece. It keeps the parameter's version alive.
+/// A parameter of a module, and this rank's shard of it. Keeps the parameter's version alive.
 pub struct ParamPiece<B: Backend> {
-    /// Which parameter it is.
+    /// The parameter.
     pub meta: ParamMeta,
     dtype: DType,
     held: Held<B>,
@@ -49,17 +49,17 @@ enum Held<B: Backend> {
 }
 
 impl<B: Backend> ParamPiece<B> {
-    /// Whether it is a parameter that is not trained; state of layers is no parameter.
+    /// Returns whether it is a parameter that is not trained; layer state is not a parameter.
     pub fn is_frozen(&self) -> bool {
         !self.meta.trained && matches!(self.held, Held::Cell(_))
     }
 
-    /// The type that it is kept in.
+    /// Returns the type that it is kept in.
     pub fn element_type(&self) -> ElementType {
         element_type(self.dtype)
     }
 
-    /// This rank's elements, little-endian; none if it has none.
+    /// Returns this rank's elements, little-endian; empty if it has none.
     pub fn bytes(&self) -> Vec<u8> {
         match &self.held {
             Held::Cell(cell) => cell_bytes(cell),
@@ -73,7 +73,7 @@ impl<B: Backend> ParamPiece<B> {
     }
 }
 
-/// This rank's elements by the cut that does not depend on the stage.
+/// Returns this rank's elements in the partition that does not depend on the stage.
 pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
     let own = cell.own();
     if let Some(Stored::Host(data)) = cell.stored() {
@@ -83,7 +83,7 @@ pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
     if own.is_empty() { Vec::new() } else { bytes::<B>(cell.local(), own) }
 }
 
-/// Elements `range` of a flat tensor.
+/// Returns the bytes of elements `range` of a flat tensor.
 fn bytes<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> Vec<u8> {
     if range.is_empty() {
         return Vec::new();
@@ -105,8 +105,7 @@ fn dtype(element: ElementType) -> Option<DType> {
     [DType::F64, DType::F32, DType::F16, DType::BF16].into_iter().find(|&dtype| element_type(dtype) == element)
 }
 
-/// The module's float parameters in the order of its fields, and the paths of those that are of no float type. Every rank
-/// calls it.
+/// Returns the module's float parameters in the order of its fields, and the paths of the parameters of other types. Every rank calls it.
 pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPiece<A::Base>>, Vec<String>) {
     end_forward::<A, M>(module);
     let context = Context::current();
@@ -124,13 +123,14 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
     (pieces, others)
 }
 
-/// Replaces every float parameter by what `read` gives for its elements in a range: their type, and their bytes,
-/// little-endian; `None` leaves it as it is. Every rank calls it; it reads what it holds at its stage. Not between a backward pass and its update.
+/// Replaces every float parameter by the result of `read` for a range of its elements: their type and their bytes, little-endian. `None`
+/// leaves the parameter unchanged. Every rank calls it, and reads the elements that it holds at its stage. Not allowed between a backward
+/// pass and its update.
 ///
 /// # Errors
 ///
-/// The first error of `read` on this rank, after which the module is a mixture of old and new parameters. Errors are this
-/// rank's alone: it is for the caller to tell the others.
+/// The first error of `read` on this rank, after which the module is a mixture of old and new parameters. Other ranks do not see the error:
+/// the caller must tell them.
 pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     mut read: impl FnMut(&ParamMeta, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
@@ -141,14 +141,14 @@ pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     })
 }
 
-/// As [`load_pieces`], with what each parameter has been; `read` is called for empty ranges too.
+/// Same as [`load_pieces`], but `read` also gets the parameter's old tensor, and is called for empty ranges too.
 pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     mut read: impl FnMut(&ParamMeta, ZeroTensor<A::Base>, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
 ) -> (M, Result<(), E>) {
     let context = Context::<A::Base>::current();
     end_forward::<A, M>(&module);
-    // Nobody reads the old versions any more; and once all are replaced, nobody needs them.
+    // No rank reads the old versions any more; once all are replaced, no rank needs them.
     context.fence("before parameters are loaded");
     let mut failed = None;
     let module = walk::map::<A, M, _>(
@@ -169,7 +169,7 @@ pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
             let is_empty = range.is_empty();
             let (mut element, mut bytes) = read(meta, tensor, range).map_err(|error| failed = Some(error)).ok()??;
             if is_empty {
-                // One element of filler, as everywhere.
+                // One filler element, as everywhere.
                 (element, bytes) = (ElementType::F32, vec![0; 4]);
             }
             let Some(dtype) = dtype(element) else {
@@ -187,27 +187,27 @@ pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     (module, failed.map_or(Ok(()), Err))
 }
 
-/// The elements of a flat tensor of `numel` that this rank holds of optimizer state: its piece, or everything at stage 0.
+/// Returns the elements of a flat tensor of `numel` elements whose optimizer state this rank holds: its shard, or everything at stage 0.
 pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
     let rank = &Context::<B>::current().rank;
     let partition = rank.partition(numel);
     partition.range(rank.place(partition))
 }
 
-/// Model state that has been moved to a disk for a while. What DeepSpeed calls `offload_states`.
+/// Model state that has been moved to a disk temporarily. DeepSpeed calls this `offload_states`.
 ///
-/// It can be used meanwhile, from the disk. What is updated meanwhile is where it is configured to be from then on. Dropping this
-/// leaves the rest there.
+/// The state can be used meanwhile, from the disk. State that is updated meanwhile is kept where it is configured to be from then on.
+/// Dropping this leaves the rest on the disk.
 pub struct Parked<B: Backend> {
     disk: Arc<SwapDisk>,
-    /// What is replaced meanwhile is not kept.
+    /// Weak, so that state that is replaced meanwhile is dropped.
     cells: Vec<Weak<Cell<B>>>,
     bytes: u64,
 }
 
 impl<B: Backend> Parked<B> {
-    /// Makes ready to move state into a file of this rank's own below `settings.path`. Every rank calls it: none still reads
-    /// what will be moved.
+    /// Prepares to move state into this rank's own file below `settings.path`. Every rank calls it, so that none still reads the state that
+    /// will be moved.
     ///
     /// # Errors
     ///
@@ -222,7 +222,7 @@ impl<B: Backend> Parked<B> {
     ///
     /// # Errors
     ///
-    /// What the disk says; what has been moved so far is kept there.
+    /// [`DiskError`]; the parameters moved so far stay on the disk.
     pub fn add_module<A: ZeroAutodiff<Base = B>, M: AutodiffModule<A>>(&mut self, module: &M) -> Result<(), DiskError> {
         let (pieces, _) = pieces::<A, M>(module);
         pieces.into_iter().try_for_each(|piece| match piece.held {
@@ -239,7 +239,7 @@ impl<B: Backend> Parked<B> {
         Ok(())
     }
 
-    /// Bytes moved.
+    /// Returns the number of bytes moved.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -255,7 +255,7 @@ impl<B: Backend> Parked<B> {
 ///
 /// # Errors
 ///
-/// [`DiskError::NoSpace`] with what is needed and what there is.
+/// [`DiskError::NoSpace`] with the needed and the available space.
 pub fn reserve_on_disk<B: Backend>(bytes: u64) -> Result<(), DiskError> {
     match &Context::<B>::current().rank.disk {
         Some(disk) => disk.file.require(bytes),
@@ -263,22 +263,22 @@ pub fn reserve_on_disk<B: Backend>(bytes: u64) -> Result<(), DiskError> {
     }
 }
 
-/// Bytes of this rank's file on a disk, used or reserved; 0 without one.
+/// Returns the bytes of this rank's file on a disk, used or reserved; 0 without a file.
 pub fn disk_bytes<B: Backend>() -> u64 {
     Context::<B>::current().rank.disk.as_ref().map_or(0, |disk| disk.file.reserved_bytes())
 }
 
-/// The ranks, for blocking collectives on the rank's own thread; in the order in which their pieces follow each other.
+/// Returns the group of ranks for blocking collectives on the rank's own thread, in the order of the ranks' shards.
 pub fn collective<B: Backend>() -> Arc<dyn Collective> {
     Context::<B>::current().owners()
 }
 
-/// The random state of the current thread's rank over inner backend `B`.
+/// Returns the random state of the current thread's rank over inner backend `B`.
 pub fn random_state<B: Backend>() -> RandomState {
     Context::<B>::current().draws.state()
 }
 
-/// Resumes from `state`: the next draws are those that came after it.
+/// Resumes from `state`: the next draws are those that followed it.
 pub fn set_random_state<B: Backend>(state: RandomState) {
     Context::<B>::current().draws.set_state(state);
 }

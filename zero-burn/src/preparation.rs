@@ -1,5 +1,5 @@
-//! What [`prepare`](crate::module::prepare) does beside making shards: it finds the tensors of a module that are no parameters but
-//! state of its layers, and gives ranks that were seeded differently the first values of one seed.
+//! The parts of [`prepare`](crate::module::prepare) other than sharding: it finds the tensors of a module that are layer state and not
+//! parameters, and gives ranks that were seeded differently the first values of one seed.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -20,8 +20,7 @@ use crate::tensor::{Shard, ZeroTensor};
 use crate::values::dtype_of;
 use crate::walk;
 
-/// Gives the parameters that were drawn, and are as they were born, the values that rank 0's seed gives. Every rank calls it, with
-/// the same module.
+/// Redraws the parameters that still hold their drawn values, from rank 0's seed. Every rank calls it, with the same module.
 pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
     context: &Context<A::Base>,
     module: M,
@@ -49,7 +48,7 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
     )
 }
 
-/// A layer's state as each rank begins with it: rank 0's, whole.
+/// Returns a layer's state as each rank begins with it: rank 0's, in full.
 pub(crate) fn buffer<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &B::Device) -> ZeroTensor<B> {
     let data = from_rank_0(context, tensor);
     let wanted = dtype_of(context.rank.config.param_dtype);
@@ -57,29 +56,29 @@ pub(crate) fn buffer<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, de
     ZeroTensor::Dense(B::float_from_data(data, device))
 }
 
-/// An ordinary tensor with other values.
+/// Returns an ordinary tensor like `dense`, with other values.
 pub(crate) fn in_place_of<B: Backend>(dense: &B::FloatTensorPrimitive, values: TensorData) -> ZeroTensor<B> {
     let data = TensorData { shape: dense.shape(), ..values.convert_dtype(dense.dtype()) };
     ZeroTensor::Dense(B::float_from_data(data, &B::float_device(dense)))
 }
 
-/// The state of layers as the last forward pass has left it: Burn takes an update in when the next one comes, or when the module
+/// Completes the update of layer state by the last forward pass. Burn applies the update only when the next pass begins, or when the module
 /// is used without gradients.
 pub(crate) fn end_forward<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) {
     drop(module.valid());
 }
 
-/// The tensors of `module` that are state of its layers, which a forward pass changes in place (Burn's `RunningState`: a batch
-/// norm's mean and variance), and no parameters. To a visitor both look alike; but such state is what a module shares with its
-/// clone. So a clone's tensors are replaced, and what has changed in the module is put back.
+/// Finds the tensors of `module` that are layer state and not parameters: a forward pass changes them in place (Burn's `RunningState`, such
+/// as a batch norm's mean and variance). A visitor cannot tell them apart, but a module shares such state with its clone. So this replaces
+/// a clone's tensors. Those that change in the module too are layer state, and are restored.
 pub(crate) fn buffers<A: ZeroAutodiff, M: Module<A>>(module: &M) -> HashSet<ParamId> {
-    /// Replaces all tensors by a stamp, a kind of tensor that no module has.
+    /// Mapper that replaces all tensors by a stamp: a kind of tensor that no module has.
     struct Replace<A: ZeroAutodiff> {
         taken: Vec<Option<TensorPrimitive<A>>>,
     }
     impl<A: ZeroAutodiff> ModuleMapper<A> for Replace<A> {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<A, D>>) -> Param<Tensor<A, D>> {
-            // What is trained is no such state; what is like a stamp by itself could not be told from one.
+            // A trained tensor is not layer state. A tensor of the stamp's kind could not be distinguished from a stamp.
             let may_be_state = || {
                 let tensor = param.val();
                 let primitive = tensor.clone().inner().into_primitive();

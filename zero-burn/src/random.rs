@@ -1,5 +1,5 @@
-//! Random tensors: element `i` of a draw depends on the seed, the draw's stream and `i` alone ([`Stream`]), so that each rank can draw
-//! only its shard of a parameter.
+//! Random tensors: element `i` of a draw depends only on the seed, the draw's stream and `i` ([`Stream`]), so that each rank can draw only
+//! its shard of a parameter.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,22 +12,22 @@ use serde::{Deserialize, Serialize};
 pub(crate) use zero_core::random::{Stream, sign};
 use zero_core::random::{WEYL, mix};
 
-/// A hash of `bytes`.
+/// Returns a hash of `bytes`.
 pub(crate) fn sign_bytes(bytes: &[u8]) -> u64 {
     let rest = bytes.as_chunks::<8>().1;
     let rest = rest.iter().fold(rest.len() as u64, |word, &byte| word << 8 | u64::from(byte));
     words(bytes).chain([rest]).fold(0, |key, word| mix(key ^ mix(word.wrapping_add(WEYL))))
 }
 
-/// The numbers whose bytes these are, lowest first.
+/// Returns the little-endian numbers in `bytes`.
 pub(crate) fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word))
 }
 
-/// Elements that are worth a task of their own.
+/// Number of elements that are worth a task of their own.
 const TASK: usize = 1 << 14;
 
-/// Elements `range` of a draw from `distribution`, in the type `T`.
+/// Returns elements `range` of a draw from `distribution`, in the type `T`.
 fn sample<T: Copy + Default + Send>(
     stream: Stream,
     range: Range<usize>,
@@ -45,12 +45,12 @@ fn sample<T: Copy + Default + Send>(
     }
 }
 
-/// By the threads of this rank's pool.
+/// Computes the elements of `range` on the threads of this rank's pool.
 fn each<T: Send>(range: Range<usize>, element: impl Fn(usize) -> T + Sync + Send) -> Vec<T> {
     range.into_par_iter().with_min_len(TASK).map(element).collect()
 }
 
-/// Elements `range` of a draw from `stream` as data of `shape` (whose size is the range's) and `dtype`.
+/// Returns elements `range` of a draw from `stream` as data of `shape` (whose size is the range's) and `dtype`.
 pub(crate) fn data(
     stream: Stream,
     range: Range<usize>,
@@ -67,7 +67,7 @@ pub(crate) fn data(
     }
 }
 
-/// A whole draw as a tensor. Masks of dropout are made on devices; all else is drawn here, as devices round otherwise.
+/// Returns a full draw as a tensor. Dropout masks are drawn on devices. All else is drawn on the host, because devices round differently.
 pub(crate) fn tensor<B: Backend>(
     stream: Stream,
     shape: Shape,
@@ -84,22 +84,22 @@ pub(crate) fn tensor<B: Backend>(
     B::float_from_data(data(stream, 0..shape.num_elements(), distribution, shape, dtype), device)
 }
 
-/// What this rank's random numbers (dropout, noise) resume from.
+/// The state from which this rank's random numbers (dropout, noise) resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomState {
     /// This rank's seed; the same on all ranks, unless they were seeded differently.
     pub seed: u64,
-    /// Draws of this rank so far.
+    /// Number of this rank's draws so far.
     pub draws: u64,
 }
 
-/// A rank's seed, and what it has drawn since that was set.
+/// A rank's seed, and its draws since the seed was set.
 pub(crate) struct Draws {
     seed: AtomicU64,
-    /// Parameters born.
+    /// Parameters created.
     births: AtomicU64,
     draws: AtomicU64,
-    /// Those of other threads than the rank's own. Not part of the random state: such threads differ from run to run.
+    /// Draws of threads other than the rank's own. Not part of the random state: they differ from run to run.
     draws_beside: AtomicU64,
 }
 
@@ -123,17 +123,17 @@ impl Draws {
         self.births.store(0, Ordering::Relaxed);
     }
 
-    /// A parameter is born: its seed and its number since that was set.
+    /// Returns the seed of the next parameter, and its number since the seed was set.
     pub(crate) fn next_birth(&self) -> (u64, u64) {
         self.next_of(&self.births)
     }
 
-    /// The seed and the number of the rank's next draw.
+    /// Returns the seed and the number of the rank's next draw.
     pub(crate) fn next(&self) -> (u64, u64) {
         self.next_of(&self.draws)
     }
 
-    /// As [`Draws::next`], on another thread.
+    /// Same as [`Draws::next`], for another thread.
     pub(crate) fn next_beside(&self) -> (u64, u64) {
         self.next_of(&self.draws_beside)
     }

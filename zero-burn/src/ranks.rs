@@ -1,7 +1,7 @@
-//! A rank among the others, for code that is not the same on all: under the names that Accelerate has for it
-//! (<https://huggingface.co/docs/accelerate/package_reference/accelerator>), so that scripts are easy to bring over.
+//! A rank's position among the others, for code that differs between ranks. The functions are named after Accelerate's
+//! (<https://huggingface.co/docs/accelerate/package_reference/accelerator>), so that scripts are easy to port.
 //!
-//! All of it works alike for ranks that are threads and ranks that are processes, and for a lone rank outside of a launch.
+//! They work alike for ranks that are threads, ranks that are processes, and a single rank outside of a launch.
 //!
 //! ```
 //! use burn_flex::Flex;
@@ -37,33 +37,34 @@ use crate::context::Context;
 use crate::parallel::Group;
 use crate::trouble::raise;
 
-/// The configuration of the current thread's rank over inner backend `B`.
+/// Returns the configuration of the current thread's rank over inner backend `B`.
 pub fn config<B: Backend>() -> ZeroConfig {
     Context::<B>::current().rank.config.clone()
 }
 
-/// This rank, from 0; of a mesh, along its data axis: ranks that differ there train on other rows and draw other numbers.
+/// Returns this rank's number, from 0. On a mesh, it counts along the data axis: ranks that differ there train on different data and draw
+/// different random numbers.
 pub fn process_index<B: Backend>() -> usize {
     Context::<B>::current().rank.index
 }
 
-/// Number of ranks; of a mesh, along its data axis.
+/// Returns the number of ranks; on a mesh, along its data axis.
 pub fn num_processes<B: Backend>() -> usize {
     Context::<B>::current().rank.world
 }
 
-/// The ranks along an axis of the [mesh](ZeroConfig::axes): this one's place on it is its rank there. For collectives on the rank's own
-/// thread, which all of them call in the same order.
+/// Returns the group of ranks along an axis of the [mesh](ZeroConfig::axes); this rank's place on the axis is its rank in the group. For
+/// collectives on the rank's own thread, which all ranks of the group call in the same order.
 ///
 /// # Panics
 ///
-/// With the launcher's error when the mesh has no such axis.
+/// If the mesh has no such axis; the launcher reports the error.
 pub fn group<B: Backend>(axis: &str) -> Group {
     Context::<B>::current().group(axis)
 }
 
-/// Where in `dir` the checkpoints of this rank's model are: a folder for each part along foreign axes of the [mesh](ZeroConfig::axes), such as
-/// `tensor-1`; without any, `dir` itself. The engine saves there.
+/// Returns the folder in `dir` for the checkpoints of this rank's model, where the engine saves them. Each part along foreign axes of the
+/// [mesh](ZeroConfig::axes) has its own, such as `tensor-1`; without foreign axes it is `dir` itself.
 pub fn folder<B: Backend>(dir: &Path) -> PathBuf {
     let context = Context::<B>::current();
     folder_of(&context, context.rank.place.rank, dir)
@@ -76,12 +77,13 @@ fn folder_of<B: Backend>(context: &Context<B>, rank: usize, dir: &Path) -> PathB
     }
 }
 
-/// The newest sound checkpoint of this rank's model in [`folder(dir)`](folder), of the same step for all parts of the model: what to resume
-/// from. The ranks of a part look together, as [`find_latest_together`] does. A collective.
+/// Finds the checkpoint to resume from: the newest sound one of this rank's model in [`folder(dir)`](folder), of the same step for all
+/// parts of the model. The ranks of a part search together, like [`find_latest_together`]. A collective.
 ///
 /// # Errors
 ///
-/// As [`find_latest_together`]; and [`CheckpointError::Unlike`] where parts have found different steps, or only some a checkpoint.
+/// Same as [`find_latest_together`]. Also [`CheckpointError::Unlike`] if parts have found different steps, or only some have found a
+/// checkpoint.
 pub fn find_latest<B: Backend>(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let context = Context::<B>::current();
     let found = find_latest_together(&*context.collective(), &folder::<B>(dir), check);
@@ -102,49 +104,49 @@ pub fn find_latest<B: Backend>(dir: &Path, check: Check) -> Result<Found, Checkp
     }
 }
 
-/// Whether this is the run's rank 0, the one that prints and writes what all have.
+/// Returns whether this is the run's rank 0, which prints and writes what all ranks share.
 pub fn is_main_process<B: Backend>() -> bool {
     Context::<B>::current().rank.place.rank == 0
 }
 
-/// This rank among those of its machine, from 0.
+/// Returns this rank's number among the ranks of its machine, from 0.
 pub fn local_process_index<B: Backend>() -> usize {
     Context::<B>::current().collective().local_rank()
 }
 
-/// Whether this is the first rank of its machine.
+/// Returns whether this is the first rank of its machine.
 pub fn is_local_main_process<B: Backend>() -> bool {
     local_process_index::<B>() == 0
 }
 
-/// Returns when every rank has called it. A collective.
+/// Waits until every rank has called it. A collective.
 pub fn wait_for_everyone<B: Backend>() {
     barrier::<B>("wait_for_everyone");
 }
 
-/// Compares what ranks say of themselves, a line each: the first line in which one differs from rank 0, on every rank. For
-/// settings that must be the same. A collective.
+/// Compares the ranks' `lines`. Returns, on every rank, the first line in which a rank differs from rank 0. For settings that must be the
+/// same. A collective.
 pub fn agree<B: Backend>(lines: &[String]) -> Option<Difference> {
     collective::agree(&*Context::<B>::current().everyone(), lines).unwrap_or_else(|error| raise(error))
 }
 
-/// Runs `f` on rank 0, and then on the others: for what the first makes and the others find, such as a download or a cache. A
+/// Runs `f` on rank 0, then on the others: for something that the first creates and the others find, such as a download or a cache. A
 /// collective.
 pub fn main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
     first::<B, R>(is_main_process::<B>(), f)
 }
 
-/// As [`main_process_first`], with the first rank of each machine: for what is on a machine's own disk. A collective.
+/// Same as [`main_process_first`], with the first rank of each machine, for files on a machine's own disk. A collective.
 pub fn local_main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
     first::<B, R>(is_local_main_process::<B>(), f)
 }
 
-/// As [`main_process_first`], for what may fail: an error on one rank is every rank's, and where rank 0 has failed the others do not
-/// run `f`. Where ranks wait, they do so to the run's deadline. A collective.
+/// Same as [`main_process_first`], for an `f` that may fail: an error on one rank becomes every rank's, and if rank 0 fails, the others do
+/// not run `f`. Ranks wait until the run's deadline at most. A collective.
 ///
 /// # Errors
 ///
-/// `f`'s on this rank, or what it said on another.
+/// The error of `f` on this rank, or the message of another rank's.
 ///
 /// ```
 /// use burn_flex::Flex;
@@ -161,11 +163,11 @@ pub fn try_main_process_first<B: Backend, R, E: Display>(f: impl FnOnce() -> Res
     try_first::<B, R, E>(is_main_process::<B>(), f)
 }
 
-/// As [`try_main_process_first`], with the first rank of each machine. A collective.
+/// Same as [`try_main_process_first`], with the first rank of each machine. A collective.
 ///
 /// # Errors
 ///
-/// As [`try_main_process_first`].
+/// Same as [`try_main_process_first`].
 pub fn try_local_main_process_first<B: Backend, R, E: Display>(
     f: impl FnOnce() -> Result<R, E>,
 ) -> Result<R, Failed<E>> {

@@ -1,12 +1,11 @@
-//! A check that ranks hold the same of what each of them holds whole, see
+//! A check that the tensors that every rank holds in full are equal on all ranks, see
 //! [`ZeroConfig::check_replicas`](crate::config::ZeroConfig::check_replicas).
 //!
-//! Each rank hashes, parameter by parameter, what its next forward pass would use: its own whole parameters at stage 0, and
-//! what it has gathered and kept of the others'. One all-gather of 8 bytes a parameter compares the hashes, so that all ranks
-//! come to the same verdict.
+//! Each rank hashes, parameter by parameter, what its next forward pass would use: its own full parameters at stage 0, and those that it
+//! has gathered and kept. One all-gather of 8 bytes per parameter compares the hashes, so that all ranks reach the same verdict.
 //!
-//! A change by hand is recorded of a parameter until its next update, which at stages 1 and 2 makes pieces of it that all ranks
-//! then gather alike: so a byte of each rank before every update tells whether there is a change, and that it must be compared.
+//! A change by hand is recorded on a parameter until its next update. At stages 1 and 2 the update turns it into shards, which all ranks
+//! then gather alike. So before every update, one byte from each rank tells whether there is a change that must be compared.
 
 use std::collections::HashMap;
 
@@ -22,7 +21,7 @@ use crate::values::read;
 use crate::view::Extent;
 use crate::walk::{self, ParamMeta};
 
-/// The hash of what a rank does not hold whole.
+/// The hash of a tensor that a rank does not hold in full.
 const ABSENT: u64 = 0;
 
 /// Compares the ranks' replicas before the gradients of every n-th update are collected. A collective.
@@ -67,7 +66,7 @@ pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::
     }
 }
 
-/// The ranks that differ from most of the others, or from the lowest if there is no majority, and those.
+/// Returns the ranks that differ from the majority, or from the lowest rank if there is no majority, and the ranks that they differ from.
 fn odd_ranks(hashes: &[u64]) -> Option<(Vec<usize>, Vec<usize>)> {
     let present: Vec<(usize, u64)> = hashes.iter().copied().enumerate().filter(|&(_, hash)| hash != ABSENT).collect();
     let mut counts: HashMap<u64, usize> = HashMap::new();
@@ -79,7 +78,7 @@ fn odd_ranks(hashes: &[u64]) -> Option<(Vec<usize>, Vec<usize>)> {
     (!odd.is_empty()).then(|| (ranks(odd), ranks(usual)))
 }
 
-/// Of the whole, where this rank has it.
+/// Returns the hash of the full tensor, or [`ABSENT`] if this rank does not have it.
 fn hash<B: Backend>(Shard { cell, views }: Shard<B>) -> u64 {
     let tensor = if cell.partition.is_whole() {
         let piece = cell.local();
@@ -91,7 +90,7 @@ fn hash<B: Backend>(Shard { cell, views }: Shard<B>) -> u64 {
         let Some(whole) = cell.settled().whole.tensor() else { return ABSENT };
         views.apply(whole)
     };
-    // Never that of nothing.
+    // Never equal to `ABSENT`.
     sign_bytes(read::<B>(tensor).as_bytes()).max(1)
 }
 

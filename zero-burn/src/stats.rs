@@ -1,4 +1,4 @@
-//! What a rank holds and what it has received, measured.
+//! Measurements of a rank's memory and traffic.
 
 use burn_backend::Backend;
 use serde::{Deserialize, Serialize};
@@ -12,10 +12,10 @@ use crate::trouble::raise;
 pub struct RankStats {
     /// Model state: parameters and gradients at their peak since the last reset, optimizer state held now.
     pub model_state_bytes: StateBytes,
-    /// Most bytes of whole gradients waiting to be reduced since the last reset, at stages 2 and 3; at stages 0 and 1 they
-    /// are part of the model state.
+    /// Peak bytes of full gradients waiting to be reduced since the last reset, at stages 2 and 3; at stages 0 and 1 they are part of the
+    /// model state.
     pub gradients_in_flight_peak: u64,
-    /// Most bytes of gathered parameters held at one time since the last reset, by the cache of gathered copies.
+    /// Peak bytes of gathered parameters in the cache since the last reset.
     pub gathered_bytes_peak: u64,
     /// Bytes of gathered parameters held now.
     pub gathered_bytes: u64,
@@ -23,7 +23,7 @@ pub struct RankStats {
     pub wire_bytes: WireBytes,
 }
 
-/// The measurements of the current thread's rank over inner backend `B`.
+/// Returns the measurements of the current thread's rank over inner backend `B`.
 pub fn rank_stats<B: Backend>() -> RankStats {
     let context = Context::<B>::current();
     let gauges = &context.rank.gauges;
@@ -40,7 +40,7 @@ pub fn rank_stats<B: Backend>() -> RankStats {
     }
 }
 
-/// Bytes of this rank's model state that are in the host's memory in place of the backend's ([`Tier::Host`](crate::config::Tier)).
+/// Returns the bytes of this rank's model state in host memory instead of with the backend ([`Tier::Host`](crate::config::Tier)).
 pub fn host_bytes<B: Backend>() -> u64 {
     Context::<B>::current().rank.gauges.host.live()
 }
@@ -53,12 +53,12 @@ pub fn reset_peaks<B: Backend>() {
         .for_each(Gauge::reset_peak);
 }
 
-/// Every rank's `bytes`, however many, in rank order, on every rank. A collective.
+/// Gathers every rank's `bytes`, of any length, in rank order, on every rank. A collective.
 pub fn all_gather_bytes<B: Backend>(bytes: Vec<u8>) -> Vec<Vec<u8>> {
     Context::<B>::current().collective().all_gather_bytes(bytes).unwrap_or_else(|error| raise(error))
 }
 
-/// Every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes a value and rank.
+/// Gathers every rank's `values`, in rank order, on every rank. A collective; it moves 8 bytes per value and rank.
 ///
 /// All ranks pass equally many values.
 pub fn all_gather<B: Backend>(values: &[f64]) -> Vec<Vec<f64>> {

@@ -11,20 +11,20 @@ use crate::cell::Cell;
 use crate::context::Context;
 use crate::view::{Extent, Views};
 
-/// A float tensor of which this rank may hold only a piece. Every kind reports its logical shape and type.
+/// A float tensor of which this rank may hold only a shard. Every kind reports its logical shape and type.
 #[derive(Debug, Clone)]
 pub enum ZeroTensor<B: Backend> {
     /// An ordinary tensor: activations, and gradients before they are reduced. Differs from rank to rank.
     Dense(B::FloatTensorPrimitive),
-    /// As [`Dense`](Self::Dense), made in a checkpointed block: dropped behind it, and made again where it is used.
+    /// Same as [`Dense`](Self::Dense), from a checkpointed block: dropped after the block, and recomputed where it is used.
     Activation(Activation<B>),
-    /// A tensor known to be equal on all ranks: what a full reduction of a shard gives.
+    /// A tensor known to be equal on all ranks: the result of a full reduction of a shard.
     Replicated(B::FloatTensorPrimitive),
-    /// A flat piece of a tensor that is cut over the ranks: a parameter, a reduced gradient, optimizer state.
+    /// A flat shard of a tensor that is partitioned over the ranks: a parameter, a reduced gradient, optimizer state.
     Shard(Shard<B>),
 }
 
-/// A sharded tensor: the cell that holds this rank's piece, and the views to be applied to the gathered whole.
+/// A sharded tensor: the cell that holds this rank's shard, and the views to be applied to the gathered tensor.
 #[derive(Debug, Clone)]
 pub struct Shard<B: Backend> {
     pub(crate) cell: Arc<Cell<B>>,
@@ -37,12 +37,12 @@ impl<B: Backend> Shard<B> {
         Self { cell, views }
     }
 
-    /// Whether this is a version of a parameter as a module holds it.
+    /// Returns whether this is a version of a parameter as a module holds it.
     pub(crate) fn is_parameter(&self) -> bool {
         self.cell.is_version()
     }
 
-    /// This rank's piece by value, with the recorded elementwise operations applied.
+    /// Returns this rank's shard by value, with the recorded elementwise operations applied.
     pub(crate) fn into_piece(self) -> B::FloatTensorPrimitive {
         let extent = Extent::Piece(self.cell.partition, self.cell.place());
         self.views.apply_maps(self.cell.into_local(), extent)
@@ -50,12 +50,12 @@ impl<B: Backend> Shard<B> {
 }
 
 impl<B: Backend> ZeroTensor<B> {
-    /// The tensor as the inner backend knows it: a gather if it is sharded.
+    /// Returns the tensor as the inner backend knows it; gathers it if it is sharded.
     pub(crate) fn load(self) -> B::FloatTensorPrimitive {
         self.whole(Context::load)
     }
 
-    /// As [`load`](Self::load), to be read out or saved: with all digits of a parameter that is quantised where it is used.
+    /// Same as [`load`](Self::load), to be read out or saved: exact, even for a parameter that is quantized for use.
     pub(crate) fn load_exact(self) -> B::FloatTensorPrimitive {
         self.whole(Context::load_exact)
     }
@@ -72,7 +72,7 @@ impl<B: Backend> ZeroTensor<B> {
         }
     }
 
-    /// A stand-in with the tensor's shape, for operations that read nothing else of it: no gather, no memory.
+    /// Returns a placeholder with the tensor's shape, for operations that read nothing else of it: no gather, no memory.
     pub(crate) fn shape_only(self) -> B::FloatTensorPrimitive {
         match self {
             ZeroTensor::Dense(tensor) | ZeroTensor::Replicated(tensor) => tensor,
@@ -85,7 +85,7 @@ impl<B: Backend> ZeroTensor<B> {
         }
     }
 
-    /// The next operand of what is recorded.
+    /// Records this as the next operand.
     pub(crate) fn record(self, recording: &mut Recording<B>) {
         let outside = match self {
             ZeroTensor::Activation(activation) => match recording.made(activation) {
@@ -97,7 +97,7 @@ impl<B: Backend> ZeroTensor<B> {
         recording.outside(move || outside.clone().load());
     }
 
-    /// An ordinary tensor that `run` makes of `operands`.
+    /// Returns the ordinary tensor that `run` computes from `operands`.
     pub(crate) fn ordinary<const N: usize>(
         operands: [Self; N],
         run: impl Fn([B::FloatTensorPrimitive; N]) -> B::FloatTensorPrimitive + Send + 'static,
@@ -112,7 +112,7 @@ impl<B: Backend> ZeroTensor<B> {
         ZeroTensor::Activation(recording.end(made, Box::new(run)).next().expect("one was made"))
     }
 
-    /// Records a view of a shard, or applies it at once to an ordinary tensor.
+    /// Records a view of a shard, or applies it immediately to an ordinary tensor.
     pub(crate) fn view(
         self,
         lazily: impl FnOnce(Views<B>) -> Views<B>,
@@ -126,7 +126,7 @@ impl<B: Backend> ZeroTensor<B> {
     }
 }
 
-/// Zeros of `shape` in the memory of one.
+/// Returns zeros of `shape` in the memory of one element.
 fn stand_in<B: Backend>(shape: Shape, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
     let ones = Shape::from(vec![1; shape.num_dims()]);
     B::float_expand(B::float_zeros(ones, device, dtype.into()), shape)

@@ -1,8 +1,8 @@
-//! Pieces that are not in the memory of the backend: in the host's, or in this rank's swap file, and handles of what lies there.
+//! Shards outside of the backend's memory: in host memory or in this rank's swap file, and handles to them.
 //!
-//! A piece [`OnDisk`] is moved through a few buffers of constant size, several of them in flight, from and to memory that
-//! the caller has. Nobody holds a buffer while waiting for another one, so that a rank's threads, and the ranks that read
-//! its pieces, can share the pool.
+//! A shard that is [`OnDisk`] is transferred through a few buffers of constant size, several of them in flight, to or from memory that the
+//! caller provides. No thread holds a buffer while it waits for another one, so a rank's threads, and the ranks that read its shards, can
+//! share the pool.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -23,7 +23,7 @@ use crate::mover::{For, Mover};
 use crate::trouble::{or_stop, stop};
 use crate::values::elements_of;
 
-/// This rank's file, and the buffers that move its data.
+/// This rank's file, and the buffers for its data.
 pub(crate) struct SwapDisk {
     pub(crate) file: SwapFile,
     pub(crate) pool: BufferPool,
@@ -31,7 +31,7 @@ pub(crate) struct SwapDisk {
 }
 
 impl SwapDisk {
-    /// A file of this rank's own below the configured folder.
+    /// Opens a file of this rank's own below the configured folder.
     pub(crate) fn open(rank: usize, settings: &Disk) -> Result<Arc<Self>, DiskError> {
         let dir = SwapDir::open(&settings.path)?;
         let file =
@@ -46,12 +46,12 @@ impl SwapDisk {
         Ok(Arc::new(Self { file, pool, settings: settings.clone() }))
     }
 
-    /// Place for a piece of `bytes`; what it holds is not defined until it is written.
+    /// Allocates space for a shard of `bytes`; its content is undefined until it is written.
     pub(crate) fn reserve(self: &Arc<Self>, bytes: usize) -> Result<Arc<OnDisk>, DiskError> {
         self.place(bytes, None)
     }
 
-    /// Writes a piece, whose elements' squares have been added up or not.
+    /// Writes a shard; `squares` is its elements' sum of squares, if it has been computed.
     pub(crate) fn store(self: &Arc<Self>, bytes: &[u8], squares: Option<f64>) -> Result<Arc<OnDisk>, DiskError> {
         let stored = self.place(bytes.len(), squares)?;
         stored.write(bytes)?;
@@ -63,26 +63,26 @@ impl SwapDisk {
     }
 }
 
-/// Where pieces of a kind are kept.
+/// The place where shards of a kind are kept.
 #[derive(Clone, Copy)]
 pub(crate) enum Home<'a> {
-    /// As tensors of the backend.
+    /// Kept with the backend, as tensors.
     Backend,
     Host,
     Disk(&'a Arc<SwapDisk>),
 }
 
-/// A piece that is no tensor of the backend.
+/// A shard that is not a tensor of the backend.
 #[derive(Clone)]
 pub(crate) enum Stored {
-    /// In the host's memory, flat.
+    /// In host memory, flat.
     Host(Arc<TensorData>),
     Disk(Arc<OnDisk>),
 }
 
 impl Stored {
-    /// Moves a piece out of the backend's memory. The squares of elements `counted` are added up before it goes to a disk, of 32 and 16
-    /// bit: others are added up by the backend, in its order, when they are asked for.
+    /// Moves a shard out of the backend's memory. Before a shard of 32-bit or 16-bit elements goes to a disk, the squares of elements
+    /// `counted` are summed; other types are summed by the backend, in its order, on demand.
     pub(crate) fn of<B: Backend>(
         home: Home<'_>,
         piece: Shared<B>,
@@ -100,7 +100,7 @@ impl Stored {
         })
     }
 
-    /// Reads the whole piece, without filler, into `out`, which is as long.
+    /// Reads the full shard, without filler, into `out`, which is equally long.
     pub(crate) fn read_into(&self, out: &mut [u8]) -> Result<(), DiskError> {
         match self {
             Stored::Host(data) => {
@@ -111,7 +111,7 @@ impl Stored {
         }
     }
 
-    /// The sum of squares that was taken when it was moved to a disk.
+    /// Returns the sum of squares that was computed when the shard was moved to a disk.
     pub(crate) fn squares(&self) -> Option<f64> {
         match self {
             Stored::Host(_) => None,
@@ -119,7 +119,7 @@ impl Stored {
         }
     }
 
-    /// The piece's data, if it is in the host's memory.
+    /// Returns the shard's data, if it is in host memory.
     pub(crate) fn host(&self) -> Option<&Arc<TensorData>> {
         match self {
             Stored::Host(data) => Some(data),
@@ -128,12 +128,12 @@ impl Stored {
     }
 }
 
-/// A piece in a rank's file; its place is free again when the last handle is dropped.
+/// A shard in a rank's file; its space is freed when the last handle is dropped.
 pub(crate) struct OnDisk {
     region: Region,
     pub(crate) disk: Arc<SwapDisk>,
-    /// Of a gradient, the sum of squares of the elements that count for its norm: to read them for it would take as long as to write
-    /// them did.
+    /// For a gradient, the sum of squares of the elements that count for its norm: reading them for it would take as long as writing them
+    /// did.
     pub(crate) squares: Option<f64>,
 }
 
@@ -142,7 +142,7 @@ impl OnDisk {
         self.region
     }
 
-    /// Writes the whole piece.
+    /// Writes the full shard.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), DiskError> {
         let mut rest = bytes;
         let start = |part: Region, mut buffer: SwapBuffer| {
@@ -155,7 +155,7 @@ impl OnDisk {
         self.transfer(start, |_| {})
     }
 
-    /// Reads the whole piece into `out`, which is as long.
+    /// Reads the full shard into `out`, which is equally long.
     pub(crate) fn read_into(&self, out: &mut [u8]) -> Result<(), DiskError> {
         let mut rest = out;
         let end = |buffer: &SwapBuffer| {
@@ -166,7 +166,7 @@ impl OnDisk {
         self.transfer(|part, buffer| self.disk.file.read(part, buffer), end)
     }
 
-    /// Moves the piece part by part, in order, with as many parts in flight as there are free buffers.
+    /// Transfers the shard part by part, in order, with one part in flight per free buffer.
     fn transfer(
         &self,
         mut start: impl FnMut(Region, SwapBuffer) -> Result<Ticket, DiskError>,
@@ -205,7 +205,7 @@ impl Drop for OnDisk {
     }
 }
 
-/// `elements` numbers of type `dtype`, all of them written by `fill` (or by who comes next: nothing is cleared for them), for `mover` to move.
+/// Returns `elements` numbers of type `dtype` for `mover` to move. `fill`, or a later writer, must write all of them: they are not cleared.
 pub(crate) fn filled(
     mover: &Mover,
     elements: usize,
@@ -235,12 +235,12 @@ pub(crate) fn filled(
     }
 }
 
-/// The piece as a flat tensor.
+/// Loads the shard as a flat tensor.
 pub(crate) fn fetch<B: Backend>(stored: &Stored, dtype: DType, device: &B::Device, mover: &Mover) -> Shared<B> {
     or_stop(fetch_shaped(stored, dtype, None, device, mover, For::Own))
 }
 
-/// The piece as a tensor of `shape`, or a flat one, for `who`.
+/// Loads the shard as a tensor of `shape`, or a flat one, for `who`.
 pub(crate) fn fetch_shaped<B: Backend>(
     stored: &Stored,
     dtype: DType,

@@ -1,4 +1,4 @@
-//! How code that cannot return errors ends a rank.
+//! Functions that end a rank from code that cannot return errors.
 
 use burn_std::Shape;
 use zero_core::CommError;
@@ -7,8 +7,8 @@ use zero_core::offload::DiskError;
 
 use crate::current::CURRENT;
 
-/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed. On a thread that no launch
-/// has started it is an ordinary panic, so that the thread does not die without a word.
+/// Ends a computation that cannot return an error: the launcher catches the payload, and nothing is printed. On a thread that no launch has
+/// started, it is an ordinary panic, so that the thread does not end silently.
 pub(crate) fn raise(error: CommError) -> ! {
     if std::thread::current()
         .name()
@@ -19,8 +19,8 @@ pub(crate) fn raise(error: CommError) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
 
-/// Ends a computation that cannot return an error for a reason that is not a collective (the library used wrongly, a thread lost). As [`raise`], nothing is
-/// printed but by whoever reports the launch's error; outside of a launch it is an ordinary panic.
+/// Ends a computation that cannot return an error, for a reason other than a collective (misuse of the library, a lost thread). Like
+/// [`raise`], it prints nothing: whoever reports the launch's error does. Outside of a launch, it is an ordinary panic.
 pub(crate) fn stop(message: String) -> ! {
     if CURRENT.with_borrow(Option::is_some) {
         std::panic::resume_unwind(Box::new(Stopped(message)))
@@ -29,7 +29,7 @@ pub(crate) fn stop(message: String) -> ! {
     }
 }
 
-/// What is said of a parameter that another rank or launch has built.
+/// Ends the rank with an error about a parameter that another rank or launch has built.
 pub(crate) fn stop_foreign(shape: &Shape) -> ! {
     stop(format!(
         "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
@@ -39,8 +39,8 @@ pub(crate) fn stop_foreign(shape: &Shape) -> ! {
     ))
 }
 
-/// Ends the rank with an error of its disk, which reaches through code that cannot return errors. Nothing is printed but by
-/// whoever reports the launch's error.
+/// Ends the rank if `result` is an error of its disk, from code that cannot return errors. Nothing is printed: whoever reports the launch's
+/// error does.
 pub(crate) fn or_stop<T>(result: Result<T, DiskError>) -> T {
     result.unwrap_or_else(|error| std::panic::resume_unwind(Box::new(Stopped(error.to_string()))))
 }

@@ -1,4 +1,4 @@
-//! Values on their way between a backend, the host's memory and other ranks.
+//! Values on their way between a backend, host memory and other ranks.
 
 use std::ops::Range;
 
@@ -11,17 +11,17 @@ use zero_ops::Elements;
 
 use crate::trouble::stop;
 
-/// `x` on `device`.
+/// Returns `x` on `device`.
 pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
     if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
 }
 
-/// `x` in this type.
+/// Returns `x` in type `dtype`.
 pub(crate) fn of_type<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
     if x.dtype() == dtype { x } else { zero_ops::cast::<B>(x, dtype.into()) }
 }
 
-/// Elements `range` of a flat tensor.
+/// Returns elements `range` of a flat tensor.
 pub(crate) fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> B::FloatTensorPrimitive {
     match range.len() == flat.shape().num_elements() {
         true => flat,
@@ -29,31 +29,31 @@ pub(crate) fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize
     }
 }
 
-/// The values of a rank's piece: one of filler where it has none, as everywhere.
+/// Returns the data of a rank's shard; one filler element if the shard is empty.
 pub(crate) fn piece(mut values: Vec<f32>) -> TensorData {
     values.resize(values.len().max(1), 0.0);
     let len = values.len();
     TensorData::new(values, [len])
 }
 
-/// A tensor without elements: created from data, as not every backend slices or reshapes to nothing.
+/// Returns a tensor without elements. Created from data, because not every backend slices or reshapes to an empty shape.
 pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
     B::float_from_data(TensorData::from_bytes_vec(Vec::new(), shape.clone(), dtype), device)
 }
 
-/// A tensor's data, on the host, now.
+/// Reads a tensor's data to the host and waits for it.
 pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
     let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
     data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
 }
 
-/// Flat.
+/// Returns the data with one dimension.
 pub(crate) fn flat(mut data: TensorData) -> TensorData {
     data.shape = Shape::new([data.num_elements()]);
     data
 }
 
-/// As f32, unless it is in 16 bit.
+/// Converts data to f32, unless it is in 16 bits.
 pub(crate) fn narrow_or_f32(data: TensorData) -> TensorData {
     match data.dtype {
         DType::F16 | DType::BF16 => data,
@@ -61,7 +61,7 @@ pub(crate) fn narrow_or_f32(data: TensorData) -> TensorData {
     }
 }
 
-/// What has come, in its shape.
+/// Returns received values as data of `shape`.
 pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     match buffer {
         Buffer::F32(values) => TensorData::new(values, shape),
@@ -72,7 +72,7 @@ pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     }
 }
 
-/// What is sent.
+/// Returns data as a buffer to be sent.
 pub(crate) fn buffer(data: TensorData) -> Buffer {
     const TYPES: &str = "a tensor's data is of the type that it says";
     match data.dtype {
@@ -84,7 +84,7 @@ pub(crate) fn buffer(data: TensorData) -> Buffer {
     }
 }
 
-/// The type as tensors know it.
+/// Returns the type as tensors know it.
 pub(crate) fn dtype_of(float: Float) -> DType {
     match float {
         Float::F32 => DType::F32,
@@ -93,12 +93,12 @@ pub(crate) fn dtype_of(float: Float) -> DType {
     }
 }
 
-/// What a piece is called between processes: ranks whose tensors differ do not take each other's.
+/// Returns the tag of a shard in transfers between processes: ranks whose tensors differ do not take each other's.
 pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
     format!("{dtype:?} of {:?}", shape.as_slice())
 }
 
-/// The type as collectives know it.
+/// Returns the type as collectives know it.
 pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
     match dtype {
         DType::F16 => zero_core::collective::DType::F16,
@@ -109,7 +109,7 @@ pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
     }
 }
 
-/// The sum of squares of elements `range` of data in the host's memory.
+/// Returns the sum of squares of elements `range` of data in host memory.
 pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: Range<usize>) -> f64 {
     match elements_of(data) {
         Some(elements) => elements.slice(range).sum_of_squares(),
@@ -117,7 +117,7 @@ pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: Range<usize>) -> 
     }
 }
 
-/// Elements of data of 32 or 16 bit.
+/// Returns the elements of 32-bit or 16-bit data.
 pub(crate) fn elements_of(data: &TensorData) -> Option<Elements<'_>> {
     Some(match data.dtype {
         DType::F32 => Elements::F32(data.as_slice().ok()?),

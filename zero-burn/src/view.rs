@@ -1,11 +1,10 @@
 //! Lazy views of a sharded tensor.
 //!
-//! A model uses a parameter through views (a tied head transposes it, a linear layer reshapes its bias). Applying them
-//! at once would need the gathered tensor and keep it alive in the autodiff graph; so they are recorded, and applied to
-//! what a load gathers.
+//! A model uses a parameter through views (a tied head transposes it, a linear layer reshapes its bias). Applying them immediately would
+//! need the gathered tensor and keep it alive in the autodiff graph. So they are recorded, and applied to the tensor that a load gathers.
 //!
-//! Elementwise operations of one parameter are recorded too: in a forward pass they are applied to what is gathered (so
-//! that other ranks never depend on a temporary of this one), in an optimizer's step to the piece.
+//! Elementwise operations on one parameter are recorded too. A forward pass applies them to the gathered tensor, so that other ranks never
+//! depend on a temporary of this one. An optimizer's step applies them to the shard.
 
 use std::sync::Arc;
 
@@ -15,14 +14,14 @@ use zero_core::Partition;
 
 use crate::cell::Cell;
 
-/// Which elements of the base tensor an elementwise operation is applied to: all, or one piece of a partition.
+/// The elements of the base tensor that an elementwise operation is applied to: all, or one shard of a partition.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Extent {
     Whole,
     Piece(Partition, usize),
 }
 
-/// An elementwise operation, of the whole or of a piece.
+/// An elementwise operation on the full tensor or on a shard.
 pub(crate) type MapFn<B> = dyn Fn(
         <B as burn_backend::BackendTypes>::FloatTensorPrimitive,
         Extent,
@@ -53,7 +52,7 @@ impl<B: Backend> core::fmt::Debug for View<B> {
     }
 }
 
-/// Views in the order of application and the shape and type they lead to.
+/// Views in the order of application, and the resulting shape and type.
 #[derive(Debug, Clone)]
 pub(crate) struct Views<B: Backend> {
     ops: Vec<View<B>>,
@@ -64,34 +63,34 @@ pub(crate) struct Views<B: Backend> {
 }
 
 impl<B: Backend> Views<B> {
-    /// No views of a tensor of `shape`.
+    /// Creates an empty list of views of a tensor of `shape`.
     pub(crate) fn none(shape: Shape, dtype: DType) -> Self {
         Self { ops: Vec::new(), shape, dtype, others: Vec::new() }
     }
 
-    /// The same, of operations that read these versions too.
+    /// Returns the same views, for operations that also read these versions.
     pub(crate) fn with_others(mut self, others: Vec<Arc<Cell<B>>>) -> Self {
         self.others = others;
         self
     }
 
-    /// Other versions of the parameter that are read.
+    /// Returns the other versions of the parameter that are read.
     pub(crate) fn others(&self) -> &[Arc<Cell<B>>] {
         &self.others
     }
 
-    /// The element type after all views.
+    /// Returns the element type after all views.
     pub(crate) fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// The same views of a tensor that has become another type, or that the last view has cast.
+    /// Returns the same views of a tensor that has changed its type, or that the last view has cast.
     pub(crate) fn with_dtype(mut self, dtype: DType) -> Self {
         self.dtype = dtype;
         self
     }
 
-    /// The number of recorded operations.
+    /// Returns the number of recorded operations.
     pub(crate) fn len(&self) -> usize {
         self.ops.len()
     }
@@ -100,12 +99,12 @@ impl<B: Backend> Views<B> {
         self.ops.is_empty()
     }
 
-    /// The logical shape after all views.
+    /// Returns the logical shape after all views.
     pub(crate) fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// Whether nothing but elementwise operations is recorded, so that they can be applied to a piece.
+    /// Returns whether only elementwise operations are recorded, so that they can be applied to a shard.
     pub(crate) fn only_maps(&self) -> bool {
         self.ops.iter().all(|view| matches!(view, View::Map(_)))
     }
@@ -117,7 +116,7 @@ impl<B: Backend> Views<B> {
 
     pub(crate) fn swap_dims(mut self, a: usize, b: usize) -> Self {
         self.shape.swap(a, b);
-        // Burn's column layout transposes when it saves and again when it loads: what is left is the parameter itself.
+        // Burn's column layout transposes when it saves and again when it loads: the parameter itself remains.
         match self.ops.last() {
             Some(&View::SwapDims(x, y)) if (x, y) == (a, b) || (x, y) == (b, a) => drop(self.ops.pop()),
             _ => self.ops.push(View::SwapDims(a, b)),
@@ -157,7 +156,7 @@ impl<B: Backend> Views<B> {
         self
     }
 
-    /// Applies the recorded elementwise operations, when there is nothing else.
+    /// Applies the recorded elementwise operations, if nothing else is recorded.
     pub(crate) fn apply_maps(&self, tensor: B::FloatTensorPrimitive, extent: Extent) -> B::FloatTensorPrimitive {
         debug_assert!(self.only_maps());
         self.ops.iter().fold(tensor, |tensor, view| match view {

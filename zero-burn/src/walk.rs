@@ -1,7 +1,7 @@
-//! Walks over the parameters of a module, and over a set of gradients, without their numbers of dimensions.
+//! Traversal of a module's parameters, and of a set of gradients, independent of their number of dimensions.
 //!
-//! Burn gives a visitor each parameter as a tensor of `D` dimensions. Nothing here depends on `D`: what is looked at and replaced
-//! is [`Zero`](crate::Zero)'s own tensor below autodiff's.
+//! Burn passes each parameter to a visitor as a tensor of `D` dimensions. Nothing here depends on `D`: the functions read and replace
+//! [`Zero`](crate::Zero)'s own tensor below autodiff's.
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
@@ -22,18 +22,19 @@ use crate::tensor::ZeroTensor;
 /// A parameter of a module.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParamMeta {
-    /// Its identity on this rank. Burn draws it at random, so that it differs from rank to rank and from run to run: what is
-    /// compared or sent goes by `path`.
+    /// Its identity on this rank. Burn draws it at random, so it differs from rank to rank and from run to run. Use `path` to compare or
+    /// send parameters.
     pub id: ParamId,
-    /// Names of fields from the module down, with dots: "h.0.attn.c_attn.weight".
+    /// Names of the fields from the module down, separated by dots: "h.0.attn.c_attn.weight".
     pub path: String,
     /// Its shape.
     pub shape: Vec<usize>,
-    /// Whether it is trained.
+    /// True if it is trained.
     pub trained: bool,
 }
 
-/// Shows `each` parameter of `module`, in the order of its fields; of one that is of no float type, nothing but what it is.
+/// Calls `each` for every parameter of `module`, in the order of its fields. A parameter that is not a float tensor comes without its
+/// tensor.
 pub(crate) fn visit<A: ZeroAutodiff, M: Module<A>>(
     module: &M,
     each: impl FnMut(ParamMeta, Option<ZeroTensor<A::Base>>),
@@ -41,8 +42,8 @@ pub(crate) fn visit<A: ZeroAutodiff, M: Module<A>>(
     module.visit(&mut Visit { path: Vec::new(), each, _backend: PhantomData::<A> });
 }
 
-/// Replaces the parameters of which `select` makes something by what `replace` makes of that. They are trained as before.
-/// `replace` has the only handle of the tensor that the module had.
+/// Replaces each parameter for which `select` returns a value by the result of `replace` for that value. Parameters are trained as before.
+/// `replace` gets the only handle of the tensor that the module had.
 pub(crate) fn map<A: ZeroAutodiff, M: Module<A>, T>(
     module: M,
     select: impl FnMut(&ParamMeta, ZeroTensor<A::Base>) -> Option<T>,
@@ -51,7 +52,7 @@ pub(crate) fn map<A: ZeroAutodiff, M: Module<A>, T>(
     module.map(&mut Map { path: Vec::new(), select, replace, leaves: HashMap::new(), _types: PhantomData::<(A, T)> })
 }
 
-/// A tensor that is a leaf of the graph, if it is trained, whose gradient is reduced as that of parameter `id`.
+/// Returns a tensor that is a leaf of the graph, if it is trained; its gradient is reduced as that of parameter `id`.
 pub(crate) fn leaf<A: ZeroAutodiff, const D: usize>(
     tensor: ZeroTensor<A::Base>,
     id: ParamId,
@@ -62,7 +63,7 @@ pub(crate) fn leaf<A: ZeroAutodiff, const D: usize>(
     if trained { tensor.set_distributed(DistributedParamId::from(id.val())) } else { tensor }
 }
 
-/// [`Zero`](crate::Zero)'s tensor below autodiff's, if it is of floats.
+/// Returns [`Zero`](crate::Zero)'s tensor below autodiff's, if it is a float tensor.
 pub(crate) fn below<A: ZeroAutodiff, const D: usize>(tensor: Tensor<A, D>) -> Option<ZeroTensor<A::Base>> {
     match tensor.inner().into_primitive() {
         TensorPrimitive::Float(tensor) => Some(tensor),
@@ -70,17 +71,17 @@ pub(crate) fn below<A: ZeroAutodiff, const D: usize>(tensor: Tensor<A, D>) -> Op
     }
 }
 
-/// A parameter's gradient.
+/// Returns a parameter's gradient.
 pub(crate) fn gradient<A: ZeroAutodiff>(grads: &GradientsParams, id: ParamId) -> Option<ZeroTensor<A::Base>> {
     grads.get::<A::InnerBackend, 1>(id).map(primitive::<A>)
 }
 
-/// Takes a parameter's gradient out.
+/// Removes and returns a parameter's gradient.
 pub(crate) fn take_gradient<A: ZeroAutodiff>(grads: &mut GradientsParams, id: ParamId) -> Option<ZeroTensor<A::Base>> {
     grads.remove::<A::InnerBackend, 1>(id).map(primitive::<A>)
 }
 
-/// Puts a parameter's gradient in.
+/// Inserts a parameter's gradient.
 pub(crate) fn put_gradient<A: ZeroAutodiff>(grads: &mut GradientsParams, id: ParamId, tensor: ZeroTensor<A::Base>) {
     let tensor = Tensor::<A::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
     grads.register(id, tensor);
@@ -132,7 +133,7 @@ struct Map<A: ZeroAutodiff, T, S, R> {
     path: Vec<String>,
     select: S,
     replace: R,
-    /// What has been made, by identity and cell: a clone of a parameter stays the same leaf.
+    /// Leaves created so far, by identity and cell: a clone of a parameter stays the same leaf.
     leaves: HashMap<(ParamId, *const Cell<A::Base>), TensorPrimitive<A>>,
     _types: PhantomData<(A, T)>,
 }
@@ -174,8 +175,8 @@ fn meta<A: ZeroAutodiff, const D: usize>(id: ParamId, path: &[String], tensor: &
     ParamMeta { id, path: path.join("."), shape: tensor.dims().to_vec(), trained: tensor.is_require_grad() }
 }
 
-/// What a prepared parameter is to the ranks: by its own tensor, as modules that were loaded from one record have the same
-/// identities.
+/// Returns the slot of a prepared parameter. The slot of its own tensor takes precedence, because modules loaded from one record have the
+/// same identities.
 pub(crate) fn slot_of<B: Backend>(
     context: &Context<B>,
     id: ParamId,

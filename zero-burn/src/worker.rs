@@ -1,12 +1,12 @@
-//! A thread of a rank.
+//! A worker thread of a rank.
 
 use std::sync::OnceLock;
 
 use burn_backend::StreamId;
 use parking_lot::Mutex;
 
-/// A lazily started worker thread that takes jobs until it is stopped. On devices its operations are in the stream of the
-/// thread that starts it.
+/// A lazily started worker thread that takes jobs until it is stopped. On devices, its operations run in the stream of the thread that
+/// starts it.
 pub(crate) struct Worker<J: Send + 'static> {
     jobs: Mutex<Option<crossbeam_channel::Sender<J>>>,
     thread: Mutex<Option<std::thread::JoinHandle<()>>>,
@@ -19,7 +19,7 @@ impl<J: Send + 'static> Worker<J> {
         Self { jobs: Mutex::new(None), thread: Mutex::new(None), started: OnceLock::new(), name }
     }
 
-    /// Hands a job to the thread; `body` is what the thread runs with its inbox when it is first needed.
+    /// Sends a job to the thread. `body` is what the thread runs with its inbox when it is first needed.
     pub(crate) fn send(&self, job: J, body: impl FnOnce(crossbeam_channel::Receiver<J>) + Send + 'static) {
         self.started.get_or_init(|| {
             let (jobs, inbox) = crossbeam_channel::unbounded();
@@ -37,12 +37,12 @@ impl<J: Send + 'static> Worker<J> {
         }
     }
 
-    /// Jobs that wait for the thread.
+    /// Returns the number of jobs that wait for the thread.
     pub(crate) fn backlog(&self) -> usize {
         self.jobs.lock().as_ref().map_or(0, crossbeam_channel::Sender::len)
     }
 
-    /// Ends the thread after the jobs it has, and waits for it.
+    /// Ends the thread after its queued jobs, and waits for it.
     pub(crate) fn stop(&self) {
         *self.jobs.lock() = None;
         if let Some(thread) = self.thread.lock().take() {

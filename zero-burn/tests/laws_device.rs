@@ -1,6 +1,5 @@
-//! The suite of laws over a device with Burn's fusion: several ranks share it, and what they exchange stays on it. Mesa's
-//! lavapipe, a software device, serves; most of the time is the compilation of kernels. With the feature `cuda` alone the device is
-//! an NVIDIA GPU.
+//! The suite of laws over a device with Burn's fusion: several ranks share it, and exchanged tensors stay on it. Mesa's lavapipe, a
+//! software device, suffices; most of the time goes to compiling kernels. With the feature `cuda` alone, the device is an NVIDIA GPU.
 #![cfg(any(feature = "vulkan", feature = "cuda"))]
 
 #[path = "decorator/suite/mod.rs"]

@@ -1,14 +1,17 @@
-//! How near this engine comes to what the disk can do.
+//! Compares this engine's disk throughput with that of the simplest I/O loop.
 //!
 //! ```text
 //! cargo run --release -p zero-core --example disk_rate -- FOLDER [ROUNDS [GIB [BLOCK_KIB [DEPTH [threads]]]]]
 //! ```
 //!
-//! In each round, one after the other on the same disk: the simplest loop that keeps `DEPTH` blocks in flight (like fio)
-//! writing, reading, and copying each block onto itself; this engine writing and reading sub-groups of 32 MiB; the
-//! pipeline reading, updating by Adam and writing back every sub-group, with and without overlap; and both again with so
-//! many updates of each sub-group that they take about as long as the disk. The last lines are ratios within a round, and
-//! their medians.
+//! Each round measures, one after the other on the same disk:
+//!
+//! 1. the simplest loop that keeps `DEPTH` blocks in flight (like fio): writing, reading, and copying each block onto itself;
+//! 2. this engine, writing and reading sub-groups of 32 MiB;
+//! 3. the pipeline that reads, updates by Adam and writes back every sub-group, with and without overlap;
+//! 4. the same with so many updates per sub-group that they take about as long as the disk.
+//!
+//! The last lines are ratios within a round, and their medians.
 
 use std::error::Error;
 use std::fs::{File, OpenOptions};
@@ -28,7 +31,7 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 const SUB_GROUP: usize = 32 << 20;
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What the simplest loop does with each block.
+/// The simplest loop's operation on each block.
 #[derive(Clone, Copy, PartialEq)]
 enum Raw {
     Write,
@@ -36,7 +39,7 @@ enum Raw {
     Copy,
 }
 
-/// Moves `blocks` blocks with `buffers.len()` in flight; returns the seconds. Each slot goes round its buffer's blocks.
+/// Moves `blocks` blocks with `buffers.len()` in flight, and returns the seconds. Each slot cycles through its buffer's blocks.
 fn raw(
     ring: &mut IoUring,
     file: &File,
@@ -92,7 +95,7 @@ fn raw(
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// Moves every region once, as many at a time as the pool has buffers.
+/// Moves every region once, with as many in flight as the pool has buffers, and returns the seconds.
 fn through_engine(file: &SwapFile, pool: &BufferPool, regions: &[Region], write: bool) -> Result<f64, DiskError> {
     let mut flying = std::collections::VecDeque::<Ticket>::new();
     let start = Instant::now();
@@ -109,7 +112,7 @@ fn through_engine(file: &SwapFile, pool: &BufferPool, regions: &[Region], write:
     Ok(start.elapsed().as_secs_f64())
 }
 
-/// A step of Adam on a sub-group: parameters, two moments and gradients, a quarter of the buffer each.
+/// Runs a step of Adam on a sub-group: parameters, two moments and gradients, a quarter of the buffer each.
 fn adam(buffer: &mut SwapBuffer) {
     let values = buffer.view_mut::<f32>();
     let (parameters, rest) = values.split_at_mut(values.len() / 4);
@@ -148,7 +151,7 @@ fn main() -> Outcome<()> {
     file.require(bytes as u64)?;
     let regions = (0..bytes / SUB_GROUP).map(|_| file.alloc(SUB_GROUP)).collect::<Result<Vec<_>, _>>()?;
     let pool = BufferPool::new(&PoolOptions { count: 4, bytes: SUB_GROUP, ..PoolOptions::default() })?;
-    // The simplest loop has as much memory as the engine: with little, it stays in the processor's cache.
+    // The simplest loop gets as much memory as the engine: with little, it would stay in the CPU's cache.
     let raw_bytes = (4 * SUB_GROUP / depth).max(block) / block * block;
     let raw_pool = BufferPool::new(&PoolOptions { count: depth, bytes: raw_bytes, ..PoolOptions::default() })?;
     let mut raw_buffers = raw_pool.take_many(depth, LIMIT)?;
@@ -162,7 +165,7 @@ fn main() -> Outcome<()> {
     let mut loop_over =
         |buffers: &mut [SwapBuffer], what| raw(&mut ring, &raw_file, buffers, block, bytes / block, what);
     println!("{gib} GiB in sub-groups of 32 MiB, blocks of {} KiB, {depth} in flight; {file:?}", block >> 10);
-    // The first write of a block is slower: the file system has its space, but has to note that it is in use.
+    // The first write of a block is slower: the space is allocated, but the file system must mark it as used.
     let (raw_first, engine_first) =
         (loop_over(&mut raw_buffers, Raw::Write)?, through_engine(&file, &pool, &regions, true)?);
     let rate = |seconds: f64| bytes as f64 / 1e9 / seconds;
@@ -205,7 +208,7 @@ fn main() -> Outcome<()> {
         );
         println!("  pipeline {overlapped:.2?}\n  without overlap {plain:.2?}");
         println!("  {updates} updates each: pipeline {heavy:.2?}\n  without overlap {heavy_plain:.2?}");
-        // What no program can be faster than: the disk's part or the compute's, whichever is longer.
+        // The lower bound for any program: the disk's part or the computation's, whichever is longer.
         let floor = raw_copy.max(heavy_plain.computing.as_secs_f64());
         let (heavy, heavy_plain) = (heavy.elapsed.as_secs_f64(), heavy_plain.elapsed.as_secs_f64());
         let values = [

@@ -1,14 +1,17 @@
-//! Whether the `nccl` engine works on this machine: results, order, rates, and what becomes of a rank that does not come; and copies
-//! between the host and the device.
+//! Checks whether the `nccl` engine works on this machine: results, order, throughput and the deadline for a missing rank,
+//! as well as copies between host and device.
 //!
 //! ```text
 //! cargo run --release -p zero-core --features nccl --example nccl_check -- [MIB [DEADLINE_SECONDS]]
 //! torchrun --no-python --nproc-per-node 8 target/release/examples/nccl_check 256
 //! ```
 //!
-//! Without the environment of torchrun it is one rank, on device 0. Rank 0 prints a line for each check. It ends with 0 when
-//! all is well, with 1 when a check has failed, with 2 when something has to be set up differently, and with 75 when another
-//! rank is in trouble.
+//! Without torchrun's environment it runs one rank, on device 0. Rank 0 prints a line for each check. Exit codes:
+//!
+//! * 0: all checks passed;
+//! * 1: a check failed;
+//! * 2: the setup must be changed;
+//! * 75: another rank failed.
 
 #[path = "../tests/nccl_common/numbers.rs"]
 mod numbers;
@@ -28,7 +31,7 @@ use zero_core::collective::nccl::{
 use zero_core::copies::{Copies, CopyError};
 use zero_core::{Buffer, CommError, ReduceOp};
 
-/// How the check ends when it does not end well: exit code and message.
+/// An unsuccessful end of the check: exit code and message.
 struct End(u8, String);
 
 impl From<NcclError> for End {
@@ -90,7 +93,7 @@ impl Drop for Memory {
     }
 }
 
-/// A stream that waits for no other of itself.
+/// A stream that does not synchronize with other streams implicitly.
 struct Stream(sys::CUstream);
 
 impl Stream {
@@ -107,7 +110,7 @@ impl Stream {
         cuda("cuMemcpyDtoDAsync", code)
     }
 
-    /// Holds up the stream until `open`.
+    /// Blocks the stream until `open` is set.
     fn hold(&self, open: &Arc<AtomicBool>) -> Result<(), End> {
         unsafe extern "C" fn wait(data: *mut c_void) {
             // SAFETY: the pointer that `hold` made, once.
@@ -127,7 +130,7 @@ impl Stream {
     }
 }
 
-/// Where two lists part, in words; nothing if they do not.
+/// Describes the first difference between two lists; empty if there is none.
 fn apart(got: &[f64], expected: &[f64], dtype: DType) -> String {
     let tolerance = match dtype {
         DType::F64 | DType::U8 => 1e-12,
@@ -145,7 +148,7 @@ fn apart(got: &[f64], expected: &[f64], dtype: DType) -> String {
     }
 }
 
-/// Prints on rank 0, and keeps whether all has been well.
+/// A report of the checks, printed on rank 0, that records whether a check has failed.
 struct Report {
     first: bool,
     failed: bool,
@@ -163,11 +166,11 @@ impl Report {
     }
 }
 
-/// One collective, after all work of the context.
+/// Submits one collective, ordered after all work of the context.
 ///
 /// # Safety
 ///
-/// As [`NcclComm::submit`]'s.
+/// Same as [`NcclComm::submit`].
 unsafe fn issue(comm: &NcclComm, request: DeviceRequest, what: &str) -> Result<DevicePending, CommError> {
     // SAFETY: the caller's word.
     unsafe { comm.submit(&[request], Compute::Context, what) }
@@ -211,7 +214,7 @@ fn results(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
     Ok(())
 }
 
-/// A stream that is held up; a copy on it into what is reduced; the reduction; a copy of the result on the same stream.
+/// Checks the order of a blocked stream's work: a copy into the input of a reduction, the reduction, and a copy of its result.
 fn order(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
     let (world, len) = (comm.world(), 1 << 20);
     for explicit in [false, true] {
@@ -252,7 +255,7 @@ fn order(comm: &NcclComm, report: &mut Report) -> Result<(), End> {
     Ok(())
 }
 
-/// Seconds of one of `ROUNDS` runs after a few that do not count.
+/// Returns the mean time in seconds of `ROUNDS` runs, after a few warm-up runs.
 fn timed(mut run: impl FnMut() -> Result<(), End>) -> Result<f64, End> {
     const ROUNDS: u32 = 20;
     for _ in 0..3 {
@@ -265,7 +268,7 @@ fn timed(mut run: impl FnMut() -> Result<(), End>) -> Result<f64, End> {
     Ok(begin.elapsed().as_secs_f64() / f64::from(ROUNDS))
 }
 
-/// Bus bandwidth as nccl-tests count it, beside a copy on the device.
+/// Measures bus bandwidth as defined by nccl-tests, and compares it with a copy on the device.
 fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     let world = comm.world();
     let len = (mib << 20) / 4 / world;
@@ -311,7 +314,7 @@ fn rates(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     report.line(comm, "latency of all_reduce", true, &detail)
 }
 
-/// Copies between page-locked memory of the host and the device: results, order beside a stream that is held up, rates.
+/// Checks copies between page-locked host memory and the device: results, order while a stream is blocked, throughput.
 fn copies(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     let copies = match Copies::open(comm.device(), Duration::from_secs(5)) {
         Ok(copies) => copies,
@@ -380,8 +383,8 @@ fn copies(comm: &NcclComm, report: &mut Report, mib: usize) -> Result<(), End> {
     report.line(comm, "rate of copies", true, &detail)
 }
 
-/// A communicator of which the last rank does not come (of one rank: whose own work does not end) is aborted at its deadline,
-/// on all ranks.
+/// Checks that a communicator whose last rank is missing is aborted at its deadline, on all ranks. With a single rank, that
+/// rank's own work hangs instead.
 fn deadline(comm: NcclComm, report: &mut Report) -> Result<(), End> {
     const LIMIT: Duration = Duration::from_secs(3);
     let (control, device) = (comm.control().clone(), comm.device());

@@ -2,12 +2,12 @@
 //! `torchrun --nproc-per-node 2 --no-python target/release/examples/process_rates [MB] [rounds] [bytes of a message]`,
 //! or, built with `--features mpi`, over MPI `mpirun -n 2 target/release/examples/process_rates [MB] [rounds] ...`
 //!
-//! All-gather and reduce-scatter of `MB` (100) million bytes of f32 between processes, the same between threads of one
-//! process, and a plain copy of as many bytes, in one run. GB/s count the whole tensor once, as the micro-benchmark of
-//! gloo does; a round is a barrier and the collective. Medians, with the fastest and the slowest.
+//! Measures all-gather and reduce-scatter of `MB` (100) million bytes of f32 between processes, the same between threads of
+//! one process, and a plain copy of as many bytes, in one run. GB/s count the full tensor once, like gloo's micro-benchmark;
+//! a round is a barrier and the collective. Prints medians, with the fastest and the slowest.
 //!
-//! In a time: the collective with its result's allocation (by the allocator that training installs) and its release. Not in
-//! it: making the input. The idle cost is the communication thread's processor time in a second without communication.
+//! A time includes the collective, and allocating (with the allocator that training uses) and freeing its result. It excludes
+//! creating the input. The idle cost is the CPU time that the communication thread uses in a second without communication.
 
 use std::alloc::System;
 use std::time::{Duration, Instant};
@@ -22,7 +22,7 @@ use zero_core::{Buffer, Collective, CommError, ReduceOp};
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
-/// Rounds before the measured ones.
+/// Warm-up rounds, which are not measured.
 const WARM: usize = 3;
 
 fn show(name: &str, bytes: usize, mut times: Vec<Duration>) {
@@ -32,7 +32,7 @@ fn show(name: &str, bytes: usize, mut times: Vec<Duration>) {
     println!("{name:<28} {:>7.2} GB/s  ({:.2} to {:.2})", rate(median), rate(last), rate(times[0]));
 }
 
-/// Times of `rounds` rounds: the whole exchange, from a barrier on.
+/// Times `rounds` rounds: the full exchange, starting with a barrier.
 fn measure(
     comm: &dyn Collective,
     rounds: usize,
@@ -85,7 +85,7 @@ fn memcpy(bytes: usize, rounds: usize) {
     show("memcpy, one thread", bytes, times.split_off(WARM));
 }
 
-/// Processor time that the thread of this name has used.
+/// Returns the CPU time used by the thread of this name.
 fn cpu_of(name_begins: &str, name_ends: &str) -> Duration {
     let mut ticks = 0;
     for task in std::fs::read_dir("/proc/self/task").into_iter().flatten().flatten() {

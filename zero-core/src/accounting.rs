@@ -1,4 +1,4 @@
-//! Exact counts: bytes that crossed from one rank to another, and bytes of model state that a rank holds.
+//! Exact counts of the bytes that ranks receive from each other and of the bytes of model state that a rank holds.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 
@@ -8,46 +8,46 @@ macro_rules! wire_kinds {
     ($($field:ident $kind:ident $doc:literal;)*) => {
         /// Bytes that one rank received from the others, by operation.
         ///
-        /// The convention of the ZeRO paper (section 7): gathering or scattering a tensor of `n` bytes over `N` ranks moves
-        /// `n (N - 1) / N` bytes per rank, an all-reduce twice that.
+        /// Counted as in the ZeRO paper (section 7): gathering or scattering a tensor of `n` bytes over `N` ranks moves
+        /// `n (N - 1) / N` bytes per rank; an all-reduce moves twice that.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
         pub struct WireBytes {
             $(#[doc = $doc] pub $field: u64,)*
-            /// What of all these came from ranks on other machines.
+            /// Bytes among all of the above that came from ranks on other machines.
             #[serde(default)]
             pub from_other_machines: u64,
-            /// What each would have been had nothing been quantised.
+            /// Bytes that the same operations would have moved without quantization.
             #[serde(default)]
             pub uncompressed: Uncompressed,
         }
 
-        /// Bytes by operation as they would have been had nothing been quantised.
+        /// Bytes by operation, as they would have been without quantization.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
         pub struct Uncompressed {
             $(#[doc = $doc] pub $field: u64,)*
         }
 
         impl Uncompressed {
-            /// Sum over the operations.
+            /// Returns the sum over the operations.
             pub fn total(&self) -> u64 {
                 [$(self.$field),*].iter().sum()
             }
         }
 
         impl WireBytes {
-            /// Sum over the operations.
+            /// Returns the sum over the operations.
             pub fn total(&self) -> u64 {
                 [$(self.$field),*].iter().sum()
             }
 
-            /// Every count.
+            /// Returns every count.
             pub fn counts_mut(&mut self) -> impl Iterator<Item = &mut u64> {
                 let uncompressed = &mut self.uncompressed;
                 let counts = [$(&mut self.$field,)* &mut self.from_other_machines, $(&mut uncompressed.$field),*];
                 counts.into_iter()
             }
 
-            /// What was moved since `earlier`.
+            /// Returns the bytes moved since `earlier`.
             pub fn since(&self, earlier: &WireBytes) -> WireBytes {
                 let from_other_machines = self.from_other_machines - earlier.from_other_machines;
                 let uncompressed = Uncompressed { $($field: self.uncompressed.$field - earlier.uncompressed.$field,)* };
@@ -55,14 +55,14 @@ macro_rules! wire_kinds {
             }
         }
 
-        /// The kinds of traffic that [`WireBytes`] tells apart.
+        /// The kinds of traffic that [`WireBytes`] distinguishes.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub enum WireKind {
             $(#[doc = $doc] $kind,)*
         }
 
         impl WireKind {
-            /// The operation's name.
+            /// Returns the operation's name.
             pub fn name(self) -> &'static str {
                 match self {
                     $(WireKind::$kind => stringify!($field),)*
@@ -70,33 +70,33 @@ macro_rules! wire_kinds {
             }
         }
 
-        /// One rank's running count of [`WireBytes`]; shared by all groups the rank belongs to.
+        /// One rank's running count of [`WireBytes`], shared by all groups of the rank.
         #[derive(Debug, Default)]
         pub struct WireCounter {
             by_kind: [AtomicU64; [$(stringify!($kind)),*].len()],
-            /// Beyond those: what quantising them has saved.
+            /// Bytes that quantization has saved, by kind.
             saved: [AtomicU64; [$(stringify!($kind)),*].len()],
             from_other_machines: AtomicU64,
         }
 
         impl WireCounter {
-            /// Adds `bytes` received. Relaxed: a statistic, it orders nothing.
+            /// Adds `bytes` received. The order is relaxed, since nothing depends on a statistic.
             pub fn add(&self, kind: WireKind, bytes: usize) {
                 self.by_kind[kind as usize].fetch_add(bytes as u64, Ordering::Relaxed);
             }
 
-            /// Notes that what was added as `sent` bytes stands for so many.
+            /// Records that `sent` bytes, already added, would have been `uncompressed` bytes without quantization.
             pub fn add_uncompressed(&self, kind: WireKind, uncompressed: usize, sent: usize) {
-                // Codes of few numbers are longer: sums wrap, and are right.
+                // The quantized form of a few numbers can be longer: the sums wrap, and stay correct.
                 self.saved[kind as usize].fetch_add((uncompressed as u64).wrapping_sub(sent as u64), Ordering::Relaxed);
             }
 
-            /// Notes that so many of the bytes that were added came from other machines.
+            /// Records that `bytes` of the bytes already added came from other machines.
             pub fn add_from_other_machines(&self, bytes: usize) {
                 self.from_other_machines.fetch_add(bytes as u64, Ordering::Relaxed);
             }
 
-            /// The count so far.
+            /// Returns the count so far.
             pub fn read(&self) -> WireBytes {
                 let from_other_machines = self.from_other_machines.load(Ordering::Relaxed);
                 let [by_kind, saved] = [&self.by_kind, &self.saved];
@@ -121,7 +121,7 @@ wire_kinds! {
     all_to_all AllToAll "All-to-alls.";
 }
 
-/// Bytes now held and the most held since the last [`Gauge::reset_peak`].
+/// A gauge of the bytes held now and the most held since the last [`Gauge::reset_peak`].
 #[derive(Debug, Default)]
 pub struct Gauge {
     live: AtomicI64,
@@ -129,23 +129,23 @@ pub struct Gauge {
 }
 
 impl Gauge {
-    /// Adds `bytes` (negative: frees them).
+    /// Adds `bytes`; a negative number frees them.
     pub fn add(&self, bytes: i64) {
         let now = self.live.fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// Bytes held now.
+    /// Returns the bytes held now.
     pub fn live(&self) -> u64 {
         self.live.load(Ordering::Relaxed).max(0) as u64
     }
 
-    /// The most bytes held since the last reset.
+    /// Returns the most bytes held since the last reset.
     pub fn peak(&self) -> u64 {
         self.peak.load(Ordering::Relaxed).max(0) as u64
     }
 
-    /// Starts a new measuring period from what is held now.
+    /// Starts a new measuring period: the peak is reset to the bytes held now.
     pub fn reset_peak(&self) {
         self.peak.store(self.live.load(Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -163,7 +163,7 @@ pub struct StateBytes {
 }
 
 impl StateBytes {
-    /// Sum over the kinds.
+    /// Returns the sum over the kinds.
     pub fn total(&self) -> u64 {
         self.parameters + self.gradients + self.optimizer
     }

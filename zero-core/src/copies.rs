@@ -1,16 +1,15 @@
-//! Copies between page-locked memory of the host and the memory of an NVIDIA GPU, beside what the GPU computes.
+//! Copies between page-locked host memory and the memory of an NVIDIA GPU, concurrent with the GPU's computation.
 //!
-//! * In: an address in device memory, which the caller keeps, and [`Pinned`] memory. Out: the copy has been made when a call
-//!   returns; it is meant for threads that work beside the one that computes.
-//! * Order: each direction has a stream of its own. A copy comes after all that the device's primary context has been given
-//!   when it is asked for (`cuCtxRecordEvent`, a driver of CUDA 12.5), whichever stream CubeCL has put it on, and what the
-//!   context is given later goes on beside it. So what a copy reads or writes is used by nothing that is given later until the
-//!   call has returned.
-//! * Memory: page-locked blocks are kept for later ones of about their size, since the system takes long to lock pages; they
-//!   are given back with this.
+//! * In: an address in device memory, which the caller keeps, and [`Pinned`] memory. Out: the copy is complete when a call
+//!   returns. Such calls are meant for threads other than the one that computes.
+//! * Order: each direction has its own stream. A copy waits for all work that the device's primary context has queued, on
+//!   any of CubeCL's streams, when the copy is requested (`cuCtxRecordEvent`, a driver of CUDA 12.5). Work queued later runs
+//!   concurrently with the copy, so it must not use the copy's memory until the call has returned.
+//! * Memory: freed page-locked blocks are kept and reused for requests of about their size, since locking pages is slow.
+//!   They are freed when [`Copies`] is dropped.
 //!
-//! Memory that is not page-locked is copied by the driver through small buffers of its own, and the call then holds up the
-//! thread that sends work to the device.
+//! The driver copies memory that is not page-locked through small buffers of its own, and the call then blocks the thread
+//! that submits work to the device.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ffi::c_void;
@@ -25,39 +24,39 @@ use parking_lot::Mutex;
 use crate::collective::nccl::NcclError;
 use crate::collective::nccl::cuda::{Device, Event, Stream, checked, has};
 
-/// The functions that are needed besides those of any device.
+/// Functions needed in addition to those of every device.
 const NEEDED: [&str; 4] = ["cuMemHostAlloc", "cuMemFreeHost", "cuMemcpyHtoDAsync_v2", "cuMemcpyDtoHAsync_v2"];
 
-/// Most bytes of sources of copies that nobody waits for.
+/// Most bytes of sources of copies that no thread waits for.
 const AHEAD: usize = 1 << 30;
 
-/// What blocks are rounded up to.
+/// Granularity of block sizes, in bytes.
 const GRAIN: usize = 64 << 10;
 
-/// A copy, or memory for it, that could not be had.
+/// A failed copy, or a failed allocation of memory for one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what} on GPU {device}: {reason}")]
 pub struct CopyError {
-    /// What was asked for.
+    /// The operation that failed.
     pub what: &'static str,
     /// The device's number among those that this process sees.
     pub device: usize,
-    /// What went wrong, and what to change.
+    /// The reason for the failure, and what to change.
     pub reason: String,
 }
 
-/// The copies of one device. See the [module](self).
+/// The copies to and from one device. See the [module](self).
 pub struct Copies {
     device: Arc<Device>,
     up: Stream,
     down: Stream,
     deadline: Duration,
     free: Mutex<BTreeMap<usize, Vec<Block>>>,
-    /// Copies that nobody waits for, with what they copy from.
+    /// Copies that no thread waits for, with their sources.
     under_way: Mutex<VecDeque<(Event, Source)>>,
 }
 
-/// Bytes of the host that are to be copied.
+/// Bytes in host memory that are to be copied.
 type Source = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
 impl core::fmt::Debug for Copies {
@@ -70,29 +69,29 @@ impl core::fmt::Debug for Copies {
 #[derive(Debug)]
 struct Block(NonNull<u8>);
 
-// SAFETY: memory of the whole process.
+// SAFETY: the memory belongs to the whole process.
 unsafe impl Send for Block {}
 
-/// Page-locked memory. Its bytes are whatever was there before until they are written.
+/// Page-locked memory. Its bytes hold stale data until they are written.
 #[derive(Debug)]
 pub struct Pinned {
     block: Option<Block>,
     bytes: usize,
     capacity: usize,
-    /// Where it is kept for later; it may itself be kept there, as a source.
+    /// The pool that the block returns to; weak, since that pool may itself hold this memory as a source.
     copies: Weak<Copies>,
     device: Arc<Device>,
 }
 
-// SAFETY: its bytes are this handle's alone, as a vector's are.
+// SAFETY: its bytes belong to this handle alone, as a vector's do.
 unsafe impl Sync for Pinned {}
 
 impl Copies {
-    /// For device `ordinal`; no copy may take longer than `deadline`, what the device has been given before it included.
+    /// Opens device `ordinal`. No copy may take longer than `deadline`, including the device's earlier work that it waits for.
     ///
     /// # Errors
     ///
-    /// [`CopyError`] without a driver of CUDA 12.5 or newer, or without the device.
+    /// [`CopyError`] if the driver is older than CUDA 12.5 or the device does not exist.
     pub fn open(ordinal: usize, deadline: Duration) -> Result<Arc<Self>, CopyError> {
         let failed = |error: NcclError| CopyError { what: "copying", device: ordinal, reason: error.to_string() };
         let device = Device::open(ordinal).map_err(failed)?;
@@ -110,16 +109,16 @@ impl Copies {
         CopyError { what, device: self.device.ordinal, reason: error.to_string() }
     }
 
-    /// Page-locked memory of `bytes` bytes, aligned to 64 at least.
+    /// Allocates `bytes` bytes of page-locked memory, aligned to at least 64 bytes.
     ///
     /// # Errors
     ///
-    /// [`CopyError`] when the system has none.
+    /// [`CopyError`] when the system has none left.
     pub fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Pinned, CopyError> {
         let wanted = bytes.max(1).next_multiple_of(GRAIN);
         let kept = {
             let mut free = self.free.lock();
-            // One that is not much larger.
+            // A block that is not much larger.
             let found =
                 free.range(wanted..=wanted + wanted / 4).find(|(_, blocks)| !blocks.is_empty()).map(|(&of, _)| of);
             found.and_then(|of| Some((free.get_mut(&of)?.pop()?, of)))
@@ -134,7 +133,7 @@ impl Copies {
         let mut lock = || unsafe { sys::cuMemHostAlloc(&raw mut block, wanted, sys::CU_MEMHOSTALLOC_PORTABLE) };
         let mut code = lock();
         if code != sys::CUresult::CUDA_SUCCESS {
-            // What is kept for later may be what is missing now.
+            // The memory kept for reuse may be the memory that is missing now.
             let kept = std::mem::take(&mut *self.free.lock());
             kept.into_values().flatten().for_each(|block| free(&self.device, block));
             code = lock();
@@ -153,19 +152,19 @@ impl Copies {
         Pinned { block: Some(block), bytes, capacity, copies: Arc::downgrade(self), device: self.device.clone() }
     }
 
-    /// Copies from device memory at `from` as many bytes as `to` has, and returns when they are there.
+    /// Fills `to` from device memory at `from`, and returns when the bytes have arrived.
     ///
     /// # Errors
     ///
-    /// [`CopyError`] of the driver, or at the deadline; `to` is then given up, since the device may still write to it.
+    /// [`CopyError`] from the driver, or at the deadline. `to` is leaked then, since the device may still write to it.
     ///
     /// # Safety
     ///
-    /// `from` is the address of so many bytes of the device's primary context, which nothing writes that is given to the
-    /// context from now on, until this has returned.
+    /// `from` is the address of `to.len()` bytes of the device's primary context. No work that the context is given from now
+    /// on writes them until this call has returned.
     pub unsafe fn download(&self, from: u64, mut to: Pinned) -> Result<Pinned, CopyError> {
         let (target, bytes) = (to.as_mut_ptr().cast::<c_void>(), to.len());
-        // SAFETY: the block is this handle's, kept below until the copy has ended or for ever; the rest is the caller's word.
+        // SAFETY: the block is this handle's, kept below until the copy has ended, or leaked; the caller guarantees the rest.
         let copy = |stream: &Stream| unsafe { sys::cuMemcpyDtoHAsync_v2(target, from, bytes, stream.raw()) };
         match self.run("a copy from the device", &self.down, "cuMemcpyDtoHAsync", copy) {
             Ok(()) => Ok(to),
@@ -176,44 +175,45 @@ impl Copies {
         }
     }
 
-    /// Copies `from` to device memory at `to`, and returns when it is there. Memory that is not page-locked works, slower.
+    /// Copies `from` to device memory at `to`, and returns when it has arrived. Memory that is not page-locked works, but is slower.
     ///
     /// # Errors
     ///
-    /// [`CopyError`] of the driver, or at the deadline.
+    /// [`CopyError`] from the driver, or at the deadline.
     ///
     /// # Safety
     ///
-    /// `to` is the address of as many bytes of the device's primary context, which nothing uses that is given to the context
-    /// from now on, until this has returned. After an error neither side's memory is used again or given back.
+    /// `to` is the address of `from.len()` bytes of the device's primary context. No work that the context is given from now
+    /// on uses them until this call has returned. After an error, neither side's memory is used again or freed.
     pub unsafe fn upload(&self, from: &[u8], to: u64) -> Result<(), CopyError> {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         let copy =
             |stream: &Stream| unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), stream.raw()) };
         self.run("a copy to the device", &self.up, "cuMemcpyHtoDAsync", copy)
     }
 
-    /// As [`Copies::upload`], but returns at once: all that is given to the context from now on comes after the copy. For the
-    /// thread that computes.
+    /// Copies like [`Copies::upload`], but returns at once: all work that the context is given from now on waits for the
+    /// copy. For the thread that computes.
     ///
     /// # Errors
     ///
-    /// [`CopyError`] of the driver.
+    /// [`CopyError`] from the driver.
     ///
     /// # Safety
     ///
-    /// `to` is the address of as many bytes of the device's primary context, kept for what is given to the context later.
+    /// `to` is the address of as many bytes as `from` has, in the device's primary context, and stays allocated for the
+    /// context's later work.
     pub unsafe fn upload_before(&self, from: Source, to: u64) -> Result<(), CopyError> {
         let failed = |error: NcclError| self.failed("a copy to the device", error);
         let bytes = (*from).as_ref();
-        // SAFETY: the caller's word; the source is kept until the copy has ended.
+        // SAFETY: guaranteed by the caller; the source is kept until the copy has ended.
         let copy = |stream: &Stream| unsafe {
             sys::cuMemcpyHtoDAsync_v2(to, bytes.as_ptr().cast(), bytes.len(), stream.raw())
         };
         let done = match self.begin(&self.up, "cuMemcpyHtoDAsync", copy) {
             Ok(done) => done,
             Err(error) => {
-                // It may have been given to the device all the same.
+                // The device may have received the copy all the same.
                 std::mem::forget(from);
                 return Err(failed(error));
             }
@@ -222,7 +222,7 @@ impl Copies {
         self.under_way.lock().push_back((done, from));
         ordered?;
         self.sweep();
-        // What is locked for copies to come is bounded: a thread that is far ahead of the device waits for the oldest.
+        // Bounds the memory locked for queued copies: a thread that is far ahead of the device waits for the oldest copy.
         let begin = Instant::now();
         let too_much = || self.under_way.lock().iter().map(|(_, from)| (**from).as_ref().len()).sum::<usize>() > AHEAD;
         while too_much() && begin.elapsed() < self.deadline {
@@ -232,13 +232,13 @@ impl Copies {
         Ok(())
     }
 
-    /// Lets go of the sources of copies that have been made.
+    /// Releases the sources of finished copies.
     pub fn sweep(&self) {
-        // Whether one has ended may be unknown after an error of the device: its source stays.
+        // After a device error it may be unknown whether a copy has ended: its source stays.
         self.under_way.lock().retain(|(done, _)| !matches!(done.reached(), Ok(true)));
     }
 
-    /// Gives `stream` a copy after all work of the context, and marks its end.
+    /// Submits a copy to `stream`, ordered after all work of the context, and returns an event that marks its end.
     fn begin(
         &self,
         stream: &Stream,
@@ -252,7 +252,7 @@ impl Copies {
         unsafe { Event::of_stream(&self.device, stream.raw()) }
     }
 
-    /// Gives `stream` a copy after all work of the context, and waits for it.
+    /// Submits a copy to `stream`, ordered after all work of the context, and waits for it.
     fn run(
         &self,
         what: &'static str,
@@ -285,7 +285,7 @@ impl Copies {
 
 impl Drop for Copies {
     fn drop(&mut self) {
-        // Their sources may be read until they have ended.
+        // The device may read the sources until their copies have ended.
         let end = Instant::now() + self.deadline;
         for (done, source) in std::mem::take(self.under_way.get_mut()) {
             while matches!(done.reached(), Ok(false)) && Instant::now() < end {
@@ -300,10 +300,10 @@ impl Drop for Copies {
     }
 }
 
-/// Gives a block of which no copy is under way back to the system.
+/// Returns a block to the system. No copy may be using it.
 fn free(device: &Arc<Device>, Block(block): Block) {
     let Ok(_entered) = device.enter() else { return };
-    // SAFETY: allocated by `alloc`, and freed once. A refusal leaves nothing to do.
+    // SAFETY: allocated by `alloc`, and freed once. If the driver refuses, nothing is left to do.
     let _ = unsafe { sys::cuMemFreeHost(block.as_ptr().cast()) };
 }
 
@@ -312,8 +312,8 @@ impl Deref for Pinned {
 
     fn deref(&self) -> &[u8] {
         let block = self.block.as_ref().expect("taken by drop alone");
-        // SAFETY: the block has so many bytes, which this handle alone has, and bytes have no invalid values; the driver gives
-        // pages, which the system has filled.
+        // SAFETY: the block has at least `bytes` bytes, which belong to this handle alone, and bytes have no invalid values;
+        // the driver returns pages that the system has initialized.
         unsafe { std::slice::from_raw_parts(block.0.as_ptr(), self.bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! What a rank will hold and move, by formula (ZeRO paper, sections 5 and 7, <https://arxiv.org/abs/1910.02054>).
+//! Formulas for the model state that a rank will hold (ZeRO paper, sections 5 and 7, <https://arxiv.org/abs/1910.02054>).
 
 use crate::Stage;
 use crate::accounting::StateBytes;
@@ -10,7 +10,7 @@ pub struct Precision {
     pub parameter: u64,
     /// Bytes of one gradient.
     pub gradient: u64,
-    /// Bytes of optimizer state per parameter (master copy included, where there is one).
+    /// Bytes of optimizer state per parameter, including the master copy if there is one.
     pub optimizer: u64,
 }
 
@@ -21,7 +21,7 @@ impl Precision {
     pub const MIXED_ADAMW: Precision = Precision { parameter: 2, gradient: 2, optimizer: 12 };
 }
 
-/// Bytes of model state on one rank of `world` for `parameters` parameters.
+/// Returns the bytes of model state on one of `world` ranks for `parameters` parameters.
 ///
 /// ```
 /// use zero_core::{Stage, estimate::{Precision, model_state}};
@@ -40,7 +40,7 @@ pub fn model_state(parameters: u64, stage: Stage, world: u64, precision: Precisi
     }
 }
 
-/// `bytes` in the largest binary unit that leaves at least one before the point: "1.50 GiB".
+/// Formats `bytes` in the largest binary unit that gives a number of at least one: "1.50 GiB".
 pub fn format_bytes(bytes: u64) -> String {
     const UNITS: [&str; 6] = ["KiB", "MiB", "GiB", "TiB", "PiB", "EiB"];
     match (bytes.max(1).ilog2() / 10) as usize {

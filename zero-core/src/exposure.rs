@@ -1,6 +1,6 @@
-//! What a rank lets the others read: a value under a key, and its bytes.
+//! Values that a rank lets the others read: a key, and the value's bytes.
 
-/// Names one version of one object, alike on every rank.
+/// The name of one version of one object, the same on every rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key {
     /// The object (a parameter's number).
@@ -9,24 +9,24 @@ pub struct Key {
     pub version: u64,
 }
 
-/// What a published value gives to a reader in another process.
+/// The answer of a published value to a reader in another process.
 pub enum Exposure {
-    /// Nothing yet: it is being made. The reader waits.
+    /// Not ready yet: the value is being computed. The reader waits.
     Pending,
-    /// Its bytes.
+    /// The value's bytes.
     Ready {
-        /// What they are (type and shape); the reader compares it with what it expects.
+        /// Type and shape of the bytes; the reader compares it with what it expects.
         tag: String,
-        /// The bytes, lent for as long as it takes to send them.
+        /// The bytes, borrowed until they are sent.
         bytes: Box<dyn AsRef<[u8]> + Send + Sync>,
     },
-    /// Nothing ever: why.
+    /// Never ready, for this reason.
     Failed(String),
 }
 
 /// A value whose bytes other processes may read.
 pub trait Expose {
-    /// The bytes as they are now, as what `key` names of them. Called on a thread that serves the other ranks' reads: it may copy,
-    /// compute or read a disk, but does not wait for anything that another rank does.
+    /// Returns the current bytes of the part that `key` names. Called on a thread that serves the other ranks' reads: it may
+    /// copy, compute or read a disk, but must not wait for anything that another rank does.
     fn expose(&self, key: Key) -> Exposure;
 }

@@ -1,5 +1,5 @@
-//! Files in folders that others may write to: no link is followed where a file is made, no FIFO is waited for, nothing is
-//! read without a limit; and what a file system may do without.
+//! File access in folders that others may write to. Creating a file follows no link, opening one waits for no FIFO, and
+//! every read has a limit. Also handles operations that not every file system supports.
 
 use std::collections::BTreeSet;
 use std::fs::{File, OpenOptions};
@@ -10,13 +10,13 @@ use std::path::Path;
 
 use parking_lot::Mutex;
 
-/// Opens a regular file; anything else, such as a FIFO, whose opening would wait for a writer, is an error.
+/// Opens a regular file. Anything else is an error, such as a FIFO, which would block until it has a writer.
 pub(crate) fn open(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
-    // Regular files know nothing of it.
+    // The flag has no effect on regular files.
     regular(options.custom_flags(libc::O_NONBLOCK).open(path)?)
 }
 
-/// Opens a file of our own for writing, in a folder that others may write to, and makes it if it is not there.
+/// Opens this program's own file for writing, in a folder that others may write to, and creates it if it does not exist.
 pub(crate) fn open_own(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.create(true).truncate(false).read(true).write(true);
@@ -48,26 +48,26 @@ pub(crate) fn read(path: &Path, limit: u64) -> io::Result<Vec<u8>> {
         return Err(too_large(bytes));
     }
     let mut read = Vec::with_capacity(bytes as usize);
-    // It may grow meanwhile.
+    // The file may grow meanwhile.
     match file.take(limit + 1).read_to_end(&mut read)? as u64 {
         bytes if bytes > limit => Err(too_large(bytes)),
         _ => Ok(read),
     }
 }
 
-/// Whether an error of a lock, or of the sync of a folder, says that the file system has no such thing: Lustre without
-/// `flock`, and some of CIFS and FUSE.
+/// Returns whether the error of a lock, or of a folder's sync, means that the file system does not support the operation:
+/// Lustre without `flock`, and some CIFS and FUSE file systems.
 pub(crate) fn is_not_offered(error: &io::Error) -> bool {
     let codes = [libc::ENOSYS, libc::EOPNOTSUPP, libc::ENOLCK, libc::EINVAL, libc::EBADF, libc::EISDIR];
     error.raw_os_error().is_some_and(|code| codes.contains(&code))
 }
 
-/// Asks the system to write bytes of a file to the disk soon; with `wait` it waits for those, and for what it was asked for
-/// before. Not every file system can: what stays in the cache is then the kernel's to write, as with any file.
+/// Asks the system to write a range of a file to the disk soon. If `wait` is set, waits for that range, including earlier
+/// requests. On a file system without support for it this does nothing, and the kernel writes the page cache as usual.
 ///
 /// # Errors
 ///
-/// The disk's, which a sync later would not tell again.
+/// Errors of the disk, which a later sync would not report again.
 pub(crate) fn write_out(file: &File, offset: u64, bytes: u64, wait: bool) -> io::Result<()> {
     let waiting = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WAIT_AFTER;
     let flags = libc::SYNC_FILE_RANGE_WRITE | if wait { waiting } else { 0 };
@@ -80,7 +80,7 @@ pub(crate) fn write_out(file: &File, offset: u64, bytes: u64, wait: bool) -> io:
     Ok(())
 }
 
-/// Writes a warning to the log, once in the process.
+/// Logs a warning, once per process and message.
 pub(crate) fn warn_once(message: String) {
     static TOLD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut told = TOLD.lock();

@@ -1,12 +1,16 @@
-//! What ZeRO is made of, without a tensor library: flat partitions, collectives and the engines that run ranks as
-//! threads of one process or, with the feature `mpi`, as processes, collectives on the memory of GPUs with the feature
-//! `nccl`, a one-sided window for gathers, exact byte accounting, memory estimates, sharded checkpoints,
-//! state on a disk, the settings of it all, and an allocator that keeps a step's pages.
+//! The foundations of ZeRO, without a tensor library:
+//!
+//! * flat partitions and a one-sided window for gathers;
+//! * collectives, and the engines that run ranks as threads of one process or, with the feature `mpi`, as processes;
+//! * collectives on GPU memory, with the feature `nccl`;
+//! * exact byte accounting and memory estimates;
+//! * sharded checkpoints, and state offloaded to a disk;
+//! * the settings of all these, and an allocator that keeps a step's pages.
 //!
 //! * In: plain buffers ([`Buffer`]) and handles of any type ([`window::Window`]).
 //! * Out: reduced or gathered buffers, or a [`CommError`] that names rank, group, operation and sequence number.
 //! * Memory: a collective takes its buffer by value and returns one by value; nothing is borrowed across ranks.
-//! * Threads: a blocking call runs on the caller; a started one on the communicator's named progress thread.
+//! * Threads: a blocking call runs on the caller; a started call runs on the communicator's named progress thread.
 //!
 //! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
 //! <https://arxiv.org/abs/1910.02054>.

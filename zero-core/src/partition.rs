@@ -1,12 +1,12 @@
-//! How a flat tensor is cut into one piece per rank, and which ranks have one between them.
+//! The partition of a flat tensor into one shard per rank, and the groups of ranks that together hold all shards.
 
 use std::ops::Range;
 
-/// A cut of `numel` elements into `world` consecutive pieces whose lengths differ as little as a common stride allows.
+/// A partition of `numel` elements into `world` consecutive shards, as equal in length as a common stride allows.
 ///
-/// Rank `r` owns elements `[r * stride, (r + 1) * stride)`, cut at `numel`, where `stride = ceil(numel / world)`. Late
-/// ranks may own fewer elements, or none when `numel < world`. A constant stride is what lets one reduce-scatter serve
-/// many tensors (each contributes `stride` columns per rank).
+/// Rank `r` owns elements `[r * stride, (r + 1) * stride)`, clipped to `numel`, where `stride = ceil(numel / world)`. The
+/// last ranks may own fewer elements, or none when `numel < world`. The constant stride lets one reduce-scatter serve many
+/// tensors (each contributes `stride` columns per rank).
 ///
 /// ```
 /// use zero_core::Partition;
@@ -19,66 +19,67 @@ use std::ops::Range;
 pub struct Partition {
     numel: usize,
     world: usize,
-    /// Equal parts of a piece, but for the last elements: see [`Mesh::partition`].
+    /// Number of equal parts that a shard consists of, except at the end of the tensor: see [`Mesh::partition`].
     parts: usize,
 }
 
 impl Partition {
-    /// Cuts `numel` elements over `world` ranks.
+    /// Partitions `numel` elements over `world` ranks.
     ///
     /// # Panics
     ///
-    /// When `world` is 0: a group without ranks holds nothing.
+    /// When `world` is 0: a group needs at least one rank.
     pub fn new(numel: usize, world: usize) -> Self {
         assert!(world > 0, "a partition needs at least one rank");
         Self { numel, world, parts: 1 }
     }
 
-    /// Elements of the whole.
+    /// Returns the number of elements of the full tensor.
     pub fn numel(&self) -> usize {
         self.numel
     }
 
-    /// Number of pieces.
+    /// Returns the number of shards.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    /// Elements between the starts of two consecutive pieces: `ceil(numel / world)`, or the next multiple of the parts of a piece.
+    /// Returns the number of elements between the starts of consecutive shards: `ceil(numel / world)`, or the next multiple
+    /// of the number of parts of a shard.
     pub fn stride(&self) -> usize {
         self.parts * self.numel.div_ceil(self.world * self.parts)
     }
 
-    /// The elements that `rank` owns, possibly none.
+    /// Returns the elements that `rank` owns, possibly none.
     pub fn range(&self, rank: usize) -> Range<usize> {
         debug_assert!(rank < self.world);
         let start = (rank * self.stride()).min(self.numel);
         start..(start + self.stride()).min(self.numel)
     }
 
-    /// Number of elements that `rank` owns.
+    /// Returns the number of elements that `rank` owns.
     pub fn len(&self, rank: usize) -> usize {
         self.range(rank).len()
     }
 
-    /// Whether all pieces are equally long.
+    /// Returns whether all shards are equally long.
     pub fn is_even(&self) -> bool {
         self.stride() * self.world == self.numel
     }
 
-    /// Whether there is nothing to own.
+    /// Returns whether there are no elements.
     pub fn is_empty(&self) -> bool {
         self.numel == 0
     }
 
-    /// Whether one rank owns everything, so that no gather is ever needed.
+    /// Returns whether one rank owns everything, so that no gather is ever needed.
     pub fn is_whole(&self) -> bool {
         self.world == 1
     }
 }
 
-/// Ranks in two dimensions: groups of `shards` neighbours hold a whole of model state between them, and `replicas` such groups
-/// hold the same. What DeepSpeed calls MiCS ([Zhang et al. 2022](https://arxiv.org/abs/2205.00119)), and PyTorch hybrid sharding.
+/// Ranks in two dimensions: each group of `shards` consecutive ranks holds the full model state, and there are `replicas`
+/// such groups. DeepSpeed calls this MiCS ([Zhang et al. 2022](https://arxiv.org/abs/2205.00119)), PyTorch hybrid sharding.
 ///
 /// ```
 /// use zero_core::{Mesh, Partition};
@@ -97,56 +98,58 @@ pub struct Mesh {
 }
 
 impl Mesh {
-    /// `world` ranks in groups of `shards`; `None` when that does not come out even.
+    /// Returns the mesh of `world` ranks in groups of `shards`, or `None` if `world` is not a multiple of `shards`.
     pub fn new(world: usize, shards: usize) -> Option<Self> {
         let is_even = world > 0 && shards > 0 && world.is_multiple_of(shards);
         is_even.then(|| Self { shards, replicas: world / shards })
     }
 
-    /// Ranks that hold a whole between them.
+    /// Returns the number of ranks in a group, which together hold the full model state.
     pub fn shards(&self) -> usize {
         self.shards
     }
 
-    /// Groups that each hold a whole.
+    /// Returns the number of groups, each with the full model state.
     pub fn replicas(&self) -> usize {
         self.replicas
     }
 
-    /// All ranks.
+    /// Returns the number of all ranks.
     pub fn world(&self) -> usize {
         self.shards * self.replicas
     }
 
-    /// The place of `rank` in its group.
+    /// Returns the index of `rank` in its group.
     pub fn shard(&self, rank: usize) -> usize {
         rank % self.shards
     }
 
-    /// The group of `rank`.
+    /// Returns the group of `rank`.
     pub fn replica(&self, rank: usize) -> usize {
         rank / self.shards
     }
 
-    /// The rank that has place `shard` in the group of `rank`.
+    /// Returns the rank at index `shard` in the group of `rank`.
     pub fn peer(&self, rank: usize, shard: usize) -> usize {
         self.replica(rank) * self.shards + shard
     }
 
-    /// The cut of a tensor within a group. Its pieces are put together from pieces of `Partition::new(numel, world)`.
+    /// Returns the partition of a tensor within a group. Each shard consists of consecutive shards of
+    /// `Partition::new(numel, world)`.
     pub fn partition(&self, numel: usize) -> Partition {
         Partition { parts: self.replicas, ..Partition::new(numel, self.shards) }
     }
 
-    /// The place of `rank` in a cut over all ranks, whose piece there is within its piece of its group's cut: what is counted or
-    /// saved once in all is one rank's that way.
+    /// Returns the index of `rank` in a partition over all ranks, chosen so that its shard there lies within its shard of
+    /// the group's partition. State that must be counted or saved once then has exactly one owner.
     pub fn place(&self, rank: usize) -> usize {
         self.shard(rank) * self.replicas + self.replica(rank)
     }
 }
 
-/// The ranks of a run by named axes, from the outermost to that of neighbours, as PyTorch's `DeviceMesh` has them. [`Axes::DATA`] is ZeRO's,
-/// and cut by [`Mesh`]; the others (tensor and pipeline parallelism) are *foreign*. No axes: all ranks are the data axis.
+/// The ranks of a run along named axes, outermost first (the last axis varies fastest), like PyTorch's `DeviceMesh`. ZeRO
+/// uses the axis [`Axes::DATA`], which [`Mesh`] divides further; the others (such as tensor and pipeline parallelism) are
+/// *foreign*. If there are no axes, all ranks form the data axis.
 ///
 /// ```
 /// use zero_core::Axes;
@@ -168,33 +171,34 @@ impl core::fmt::Display for Axes {
 }
 
 impl Axes {
-    /// The axis of data parallelism.
+    /// Name of the data-parallel axis.
     pub const DATA: &str = "data";
-    /// The axis over which experts are cut. Its places train on rows of their own, as those on the data axis do; what all of them have
-    /// is averaged over both.
+    /// Name of the axis over which experts are sharded. Its ranks train on different rows, like the ranks of the data axis,
+    /// and the gradients of shared parameters are averaged over both axes.
     pub const EXPERT: &str = "expert";
 
-    /// Axes of these names and numbers of ranks.
+    /// Creates axes from names and sizes.
     pub fn new(axes: &[(&str, usize)]) -> Self {
         Self(axes.iter().map(|&(name, size)| (name.to_string(), size)).collect())
     }
 
-    /// Whether there are none.
+    /// Returns whether there are no axes.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Names, from the outermost.
+    /// Returns the names, outermost first.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.0.iter().map(|(name, _)| name.as_str())
     }
 
-    /// Those that are not ZeRO's.
+    /// Returns the names of all axes except the data axis.
     pub fn foreign(&self) -> Vec<&str> {
         self.names().filter(|&name| name != Self::DATA).collect()
     }
 
-    /// Ranks on the data axis of a run of `world`; `None` if the axes do not have a data axis, names of their own and as many ranks.
+    /// Returns the size of the data axis in a run of `world` ranks. `None` if there is no data axis, a name is invalid or
+    /// used twice, or the sizes do not multiply to `world`.
     pub fn data(&self, world: usize) -> Option<usize> {
         let Some((_, data)) = self.0.iter().find(|(name, _)| name == Self::DATA) else {
             return self.is_empty().then_some(world);
@@ -205,24 +209,26 @@ impl Axes {
         (self.names().all(is_named) && are_own && ranks == Some(world)).then_some(*data)
     }
 
-    /// The size of an axis, and how many ranks there are from one place on it to the next.
+    /// Returns an axis's size and its stride: the difference in rank between consecutive coordinates.
     fn stride(&self, name: &str) -> Option<(usize, usize)> {
         let at = self.names().position(|axis| axis == name)?;
         Some((self.0[at].1, self.0[at + 1..].iter().map(|(_, size)| size).product()))
     }
 
-    /// The place of `rank` on an axis; 0 on one that is not there.
+    /// Returns the coordinate of `rank` on an axis, or 0 if there is no such axis.
     pub fn coordinate(&self, name: &str, rank: usize) -> usize {
         self.stride(name).map_or(0, |(size, stride)| rank / stride % size)
     }
 
-    /// The first of the ranks that differ from `rank` in their places on the axes `names` alone: it names their group.
+    /// Returns the lowest of the ranks that differ from `rank` only in their coordinates on the axes `names`. It identifies
+    /// their group.
     pub fn first(&self, names: &[&str], rank: usize) -> usize {
         let along = |name: &&str| self.stride(name).map_or(0, |(size, stride)| rank / stride % size * stride);
         rank - names.iter().map(along).sum::<usize>()
     }
 
-    /// A name for the model state of `rank`, which it shares along the data axis: `pipeline-0-tensor-1`; empty without foreign axes.
+    /// Returns a name for the model state of `rank`, shared along the data axis: `pipeline-0-tensor-1`; empty without
+    /// foreign axes.
     pub fn folder(&self, rank: usize) -> String {
         let places = self.foreign().into_iter().map(|name| format!("{name}-{}", self.coordinate(name, rank)));
         places.collect::<Vec<_>>().join("-")
@@ -234,7 +240,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Along each axis every rank is in one group, whose members differ there alone.
+    /// Along each axis, every rank is in one group, whose members differ only in their coordinate on that axis.
     #[test]
     fn groups_of_axes_part_the_ranks() {
         let axes = Axes::new(&[("pipeline", 2), ("data", 3), ("tensor", 4)]);
@@ -301,7 +307,7 @@ mod tests {
         assert_eq!(Mesh::new(4, 3), None);
         assert_eq!(Mesh::new(4, 0), None);
         assert_eq!(Mesh::new(0, 1), None);
-        // One group is the flat world.
+        // A single group is the same as no groups.
         assert_eq!(Mesh::new(3, 3).unwrap().partition(10), Partition::new(10, 3));
     }
 

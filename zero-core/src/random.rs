@@ -1,11 +1,11 @@
-//! Random numbers that are a function of their seed and nothing else, the same in every version and on every machine:
-//! SplitMix64 (Steele, Lea, Flood 2014, <https://doi.org/10.1145/2714064.2660195>).
+//! Random numbers that depend only on their seed, the same in every version and on every machine: SplitMix64 (Steele, Lea,
+//! Flood 2014, <https://doi.org/10.1145/2714064.2660195>).
 
 use std::ops::Range;
 
 use rayon::prelude::*;
 
-/// What the generator's state grows by, which numbers draws that are addressed by position.
+/// Increment of the generator's state, and factor of the position in streams addressed by position.
 pub const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// SplitMix64's finaliser: every bit of the result depends on every bit of `z`.
@@ -15,38 +15,39 @@ pub fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A hash of `words` that depends on their order: the key of a draw whose numbers are addressed by position.
+/// Returns a hash of `words` that depends on their order: the key of a stream whose numbers are addressed by position.
 pub fn sign(words: &[u64]) -> u64 {
     words.iter().fold(0, |key, &word| mix(key ^ mix(word.wrapping_add(WEYL))))
 }
 
-/// A stream of random numbers.
+/// A sequential stream of random numbers.
 #[derive(Debug, Clone)]
 pub struct Draws(u64);
 
 impl Draws {
-    /// The stream of a seed.
+    /// Creates the stream of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The stream of part `number` of what this stream is for; this one stays where it is.
+    /// Returns an independent stream for part `number` of this stream's use. This stream does not advance.
     pub fn fork(&self, number: u64) -> Self {
         Self(mix(self.0 ^ mix(number.wrapping_add(WEYL))))
     }
 
-    /// 64 random bits.
+    /// Returns 64 random bits.
     pub fn bits(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(WEYL);
         mix(self.0)
     }
 
-    /// A number from 0 to below `end`, which is above 0. (Of 2^64 values, up to `end` are drawn once too often.)
+    /// Returns a number from 0 to below `end`, which must be above 0. (The bias is negligible: each number stands for 2^64 /
+    /// `end` values of the generator, rounded up or down.)
     pub fn below(&mut self, end: usize) -> usize {
         ((u128::from(self.bits()) * end as u128) >> 64) as usize
     }
 
-    /// A number from 0 to below 1.
+    /// Returns a number from 0 to below 1.
     pub fn unit(&mut self) -> f64 {
         (self.bits() >> 11) as f64 / (1u64 << 53) as f64
     }
@@ -59,33 +60,33 @@ impl Draws {
     }
 }
 
-/// A stream of random numbers addressed by position: number `i` depends on the stream and `i` alone, so that each rank can draw only its
-/// part, and what is drawn does not depend on the number of ranks. Normals are Box-Muller pairs.
+/// A stream of random numbers addressed by position. Number `i` depends only on the stream and `i`: each rank can draw just
+/// its part, and the numbers do not depend on the number of ranks. Normals are Box-Muller pairs.
 #[derive(Debug, Clone, Copy)]
 pub struct Stream(u64);
 
 impl Stream {
-    /// The stream of `words` (such as seed, rank, draw number).
+    /// Creates the stream of `words` (such as seed, rank, draw number).
     pub fn new(words: &[u64]) -> Self {
         Self(sign(words))
     }
 
-    /// What its numbers are made of, with their places.
+    /// Returns the key that, with a position, determines a number.
     pub fn key(self) -> u64 {
         self.0
     }
 
-    /// 64 random bits of a place.
+    /// Returns the 64 random bits at position `i`.
     pub fn bits(self, i: u64) -> u64 {
         mix(self.0.wrapping_add(i.wrapping_add(1).wrapping_mul(WEYL)))
     }
 
-    /// Uniform in [0, 1) with 53 bits.
+    /// Returns a uniform number in [0, 1) with 53 bits.
     pub fn unit(self, i: u64) -> f64 {
         (self.bits(i) >> 11) as f64 * (1.0 / (1u64 << 53) as f64)
     }
 
-    /// The pair of standard normals of positions `2 pair` and `2 pair + 1`.
+    /// Returns the pair of standard normals at positions `2 pair` and `2 pair + 1`.
     fn pair(self, pair: u64) -> (f64, f64) {
         // 1 - u lies in (0, 1], so that the logarithm is finite.
         let radius = (-2.0 * (1.0 - self.unit(2 * pair)).ln()).sqrt();
@@ -93,13 +94,14 @@ impl Stream {
         (radius * cos, radius * sin)
     }
 
-    /// That of the first values of a parameter, the `birth`-th that is made with this seed.
+    /// Returns the stream for the initial values of the parameter numbered `birth` among those initialized with this seed;
+    /// `part` is its part, if parts are drawn separately.
     pub fn of_parameter(seed: u64, birth: u64, part: Option<u64>) -> Self {
         let words = [seed, u64::MAX, birth].into_iter().chain(part);
         Self::new(&words.collect::<Vec<_>>())
     }
 
-    /// Numbers `range` of a draw from a normal distribution, by all threads of the caller's pool.
+    /// Returns numbers `range` of a draw from a normal distribution, computed by all threads of the caller's pool.
     pub fn normals<T: Copy + Default + Send>(
         self,
         range: Range<usize>,

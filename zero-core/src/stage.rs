@@ -2,11 +2,11 @@
 
 use serde::{Deserialize, Serialize};
 
-/// What is sharded over the ranks; each stage includes the ones before it (paper, section 5).
+/// The model state that is sharded over the ranks; each stage includes the ones before it (paper, section 5).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
 #[serde(try_from = "u8", into = "u8")]
 pub enum Stage {
-    /// 0: plain data parallelism, every rank holds everything.
+    /// 0: plain data parallelism; every rank holds all state.
     #[default]
     DataParallel,
     /// 1: optimizer state.
@@ -29,22 +29,22 @@ impl Stage {
     /// All stages in order.
     pub const ALL: [Stage; 4] = [Stage::DataParallel, Stage::OptimizerState, Stage::Gradients, Stage::Parameters];
 
-    /// The stage's number, 0 to 3.
+    /// Returns the stage's number, 0 to 3.
     pub fn number(self) -> u8 {
         self as u8
     }
 
-    /// Whether each rank keeps only its part of the optimizer state (stage 1 and above).
+    /// Returns whether each rank keeps only its part of the optimizer state (stage 1 and above).
     pub fn shards_optimizer(self) -> bool {
         self >= Stage::OptimizerState
     }
 
-    /// Whether each rank keeps only its part of the gradients (stage 2 and above).
+    /// Returns whether each rank keeps only its part of the gradients (stage 2 and above).
     pub fn shards_gradients(self) -> bool {
         self >= Stage::Gradients
     }
 
-    /// Whether each rank keeps only its part of the parameters (stage 3).
+    /// Returns whether each rank keeps only its part of the parameters (stage 3).
     pub fn shards_parameters(self) -> bool {
         self >= Stage::Parameters
     }

@@ -1,12 +1,12 @@
-//! One-sided reads: a rank looks at what another has published, without that rank taking part.
+//! One-sided reads: a rank reads what another has published, without that rank taking part.
 //!
-//! This is what MPI calls a window. ZeRO gathers parameters through it, because a gather happens inside a forward or
-//! backward pass, where a rank may hold locks that another needs: there a rank must never depend on what another
-//! rank's main thread does next (docs/adr/0002-one-sided-gathers.md).
+//! MPI calls this a window. ZeRO gathers parameters through it, because a gather happens inside a forward or backward pass,
+//! where a rank may hold locks that another needs. So a gather must never depend on what another rank's main thread does
+//! next (docs/adr/0002-one-sided-gathers.md).
 //!
-//! A window holds weak references: publishing keeps nothing alive. Objects are numbered alike on every rank, and a
-//! rank publishes the versions of an object in ascending order. So a version that is absent although a later one is
-//! there reads as [`CommError::Gone`]; one not published yet is waited for, up to the run's deadline.
+//! A window holds weak references: publishing keeps nothing alive. Objects have the same numbers on every rank, and a rank
+//! publishes the versions of an object in ascending order. So reading a version that is absent while a later one exists
+//! gives [`CommError::Gone`]; a reader waits for a version not published yet, up to the run's deadline.
 
 use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
@@ -22,7 +22,7 @@ use crate::collective::operation::At;
 use crate::collective::threads::{Run, ThreadComm};
 use crate::collective::{Buffer, Collective, DType};
 
-/// How long a reader in this process sleeps before it looks whether the run has failed.
+/// Interval at which a reader in this process checks whether the run has failed.
 const POLL: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
@@ -38,7 +38,7 @@ struct Board<T> {
     changed: Condvar,
 }
 
-/// What one run's ranks join to see each other's published values.
+/// The shared state that the ranks of one run join to read each other's published values.
 #[derive(Debug)]
 pub struct WindowHost<T>(Arc<Board<T>>);
 
@@ -49,35 +49,35 @@ impl<T> Default for WindowHost<T> {
 }
 
 impl<T> WindowHost<T> {
-    /// The view of `comm`'s rank. Every rank of one run joins the same host.
+    /// Returns the view of `comm`'s rank. All ranks of a run join the same host.
     pub fn join(&self, comm: &ThreadComm) -> Window<T> {
         Window { rank: comm.rank(), peers: Peers::Threads(comm.run().clone()), board: self.0.clone(), members: None }
     }
 
-    /// The view of a lone rank, which never waits.
+    /// Returns the view of a single rank, which never waits.
     pub fn alone(&self) -> Window<T> {
         Window { rank: 0, peers: Peers::None, board: self.0.clone(), members: None }
     }
 }
 
-/// Where the other ranks are.
+/// The location of the other ranks.
 #[derive(Debug, Clone)]
 enum Peers {
     None,
-    /// In this process; what they publish is on the same board.
+    /// In this process; they publish to the same board.
     Threads(Arc<Run>),
-    /// In processes of their own, each with a board.
+    /// In other processes, each with its own board.
     Processes(crate::collective::process::remote::Remote),
 }
 
 /// One rank's view of what all ranks have published.
 #[derive(Debug)]
 pub struct Window<T> {
-    /// In the run.
+    /// This rank's number in the run.
     rank: usize,
     peers: Peers,
     board: Arc<Board<T>>,
-    /// The ranks of the run that read here and are read, if these are not all.
+    /// The ranks of the run that share this view, if not all.
     members: Option<Arc<[usize]>>,
 }
 
@@ -88,14 +88,14 @@ impl<T> Clone for Window<T> {
     }
 }
 
-/// What a read gives.
+/// The result of a read.
 #[derive(Debug)]
 pub enum Seen<T> {
-    /// The value itself, of a rank of this process.
+    /// The value itself, from a rank of this process.
     Here(Arc<T>),
-    /// What its owner, another process, exposes of it.
+    /// The bytes that the owner, another process, exposes.
     Bytes {
-        /// What the bytes are, in the owner's words.
+        /// Type and shape of the bytes, as the owner describes them.
         tag: String,
         /// The bytes.
         bytes: Vec<u8>,
@@ -103,7 +103,7 @@ pub enum Seen<T> {
 }
 
 impl<T> Seen<T> {
-    /// The value, where ranks share memory.
+    /// Returns the value itself, if the ranks share memory.
     pub fn here(self) -> Option<Arc<T>> {
         match self {
             Seen::Here(value) => Some(value),
@@ -112,25 +112,25 @@ impl<T> Seen<T> {
     }
 }
 
-/// A read that has been begun; several may be under way at a time.
+/// A read in progress; there may be several at a time.
 #[must_use = "the value, or the error, is in `wait`"]
 pub struct Reading<'a, T>(Box<dyn FnOnce() -> Result<Seen<T>, CommError> + 'a>);
 
 impl<T> Reading<'_, T> {
-    /// What was read.
+    /// Waits for the read, and returns its result.
     ///
     /// # Errors
     ///
-    /// As [`Window::read`]'s.
+    /// Same as [`Window::read`].
     pub fn wait(self) -> Result<Seen<T>, CommError> {
         (self.0)()
     }
 }
 
-/// What a rank finds under a key on its board.
+/// The result of looking up a key on the board.
 enum Looked<T> {
     Absent,
-    /// Its last holder is dropping it.
+    /// The last holder is dropping the value.
     Dropping,
     Gone,
     Here(Arc<T>),
@@ -148,7 +148,7 @@ impl<T> Board<T> {
 }
 
 impl<T: Expose + Send + Sync + 'static> Window<T> {
-    /// The view of a process's rank. Every rank of a run joins its windows in the same order.
+    /// Returns the view of a process's rank. All ranks of a run join their windows in the same order.
     pub fn join_processes(comm: &crate::collective::process::ProcessComm) -> Self {
         use crate::collective::process::{commands::Found, remote::Remote};
         let (rank, board) = (comm.place().rank, WindowHost::<T>::default().0);
@@ -156,10 +156,10 @@ impl<T: Expose + Send + Sync + 'static> Window<T> {
         let lookup = move |key: Key| {
             let looked = Board::look(&shown.published.lock(), rank, key);
             match looked {
-                // What is being dropped will be retracted, or published again.
+                // A value that is being dropped will be retracted, or published again.
                 Looked::Absent | Looked::Dropping => Found::Absent,
                 Looked::Gone => Found::Gone,
-                // The board is free while bytes are made.
+                // The board is not locked while bytes are computed.
                 Looked::Here(value) => Found::Here(value.expose(key)),
             }
         };
@@ -180,8 +180,8 @@ impl<T> Window<T> {
         self.changed();
     }
 
-    /// As [`Window::retract`], but without remembering that the version was there: a later read of it waits, as for one
-    /// not published yet. For objects that come and go, so that the board does not grow with them.
+    /// Retracts a version like [`Window::retract`], but does not remember that it existed: a later read waits, as for a
+    /// version not published yet. For short-lived objects, so that the board does not grow with them.
     pub fn forget(&self, key: Key) {
         let mut published = self.board.published.lock();
         if let Some(versions) = published.get_mut(&(self.rank, key.object)) {
@@ -192,7 +192,7 @@ impl<T> Window<T> {
         }
     }
 
-    /// Takes back a version whose value is gone; later reads of it say so.
+    /// Retracts a version whose value is gone; later reads return [`CommError::Gone`].
     pub fn retract(&self, key: Key) {
         if let Some(versions) = self.board.published.lock().get_mut(&(self.rank, key.object)) {
             versions.live.remove(&key.version);
@@ -200,8 +200,8 @@ impl<T> Window<T> {
         self.changed();
     }
 
-    /// Tells readers to look again: what was [`Exposure::Pending`] is ready. They do so by themselves every few
-    /// milliseconds; this spares them the wait.
+    /// Notifies readers that an [`Exposure::Pending`] value is ready. They would notice within milliseconds anyway; this
+    /// saves them the wait.
     pub fn changed(&self) {
         self.board.changed.notify_all();
         if let Peers::Processes(remote) = &self.peers {
@@ -209,18 +209,18 @@ impl<T> Window<T> {
         }
     }
 
-    /// The view of the ranks of `group` alone, by their numbers there.
+    /// Restricts the view to the ranks of `group`, addressed by their numbers there.
     #[must_use]
     pub fn of_group(self, group: &dyn Collective) -> Self {
         Self { members: Some(group.members().into()), ..self }
     }
 
-    /// The number in the run of a rank that has number `peer` here.
+    /// Returns the number in the run of the rank that has number `peer` in this view.
     pub fn in_run(&self, peer: usize) -> usize {
         self.members.as_ref().map_or(peer, |members| members[peer])
     }
 
-    /// Whether the other ranks are processes, of which reads give bytes.
+    /// Returns whether the other ranks are processes, whose values are read as bytes.
     pub fn is_remote(&self) -> bool {
         match &self.peers {
             Peers::None | Peers::Threads(_) => false,
@@ -232,7 +232,7 @@ impl<T> Window<T> {
         At { group: "window", seq, rank: self.rank, op }
     }
 
-    /// Whether waiting for something in this process still makes sense: an error when a rank has failed.
+    /// Checks that no rank has failed, so that waiting for something in this process can still succeed.
     ///
     /// # Errors
     ///
@@ -245,16 +245,16 @@ impl<T> Window<T> {
         }
     }
 
-    /// What `peer` has published under `key`, waiting for it if need be. `what` names it in errors.
+    /// Reads the value that `peer` has published under `key`, waiting for it if necessary. `what` names it in errors.
     ///
     /// # Errors
     ///
-    /// [`CommError`] when the peer has dropped the version, fails, leaves, or does not publish within the deadline.
+    /// [`CommError`] if the peer drops the version, fails, leaves, or does not publish within the deadline.
     pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Seen<T>, CommError> {
         self.begin_read(peer, key, what).wait()
     }
 
-    /// Begins a [`Window::read`].
+    /// Starts a [`Window::read`].
     pub fn begin_read<'a>(&'a self, peer: usize, key: Key, what: &'a dyn core::fmt::Display) -> Reading<'a, T> {
         let peer = self.in_run(peer);
         if let Peers::Processes(remote) = &self.peers
@@ -266,11 +266,11 @@ impl<T> Window<T> {
                 Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
             }));
         }
-        // Looked for when it is waited for: nothing is gained by looking earlier.
+        // The lookup happens when the read is waited for: an earlier one gains nothing.
         Reading(Box::new(move || self.read_here(peer, key, what).map(Seen::Here)))
     }
 
-    /// Looks at the board of this process.
+    /// Reads from this process's board.
     fn read_here(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Arc<T>, CommError> {
         let begin = Instant::now();
         let gone = || CommError::Gone { rank: self.rank, what: what.to_string(), peer };
@@ -279,12 +279,12 @@ impl<T> Window<T> {
             let dropping = match Board::look(&published, peer, key) {
                 Looked::Here(value) => return Ok(value),
                 Looked::Gone => return Err(gone()),
-                // It will be retracted, or published again under the same key. That may be a third rank that was reading
-                // it, even after its owner has ended.
+                // The value will be retracted, or published again under the same key. A third rank that was reading it may
+                // do that, even after its owner has ended.
                 Looked::Dropping => true,
                 Looked::Absent => false,
             };
-            // A process that reads what it has not published itself would wait for ever.
+            // A process that reads what it has not published itself would wait forever.
             let Peers::Threads(run) = &self.peers else {
                 return Err(gone());
             };
@@ -301,17 +301,17 @@ impl<T> Window<T> {
 }
 
 impl<T: Expose> Window<T> {
-    /// Several processes' pieces of one array: `own` is copied, and `pieces` are read at once from the ranks
-    /// named there, straight to where they belong. Together they cover the array; each rank exposes its piece as `tag`.
+    /// Gathers an array from shards of several processes: copies `own`, and reads `pieces` concurrently from the ranks named
+    /// there, directly into place. Together they cover the array; each rank exposes its shard as `tag`.
     ///
     /// # Errors
     ///
-    /// As [`Window::read`]'s; [`CommError::Mismatch`] where a rank exposes another tag or length, [`CommError::Shape`] when
-    /// the pieces do not cover the array.
+    /// Same as [`Window::read`]. Also [`CommError::Mismatch`] if a rank exposes another tag or length, and
+    /// [`CommError::Shape`] if the shards do not cover the array.
     ///
     /// # Panics
     ///
-    /// Where ranks share memory ([`Window::is_remote`]).
+    /// If the ranks share memory (see [`Window::is_remote`]).
     pub fn gather(&self, whole: Whole<'_>, key: Key, what: &dyn core::fmt::Display) -> Result<Buffer, CommError> {
         let Whole { dtype, elements, tag, own, pieces } = whole;
         let bytes = elements * dtype.size();
@@ -333,18 +333,18 @@ impl<T: Expose> Window<T> {
     }
 }
 
-/// What [`Window::gather`] puts together.
+/// The array that [`Window::gather`] assembles.
 #[derive(Debug, Clone, Copy)]
 pub struct Whole<'a> {
     /// Type of the array.
     pub dtype: DType,
     /// Number of its elements.
     pub elements: usize,
-    /// What every rank must call its piece.
+    /// Tag under which every rank exposes its shard.
     pub tag: &'a str,
-    /// This rank's own piece, and the byte where it begins.
+    /// This rank's own shard, and its byte offset.
     pub own: Option<(usize, &'a [u8])>,
-    /// The other ranks, each with the bytes of the whole that are its piece. Nobody is asked for an empty piece.
+    /// The other ranks, each with the byte range of its shard. Empty ranges are not requested.
     pub pieces: &'a [(usize, Range<usize>)],
 }
 
@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(seen.unwrap(), [0, 2]);
     }
 
-    /// A value that publishes itself again when it is dropped, as a shard of a dropped module does.
+    /// A value that publishes itself again when it is dropped, like a shard of a dropped module.
     struct Phoenix(Window<Phoenix>, std::sync::Arc<Mutex<Vec<Arc<Phoenix>>>>, bool);
 
     impl Drop for Phoenix {

@@ -1,4 +1,4 @@
-//! Every damage to a checkpoint is named, and no reader gets a wrong byte.
+//! Every damage to a checkpoint is reported by name, and no reader gets a wrong byte.
 
 mod common;
 
@@ -10,7 +10,7 @@ use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, SaveOptions, fin
 
 const WORLD: usize = 2;
 
-/// A folder with checkpoints of steps 1 and 2; the path is that of 2.
+/// Creates a folder with checkpoints of steps 1 and 2; returns it and the path of checkpoint 2.
 fn two() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     for step in 1..=2 {
@@ -24,20 +24,20 @@ fn file(folder: &Path, rank: usize) -> PathBuf {
     folder.join(format!("rank-0000{rank}-of-00002.safetensors"))
 }
 
-/// What reading everything runs into.
+/// Reads everything; returns the first error.
 fn read_all(folder: &Path) -> Result<(), CheckpointError> {
     let checkpoint = Checkpoint::open(folder)?;
     check(&small_specs(), &checkpoint, 3)
 }
 
-/// The one problem that `verify` finds.
+/// Returns the only problem that `verify` finds.
 fn the_problem(dir: &Path, folder: &Path) -> CheckpointError {
     let problems = verify(folder);
     assert_eq!(problems.len(), 1, "{problems:?}");
     first_problem(dir, folder)
 }
 
-/// The first problem that `verify` finds, after seeing that a reader gets the same and that `find_latest` falls back.
+/// Returns the first problem that `verify` finds, after checking that a reader gets the same and that `find_latest` falls back.
 fn first_problem(dir: &Path, folder: &Path) -> CheckpointError {
     let problem = verify(folder).into_iter().next().expect("a problem");
     assert_eq!(read_all(folder).unwrap_err().to_string(), problem.to_string());
@@ -184,7 +184,7 @@ fn files_of_other_ranks_steps_and_saves_are_known_as_such() {
     assert!(the_problem(dir.path(), &folder).to_string().contains("does not name the"));
 }
 
-/// Changes the manifest and gives it the right checksum again.
+/// Changes the manifest and updates its checksum.
 fn edit(folder: &Path, change: impl Fn(&str) -> String) {
     let path = folder.join("manifest.json");
     let text = fs::read_to_string(&path).unwrap();

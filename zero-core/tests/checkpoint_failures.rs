@@ -1,4 +1,4 @@
-//! Saves that fail: the error is every rank's and says which rank and why; the checkpoint before is what is found.
+//! Failed saves: all ranks get the error, which names the rank and the reason, and the checkpoint before is found.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -24,7 +24,7 @@ fn hidden(dir: &Path) -> Vec<String> {
     names.filter(|name| name.starts_with('.') && name != ".lock").collect()
 }
 
-/// Tries to save step 2 on two ranks, sees that both get one error and that step 1 is untouched, and returns the error.
+/// Tries to save step 2 on two ranks, checks that both get the same error and that step 1 is untouched, and returns the error.
 fn fails(dir: &Path, prepare: impl Fn(usize) + Sync) -> String {
     let specs = specs();
     let errors = Mutex::new(Vec::new());
@@ -51,7 +51,7 @@ fn still_the_first(dir: &Path) {
     check(&small_specs(), &Checkpoint::open(&dir.join("step-00000001")).unwrap(), 1).unwrap();
 }
 
-/// Makes this thread nobody's, to whom permissions apply, in the eyes of the file system. Linux keeps this per thread.
+/// Makes this thread access files as the user nobody, to whom permissions apply. Linux keeps this per thread.
 fn become_nobody() {
     // SAFETY: the call changes the credentials of this thread and touches no memory.
     unsafe { libc::setfsuid(65534) };
@@ -135,7 +135,7 @@ fn a_file_size_limit_is_an_error_of_the_rank_that_met_it() {
     still_the_first(dir.path());
 }
 
-/// A file system of 3 MB in a mount namespace of the child's own: full in the middle of the save.
+/// Saves to a file system of 3 MB, in the child's own mount namespace, which is full in the middle of the save.
 #[test]
 fn a_full_disk_is_an_error_of_the_rank_that_met_it() {
     let dir = tempfile::tempdir().unwrap();
@@ -211,7 +211,7 @@ fn a_process_started_in_the_middle_of_a_save_does_not_keep_the_lock() {
     });
 }
 
-/// What `body` gives, which must not wait for what lies in the folder.
+/// Returns the result of `body`; panics if it blocks on what the folder contains.
 fn in_time<T: Send + 'static>(what: &str, body: impl FnOnce() -> T + Send + 'static) -> T {
     let (done, ended) = std::sync::mpsc::channel();
     std::thread::spawn(move || done.send(body()));
@@ -306,7 +306,7 @@ fn what_is_named_alike_is_not_taken_for_remains() {
     assert!(names.iter().all(|name| dir.path().join(name).join("mine").exists()));
 }
 
-/// Makes `flock` fail with `error` on this thread, and those that it starts, from now on.
+/// Makes `flock` fail with `error` on this thread, and on threads it starts, from now on.
 fn refuse_locks(error: i32) {
     let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     let jump_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;

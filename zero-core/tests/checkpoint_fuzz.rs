@@ -1,15 +1,15 @@
 //! cargo test -p zero-core --test checkpoint_fuzz
 //!
-//! Manifests and safetensors headers that somebody has damaged or made up: every one is read or refused, none makes a
-//! parser panic, and none makes it allocate more than a few times the bytes that are there.
+//! Damaged and invented manifests and safetensors headers: each is read or refused. None makes a parser panic, and none
+//! makes it allocate more than a few times the bytes of the input.
 //!
 //! # The bound
 //!
-//! For every input, mutated or crafted, accepted or refused: all allocations together, the result and the error included and the
-//! input not, are at most 16 bytes a byte of JSON and 8 KiB (measured: 13 at most), and files have a largest size (a header 100
-//! MB, a manifest 1 GiB). So a *declared* size (a header's length, a shape, a number of ranks) allocates nothing.
+//! For every input, mutated or crafted, accepted or refused: the sum of live allocations, including the result and the error
+//! but not the input, is at most 16 bytes per byte of JSON plus 8 KiB (measured: at most 13 bytes). Files have a size limit (a
+//! header 100 MB, a manifest 1 GiB). So a *declared* size (a header's length, a shape, a number of ranks) allocates nothing.
 //!
-//! The values of a state, which take up to 126 times its text, are made when [`Checkpoint::state`] is called, not before.
+//! The values of a state take up to 126 times its text. They are created when [`Checkpoint::state`] is called, not before.
 
 mod common;
 #[path = "common/counting.rs"]
@@ -30,7 +30,7 @@ use mutate::{Random, mutate, mutate_file, on};
 use tally::{ACCEPTED, SMALL, Tally, outcome};
 use zero_core::checkpoint::{Checkpoint, CheckpointError, Header, Manifest, SafetensorsWriter, SaveOptions, verify};
 
-/// Mutated inputs of each kind.
+/// Numbers of mutated inputs, by kind.
 const MANIFESTS: usize = 250_000;
 const HEADERS: usize = 250_000;
 const HEADER_FILES: usize = 20_000;
@@ -41,7 +41,7 @@ static ALLOCATOR: Counting = Counting;
 
 const SEAL: usize = r#"{"crc32c":"00000000","#.len();
 
-/// A manifest with `body` after its checksum, which is right.
+/// Returns a manifest: the correct checksum, then `body`.
 fn seal(body: &[u8]) -> Vec<u8> {
     [format!(r#"{{"crc32c":"{:08x}","#, crc32c::crc32c(body)).as_bytes(), body].concat()
 }
@@ -50,7 +50,7 @@ fn parse_manifest(bytes: &[u8]) -> Result<Manifest, CheckpointError> {
     Manifest::parse(bytes, Path::new("m"))
 }
 
-/// The bytes of manifests that are sound: many tensors, and few.
+/// Returns the bytes of valid manifests, one with many tensors and one with few.
 fn manifests() -> [Vec<u8>; 2] {
     let dir = tempfile::tempdir().unwrap();
     let few = small_specs().into_iter().take(2).collect::<Vec<_>>();
@@ -60,7 +60,7 @@ fn manifests() -> [Vec<u8>; 2] {
     })
 }
 
-/// The bytes of safetensors files that are sound: many tensors, and few.
+/// Returns the bytes of valid safetensors files, one with many tensors and one with few.
 fn files() -> [Vec<u8>; 2] {
     let dir = tempfile::tempdir().unwrap();
     let texts = BTreeMap::from([("rank".to_string(), "0".to_string()), ("wörld".to_string(), "\n\"2\"".to_string())]);
@@ -75,7 +75,7 @@ fn files() -> [Vec<u8>; 2] {
     })
 }
 
-/// The header's JSON of a sound file, and the bytes that follow it.
+/// Returns the header's JSON of a valid file, and the number of bytes after it.
 fn header_of(file: &[u8]) -> (Vec<u8>, u64) {
     let length = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     (file[8..8 + length].to_vec(), (file.len() - 8 - length) as u64)
@@ -128,13 +128,13 @@ fn mutated_headers() {
     tally.print("mutated headers");
 }
 
-/// The JSON that a reader of the file may look at: nothing, when the length is a lie.
+/// Returns how many bytes of JSON a reader of the file may look at: 0 if the declared length is wrong.
 fn json_bytes(file: &[u8]) -> usize {
     let Some((length, rest)) = file.split_first_chunk::<8>() else { return 0 };
     usize::try_from(u64::from_le_bytes(*length)).ok().filter(|length| *length <= rest.len()).unwrap_or(0)
 }
 
-/// Makes these the bytes of a file, without `fs::write`, after which some file systems wait for the disk.
+/// Writes these bytes to a file, without `fs::write`, after which some file systems wait for the disk.
 fn put(path: &Path, bytes: &[u8]) {
     let mut file = File::options().create(true).truncate(false).write(true).open(path).unwrap();
     file.write_all(bytes).unwrap();
@@ -222,7 +222,7 @@ fn mutated_checkpoints() {
 
 const MILLION: usize = 1_000_000;
 
-/// `count` times what `entry` gives, with commas.
+/// Returns `count` results of `entry`, separated by commas.
 fn many(count: usize, entry: impl Fn(usize) -> String) -> String {
     (0..count).map(entry).collect::<Vec<_>>().join(",")
 }

@@ -1,4 +1,4 @@
-//! A process that saves over and over is killed at random moments: the newest checkpoint is sound every time.
+//! A process that saves repeatedly is killed at random moments: the newest checkpoint is intact every time.
 #![cfg(unix)]
 
 mod common;

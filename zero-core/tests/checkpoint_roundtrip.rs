@@ -1,4 +1,5 @@
-//! Checkpoints as a training run uses them: saved by some ranks, read by others, pruned, replaced, saved beside the steps.
+//! Checkpoints as a training run uses them: saved and read by different numbers of ranks, pruned, replaced, and saved
+//! concurrently with training steps.
 
 mod common;
 

@@ -1,7 +1,7 @@
-//! Copies between the host and a GPU: `cargo test -p zero-core --features nccl --test device_copies`. Needs no GPU: the driver
-//! is software (`tests/cuda_shim`), in which work that is not ordered really runs at another time.
+//! Copies between the host and a GPU: `cargo test -p zero-core --features nccl --test device_copies`. Needs no GPU: the
+//! driver is a software stand-in (`tests/cuda_shim`), in which unordered work really runs at different times.
 //!
-//! Each test starts this binary again, with the driver in its library path; there the test `rank` runs the case.
+//! Each test starts this binary again with that driver in its library path; there the test `rank` runs the case.
 
 #[allow(dead_code)] // What else the tests of the nccl engine need.
 mod nccl_common;
@@ -16,7 +16,7 @@ use zero_core::copies::{Copies, CopyError};
 
 const PATIENT: Duration = Duration::from_secs(25);
 
-/// A case. Without the environment of one it does nothing.
+/// Runs a case. Without a case's environment variables it does nothing.
 #[test]
 fn rank() {
     let Some((name, folder)) = rank_of() else { return };
@@ -50,7 +50,7 @@ fn there_and_back() -> Result<(), CopyError> {
     Ok(())
 }
 
-/// A copy comes after what was given before it, and not after what is given later.
+/// A copy waits for work submitted before it, and not for work submitted later.
 fn order() -> Result<(), CopyError> {
     let copies = Copies::open(0, PATIENT)?;
     let compute = Compute::new(0);
@@ -84,7 +84,7 @@ fn order() -> Result<(), CopyError> {
     Ok(())
 }
 
-/// A copy that nobody waits for: what is given later comes after it, and its source is kept.
+/// A copy that nobody waits for: work submitted later runs after it, and its source is kept.
 fn before() -> Result<(), CopyError> {
     let copies = Copies::open(0, PATIENT)?;
     let compute = Compute::new(0);
@@ -126,7 +126,7 @@ fn deadline() -> Result<(), CopyError> {
     Err(error)
 }
 
-/// Blocks are used again, by what is about as large.
+/// Blocks are reused for requests of about the same size.
 fn blocks() -> Result<(), CopyError> {
     let copies = Copies::open(0, PATIENT)?;
     let first = copies.alloc(1_000_000)?;

@@ -1,5 +1,5 @@
 //! The engine of processes over MPI: `cargo test -p zero-core --features mpi --test mpi_engine`.
-//! With MPICH beside Open MPI: build with `MPICC=mpicc.mpich`, run with `ZERO_TEST_MPIRUN=mpirun.mpich`.
+//! To test MPICH instead of Open MPI: build with `MPICC=mpicc.mpich`, run with `ZERO_TEST_MPIRUN=mpirun.mpich`.
 
 mod process_cases;
 mod process_common;

@@ -1,4 +1,4 @@
-//! A kernel, a container or a file system that refuses something: it works all the same, and the log says why once.
+//! A kernel, container or file system that refuses something: offload still works, and the log says why, once.
 
 mod offload_common;
 
@@ -9,7 +9,7 @@ use std::ptr;
 use offload_common::{LIMIT, Log, pool, small_blocks};
 use zero_core::offload::{DiskError, EngineChoice, EngineKind, SwapDir, SwapFile, SwapFileOptions};
 
-/// Makes the system call `number` fail with `error` on this thread from now on, as a container's filter does.
+/// Makes the system call `number` fail with `error` on this thread from now on, like a container's filter.
 fn refuse(number: libc::c_long, error: i32) {
     let load = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
     let jump_equal = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
@@ -66,7 +66,7 @@ fn without_io_uring_threads_are_used_and_the_reason_is_logged_once() {
     }
 }
 
-/// How many pages of a file are in the page cache.
+/// Returns the number of a file's pages that are in the page cache.
 fn cached_pages(file: &File, bytes: usize) -> usize {
     let mut pages = vec![0_u8; bytes.div_ceil(4096)];
     // SAFETY: a mapping of the file that is not read; `pages` has a byte for each of its pages.

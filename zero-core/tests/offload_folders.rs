@@ -1,4 +1,4 @@
-//! Folders of jobs: apart from each other, gone with their jobs, and clear about what is wrong with a path.
+//! Folders of jobs: separate from each other, removed with their jobs, with clear errors for unusable paths.
 
 mod offload_common;
 
@@ -17,7 +17,7 @@ use zero_core::offload::{DiskError, EngineChoice, SwapDir, SwapFileOptions};
 
 const PARENT: &str = "ZERO_DISK_TEST_PARENT";
 
-/// Not a test: what the child processes of the tests below run. It holds a folder until it is killed.
+/// Not a test: the tests below run this in child processes. It holds a folder until it is killed.
 #[test]
 #[ignore = "run by other tests"]
 fn child_holds_a_folder() {
@@ -29,7 +29,7 @@ fn child_holds_a_folder() {
     std::thread::sleep(LIMIT * 10);
 }
 
-/// A job in a process of its own, and its folder.
+/// Starts a job in its own process; returns the process and its folder.
 fn start_job(parent: &Path) -> (Child, PathBuf) {
     let mut child = Command::new(std::env::current_exe().unwrap())
         .args(["child_holds_a_folder", "--exact", "--ignored", "--nocapture"])
@@ -122,16 +122,16 @@ fn what_is_no_job_of_ours_is_left_alone() {
     assert_eq!(left, [".zero-swap-new-1-2", "data", "zero-swap-link", "zero-swap-notes.txt", other]);
 }
 
-/// The name of a dead job's folder, and of a folder whose lock was not held yet when its job died. No process has that number.
+/// The name of a dead job's folder, and of a folder whose job died before it held the lock. No process has that number.
 static DEAD: LazyLock<String> = LazyLock::new(|| format!("zero-swap-{}-4194305-00112233aabbccdd", host()));
 static NEWBORN: LazyLock<String> = LazyLock::new(|| DEAD.replace("zero-swap-", ".zero-swap-new-"));
 
-/// The part between prefix and process in the names of this machine's jobs.
+/// Returns the part between prefix and process in the names of this machine's jobs.
 fn host() -> String {
     format!("{}-0123abcd", fs::read_to_string("/proc/sys/kernel/hostname").unwrap().trim())
 }
 
-/// A folder with files that hold their names.
+/// Creates a folder with files that contain their names.
 fn folder(path: PathBuf, files: &[&str]) -> PathBuf {
     fs::create_dir_all(&path).unwrap();
     files.iter().for_each(|name| fs::write(path.join(name), name).unwrap());
@@ -142,7 +142,7 @@ fn fifo(path: &Path) {
     assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
 }
 
-/// Everything below `path`, without following a link, with what a file holds and what a link says.
+/// Lists everything below `path`, without following links, with the contents of files and the targets of links.
 fn everything(path: &Path, found: &mut BTreeMap<PathBuf, String>) {
     for entry in fs::read_dir(path).unwrap().map(Result::unwrap) {
         let (path, kind) = (entry.path(), entry.file_type().unwrap());
@@ -159,7 +159,7 @@ fn everything(path: &Path, found: &mut BTreeMap<PathBuf, String>) {
     }
 }
 
-/// A job starts and ends in `parent`, in good time whatever lies there.
+/// Starts and ends a job in `parent`, and fails if the folder's contents block it.
 fn start_and_end(parent: &Path) -> Vec<String> {
     let (done, ended) = mpsc::channel();
     let parent = parent.to_path_buf();
@@ -282,7 +282,7 @@ fn a_living_jobs_folder_in_a_folder_named_alike_stays() {
     }
 }
 
-/// Not a test: run by the one below, as another user.
+/// Not a test: the test below runs this as another user.
 #[test]
 #[ignore = "run by another test"]
 fn child_starts_and_ends() {
@@ -369,7 +369,7 @@ fn a_read_only_disk_is_named() {
     assert!(error.to_string().contains("Read-only file system"), "{error}");
 }
 
-/// A file system, until dropped.
+/// A mounted file system, unmounted on drop.
 struct Mount(PathBuf);
 
 impl Mount {
@@ -446,7 +446,7 @@ fn a_disk_that_is_full_is_named() {
     file.alloc(1 << 20).unwrap();
 }
 
-/// Not a test: run in a process of its own, whose files are limited.
+/// Not a test: run in its own process, with limited file sizes.
 #[test]
 #[ignore = "run by another test"]
 fn child_with_limited_files() {

@@ -1,4 +1,4 @@
-//! What is written is what is read: any sizes, any order, any settings, every way to move bytes.
+//! Reads return what was written: any sizes, any order, any settings, every I/O method.
 
 mod offload_common;
 
@@ -46,7 +46,7 @@ fn fill(bytes: &mut [u8], seed: u8) {
     bytes.iter_mut().enumerate().for_each(|(at, byte)| *byte = (at as u8).wrapping_mul(31) ^ (at >> 8) as u8 ^ seed);
 }
 
-/// A transfer under way, and what it must have read.
+/// A transfer in flight, and what it must have read.
 type Flying = (Region, Ticket, Option<Vec<u8>>);
 
 fn land(flying: Flying) {

@@ -24,7 +24,7 @@ fn regions(file: &SwapFile, count: usize) -> Vec<Region> {
     (0..count).map(|_| file.alloc(ELEMS * 4).unwrap()).collect()
 }
 
-/// Fills region after region with its number.
+/// Fills each region with its index.
 fn fill(file: &SwapFile, pool: &BufferPool, regions: &[Region]) {
     let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
     let write = |index: usize, buffers: &mut [SwapBuffer]| {
@@ -48,14 +48,14 @@ fn values(file: &SwapFile, pool: &BufferPool, regions: &[Region]) -> Vec<f32> {
     regions.iter().map(read).collect()
 }
 
-/// Fills items, and looks at each that is said to be written.
+/// Fills items, and checks each item that is reported as written.
 struct Fill<'a> {
     file: &'a SwapFile,
     look: &'a BufferPool,
     regions: &'a [Region],
     computed: usize,
     written: Vec<(usize, usize)>,
-    /// What needs no disk and is yet to be done.
+    /// Remaining units of work that needs no disk.
     others: usize,
 }
 

@@ -1,5 +1,5 @@
-//! The keeper as this program's allocator: four threads allocate, resize and free at random, and check every byte
-//! pattern. Blocks wander between the threads, so that most are freed by another than their first owner.
+//! The page keeper as this program's allocator: four threads allocate, resize and free at random, and check every byte
+//! pattern. Blocks move between threads, so most are freed by a thread other than their first owner.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -64,7 +64,7 @@ impl Block {
     }
 }
 
-/// Mostly 16 KiB to 256 KiB, seldom up to 4 MiB, alignments up to 4 MiB.
+/// Returns a layout of mostly 16 KiB to 256 KiB, rarely up to 4 MiB, aligned to up to 4 MiB.
 fn random_layout(random: &mut impl FnMut() -> usize) -> Layout {
     let size = match random() % 64 {
         0 => 1 + random() % (4 << 20),

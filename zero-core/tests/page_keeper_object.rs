@@ -1,4 +1,4 @@
-//! The keeper as an object beside the test's own allocator: placement, contents and counters.
+//! The page keeper as an object next to the test's own allocator: placement, contents and counters.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 

@@ -1,5 +1,5 @@
-//! What the keeper does to its process: the memory that `trim` gives back, and addresses running out. Each in a child
-//! process, as limits and resident sizes are the whole process's.
+//! The page keeper's effect on its process: memory released by `trim`, and exhausted address space. Each test runs in a
+//! child process, since limits and resident sizes apply to the full process.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -12,7 +12,7 @@ use zero_core::alloc::{PageKeeper, THRESHOLD};
 const MIB: usize = 1 << 20;
 const CHILD: &str = "PAGE_KEEPER_TEST_CHILD";
 
-/// Runs the test of this name once more, in a process of its own; true in that process.
+/// Runs the test of this name again in its own process; returns `true` in that process.
 fn in_child(test: &str) -> bool {
     if env::var_os(CHILD).is_some() {
         return true;

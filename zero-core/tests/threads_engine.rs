@@ -1,4 +1,4 @@
-//! The threads engine through its public face: results, byte counts, and that trouble is never a hang.
+//! The threads engine through its public API: results, byte counts, and that failures never hang.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -208,7 +208,7 @@ fn groups_are_split_and_split_again() {
     assert_eq!(sums.unwrap(), [0, 1, 2, 3].map(expected));
 }
 
-/// A rank that fails in a group of a group ends the waits of all, whichever group they wait in.
+/// A rank that fails in a nested group ends the waits of all ranks, whichever group they wait in.
 #[test]
 fn trouble_in_a_part_of_a_group_is_everyones() {
     let begin = Instant::now();
@@ -365,7 +365,7 @@ fn what_an_operation_is_for_must_agree() {
     assert!(error.contains("(sum) for layer 1") && error.contains("(sum) for layer 2"), "{error}");
 }
 
-/// A rank that has ended waits for the others, but not for ever.
+/// A rank that has ended waits for the others, but not forever.
 #[test]
 fn the_wait_for_the_others_ends() {
     let options = ThreadOptions { deadline: Duration::from_millis(50) };

@@ -1,8 +1,8 @@
-//! The token cache: text that has been cut, on a disk, once for all runs and ranks of a machine.
+//! The token cache: tokenized text on a disk, written once for all runs and ranks of a machine.
 //!
-//! A file is named by what it was made of (the files with their sizes and times, the tokenizer, the field), and is a safetensors
-//! file with one long row of ids, as a user can give it. One process makes it, under a name of its own that is replaced in the end;
-//! the others wait for as long as it grows.
+//! A file's name is derived from its inputs (the files with their sizes and times, the tokenizer, the field). It is a
+//! safetensors file with one long row of ids, like one that a user can provide. One process writes it, under a temporary
+//! name, and renames it at the end; the others wait as long as it grows.
 
 use std::fs::File;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -19,18 +19,18 @@ use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
 use crate::error::{Result, io, wrong_data};
 
-/// Of the files' format and of how text is cut.
+/// Version of the files' format and of the tokenization.
 const VERSION: u32 = 2;
 
-/// The longest wait for a cache that another process makes and that does not grow.
+/// The longest wait for a cache file of another process that does not grow.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 const POLL: Duration = Duration::from_millis(200);
 
-/// Bytes of a file's header, padded with blanks as the format allows: the number of ids is known in the end.
+/// Bytes of a file's header, padded with blanks as the format allows: the number of ids is only known at the end.
 const HEADER: usize = 256;
 
-/// The tokens of `files` from the cache, made first if it has none.
+/// Opens the tokens of `files` in the cache, and creates them first if they are missing.
 pub(super) fn open(
     source: &Path,
     files: &[DataFile],
@@ -63,12 +63,12 @@ pub(super) fn open(
         let made =
             File::options().create(true).truncate(false).write(true).open(&aside).map_err(io("write", &aside))?;
         lock(&made, &aside)?;
-        // Another process may have made it meanwhile.
+        // Another process may have created it meanwhile.
         if !path.is_file() {
             make(made, &aside, files, cutting, tokenizer)?;
             std::fs::rename(&aside, &path).map_err(io("write", &path))?;
         } else {
-            // Opened after that process had renamed its own; nobody makes what is there.
+            // Opened after that process had renamed its own: nobody writes this one.
             let _ = std::fs::remove_file(&aside);
         }
     }
@@ -112,7 +112,7 @@ fn make(made: File, path: &Path, files: &[DataFile], cutting: &Cutting<'_>, toke
         zero_core::estimate::format_bytes(bytes),
         path.with_extension("safetensors").display()
     );
-    // What a process that was killed has left.
+    // Remains of a process that was killed.
     made.set_len(0).map_err(io("write", path))?;
     let mut out = BufWriter::new(made);
     let write = io("write", path);
@@ -166,7 +166,7 @@ mod tests {
         assert_eq!(names(), 1);
         assert_eq!(ids("Hello world!"), [0; 4].map(|_| vec![15496, 995, 0]));
         assert_eq!(names(), 2);
-        // What a process that was killed has left is made anew.
+        // The remains of a process that was killed are replaced.
         for entry in std::fs::read_dir(&cache).unwrap() {
             let path = entry.unwrap().path();
             std::fs::rename(&path, path.with_extension("making")).unwrap();

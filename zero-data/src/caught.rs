@@ -1,4 +1,4 @@
-//! Panics of libraries as errors: code that reads untrusted files must not abort the program, nor print more than one message.
+//! Panics of libraries as errors: code that reads untrusted files must not abort the program or print more than one message.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};

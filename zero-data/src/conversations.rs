@@ -1,7 +1,7 @@
-//! Conversations, and prompts with completions: a row each, of which the model learns the answers.
+//! Conversations, and prompts with completions: one per row, of which the model learns the answers.
 //!
-//! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>), ShareGPT and
-//!   Stanford Alpaca.
+//! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>),
+//!   ShareGPT and Stanford Alpaca.
 //! * Out: batches that are padded to their longest row, with labels for the tokens that count in the loss.
 //! * Memory: all tokens, 5 bytes each.
 
@@ -17,10 +17,10 @@ use super::tokenizer::{ChatTemplate, MARK, Message, NO_TEMPLATE, Tokenizer};
 use super::{Cutting, Source, TokenBatch, check_ids, is_tokens};
 use crate::error::{Result, wrong_data};
 
-/// Tokens of a row at most where nothing says, as TRL's `max_length`.
+/// Default limit of tokens per row, the same as TRL's `max_length`.
 pub const LONGEST: usize = 1024;
 
-/// Rows that are tokenized by all threads at a time.
+/// Rows that all threads tokenize at a time.
 const PART: usize = 4096;
 
 /// The tokens over which the loss of a conversation is taken.
@@ -34,7 +34,7 @@ pub enum LossOn {
     All,
 }
 
-/// The fields in which a file has its conversations.
+/// The format of a file of conversations, by its fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChatFormat {
     /// `messages`: objects with `role` and `content`.
@@ -47,7 +47,7 @@ pub enum ChatFormat {
     Alpaca,
 }
 
-/// Formats with the fields by which they are told.
+/// Formats, with the fields that identify them.
 const FORMATS: [(ChatFormat, &[&str]); 4] = [
     (ChatFormat::Messages, &["messages"]),
     (ChatFormat::ShareGpt, &["conversations"]),
@@ -55,14 +55,14 @@ const FORMATS: [(ChatFormat, &[&str]); 4] = [
     (ChatFormat::Alpaca, &["instruction", "output"]),
 ];
 
-/// Fields of a row that would change its text, and are not read.
+/// Fields of a row that would change its text, and are not supported.
 const REFUSED: [&str; 4] = ["tools", "chat_template_kwargs", "system", "history"];
 
-/// The same of a message.
+/// The same for the fields of a message.
 const REFUSED_IN_MESSAGE: [&str; 7] =
     ["tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "weight", "train"];
 
-/// The columns that are read.
+/// Columns that are read.
 const COLUMNS: [&str; 11] = [
     "messages",
     "conversations",
@@ -78,7 +78,7 @@ const COLUMNS: [&str; 11] = [
 ];
 
 impl ChatFormat {
-    /// The format of a source's first row. `None`: it holds documents, or cannot be read.
+    /// Returns the format of a source's first row. `None`: it holds documents, or cannot be read.
     ///
     /// # Errors
     ///
@@ -89,7 +89,7 @@ impl ChatFormat {
             return Ok(None);
         }
         let mut first = None;
-        // An error of the file is told when it is read for its rows.
+        // An error of the file is reported when it is read for its rows.
         let _ = documents::objects(&documents::files(path)?[0], &COLUMNS, &mut |place, row| {
             first = Some(row);
             Err(place.wrong(path, "is the only one that is read"))
@@ -111,7 +111,7 @@ enum Example {
 #[derive(Debug)]
 pub struct Conversations {
     ids: Vec<i32>,
-    /// True at tokens that have a label.
+    /// True for tokens that have a label.
     counts: Vec<bool>,
     /// The end of each row in `ids`.
     ends: Vec<usize>,
@@ -122,13 +122,13 @@ pub struct Conversations {
 }
 
 impl Conversations {
-    /// Reads and tokenizes the rows of a file or folder. Of each row the first `cutting.seq` tokens are kept, and it is left out
-    /// ([`left_out`](Self::left_out)) if no token of these has a label.
+    /// Reads and tokenizes the rows of a file or folder. The first `cutting.seq` tokens of each row are kept. If none of
+    /// them has a label, the row is left out ([`left_out`](Self::left_out)).
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) for a file that cannot be read, with the row that cannot be used: one of another format, one
-    /// that the chat template refuses, one with a token that the model does not know.
+    /// [`DataError`](crate::DataError) if a file cannot be read, or a row cannot be used, which the error names: a row in
+    /// another format, one that the chat template refuses, or one with a token that the model does not know.
     pub fn load(
         path: &Path,
         format: ChatFormat,
@@ -139,7 +139,7 @@ impl Conversations {
         let seq = Some(cutting.seq.unwrap_or(LONGEST.min(cutting.n_positions)));
         let seq = Cutting { seq, ..cutting.clone() }.row_length(2)?;
         let text = tokenizer.chat_template_text();
-        // An error of the template is told by the first row that needs it.
+        // An error of the template is reported by the first row that needs it.
         let template = text.as_deref().map(|text| tokenizer.chat_template(text));
         let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: cutting.vocab_size };
         let files = documents::files(path)?;
@@ -176,27 +176,27 @@ impl Conversations {
         Ok(Self { ids, counts, ends, longest, held_out, left_out, tokenizer })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.ends.len()
     }
 
-    /// The number of last rows that belong to a validation split.
+    /// Returns the number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }
 
-    /// The number of rows that were left out, as none of their tokens has a label.
+    /// Returns the number of rows that were left out because none of their tokens has a label.
     pub fn left_out(&self) -> usize {
         self.left_out
     }
 
-    /// Tokens of the longest row.
+    /// Returns the number of tokens of the longest row.
     pub fn seq(&self) -> usize {
         self.longest
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
@@ -205,25 +205,25 @@ impl Conversations {
         row.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[row]
     }
 
-    /// Tokens of some rows, without padding.
+    /// Returns the total number of tokens of some rows, without padding.
     pub fn tokens(&self, rows: &[usize]) -> usize {
         rows.iter().map(|&row| self.range(row).len()).sum()
     }
 
-    /// Labels of some rows that the model predicts: the first token of a row is not predicted.
+    /// Returns the number of labels of some rows that the model predicts: the first token of a row is not predicted.
     pub fn labels(&self, rows: &[usize]) -> usize {
         let of_row = |&row: &usize| self.counts[self.range(row)][1..].iter().filter(|counts| **counts).count();
         rows.iter().map(of_row).sum()
     }
 
-    /// The tokens before a row's first label.
+    /// Returns the tokens before a row's first label.
     pub fn prompt(&self, row: usize) -> &[i32] {
         let range = self.range(row);
         let length = self.counts[range.clone()].iter().take_while(|counts| !**counts).count();
         &self.ids[range][..length]
     }
 
-    /// Checksum of the tokens and labels of some rows, to tell data from other data.
+    /// Returns a checksum of the tokens and labels of some rows, which identifies the data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
         rows.map(|row| self.range(row)).fold(0, |sum, range| {
             let sum = crc32c::crc32c_append(sum, &(range.len() as u64).to_le_bytes());
@@ -232,7 +232,7 @@ impl Conversations {
         })
     }
 
-    /// A batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels.
+    /// Returns a batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels.
     pub fn batch(&self, rows: &[usize]) -> TokenBatch {
         let ranges = || rows.iter().map(|&row| self.range(row));
         let width = ranges().map(|range| range.len()).max().unwrap_or(0);
@@ -248,7 +248,7 @@ impl Conversations {
     }
 }
 
-/// Rows as they are read.
+/// The rows read so far.
 #[derive(Default)]
 struct Rows {
     ids: Vec<i32>,
@@ -288,7 +288,7 @@ impl Rows {
     }
 }
 
-/// Tokenizes rows.
+/// An encoder that tokenizes rows.
 struct Encoder<'a> {
     tokenizer: &'a Tokenizer,
     template: Option<Result<ChatTemplate<'a>, String>>,
@@ -301,7 +301,7 @@ struct Encoder<'a> {
 type Encoded = (Vec<u32>, Vec<bool>);
 
 impl Encoder<'_> {
-    /// A row's example, or what is wrong with the row.
+    /// Returns a row's example, or describes the problem with the row.
     fn example(&self, format: ChatFormat, mut row: Map<String, Value>) -> Result<Example, String> {
         if let Some(name) = REFUSED.iter().find(|name| is_given(row.get(**name))) {
             return Err(format!("has a \"{name}\", which is not read: make it part of the messages, or remove it"));
@@ -338,7 +338,7 @@ impl Encoder<'_> {
         })
     }
 
-    /// The first tokens of an example, at most `seq`.
+    /// Returns the first tokens of an example, at most `seq`.
     fn encode(&self, example: &Example) -> Result<Encoded, String> {
         let (mut ids, mut counts) = match example {
             Example::Texts([prompt, completion]) => self.continued(prompt, &format!("{prompt}{completion}"), true)?,
@@ -382,8 +382,8 @@ impl Encoder<'_> {
         Ok((ids, counts))
     }
 
-    /// The tokens of `whole`; those have a label that differ from the tokens of `prompt`, as in TRL. Of documents, the tokens
-    /// that begin and end one are put around.
+    /// Returns the tokens of `whole`. Tokens that differ from those of `prompt` have a label, as in TRL. Documents get the
+    /// tokens that begin and end one.
     fn continued(&self, prompt: &str, whole: &str, are_documents: bool) -> Result<Encoded, String> {
         let begin = if are_documents { self.tokenizer.put_before() } else { &[] };
         let encode = |text| Ok::<_, String>([begin, &self.tokenizer.encode(text)?].concat());
@@ -408,8 +408,8 @@ impl Encoder<'_> {
         }
     }
 
-    /// The text of a conversation, and the parts of it that the assistant says: those that the template marks by `{% generation %}`;
-    /// or all behind the text with `add_generation_prompt` up to the end of the message.
+    /// Returns the text of a conversation, and the assistant's parts of it: those that the template marks by
+    /// `{% generation %}`; or everything after the text with `add_generation_prompt` up to the end of the message.
     fn answers(&self, messages: &[Message]) -> Result<(String, Vec<Range<usize>>), String> {
         let template = self.template()?;
         let mut answers = Vec::new();
@@ -465,10 +465,11 @@ impl Encoder<'_> {
     }
 }
 
-/// Advice for a template that does not tell the tokens of the assistant.
+/// Advice for a template that does not mark the assistant's tokens.
 const MARKS: &str = "put {% generation %} and {% endgeneration %} around these in the template, or ";
 
-/// Alpaca's prompt, for models without a chat template, as Alpaca-LoRA has it: <https://github.com/tloen/alpaca-lora>.
+/// Returns Alpaca's prompt, for models without a chat template, in Alpaca-LoRA's version:
+/// <https://github.com/tloen/alpaca-lora>.
 fn alpaca(instruction: &str, input: &str) -> String {
     let (about, input) = match input {
         "" => (". Write", String::new()),
@@ -480,12 +481,12 @@ fn alpaca(instruction: &str, input: &str) -> String {
     )
 }
 
-/// Returns true if a field is there and says something.
+/// Returns whether a field exists and is not empty.
 fn is_given(value: Option<&Value>) -> bool {
     !matches!(value, None | Some(Value::Null)) && value != Some(&Value::Array(Vec::new())) && value != Some(&"".into())
 }
 
-/// Describes a field, for messages.
+/// Describes a field, for error messages.
 fn got(value: Option<&Value>) -> String {
     value.map_or("is not there".into(), |value| format!("is {}", kind_of(value)))
 }
@@ -497,7 +498,7 @@ fn text(name: &str, value: Option<Value>) -> Result<String, String> {
     }
 }
 
-/// The messages of a field, with `role` and `content` or ShareGPT's `from` and `value`.
+/// Returns the messages of a field, with `role` and `content` or ShareGPT's `from` and `value`.
 fn messages(name: &str, value: Option<Value>) -> Result<Vec<Message>, String> {
     let Some(Value::Array(list)) = value else {
         return Err(format!("its \"{name}\" {}: expected a list of messages", got(value.as_ref())));

@@ -17,10 +17,10 @@ use zero_models::safetensors_file::LFS_POINTER;
 use super::tokenizer::Tokenizer;
 use crate::error::{DataError, Result, io, wrong, wrong_data};
 
-/// Bytes of text that are cut by all threads at a time.
+/// Bytes of text that all threads tokenize at a time.
 const PART: usize = 4 << 20;
 
-/// The key or column of a document's text where none is named.
+/// Default key or column of a document's text.
 const FIELD: &str = "text";
 
 /// A file of documents.
@@ -31,7 +31,7 @@ pub(super) struct DataFile {
     modified: Option<SystemTime>,
     kind: DataKind,
     packing: Packing,
-    /// True if its rows are held out.
+    /// If set, the file's rows are held out.
     pub(super) is_held_out: bool,
 }
 
@@ -56,7 +56,8 @@ impl DataFile {
         })
     }
 
-    /// Bytes, at most, of a file whose tokens are kept in memory: what is packed may be many times as large.
+    /// Returns whether the file has at most `most` bytes, so that its tokens are kept in memory. For a compressed file the
+    /// limit is lower, since its contents may be many times as large.
     pub(super) fn is_small(&self, most: u64) -> bool {
         self.bytes <= if self.packing == Packing::None { most } else { most / PACKED }
     }
@@ -65,7 +66,7 @@ impl DataFile {
 /// The assumed ratio of a file's size to its compressed size.
 const PACKED: u64 = 16;
 
-/// Errors of zstd are those of a damaged file.
+/// A reader that reports zstd's errors as those of a damaged file.
 struct Damaged<R>(R);
 
 impl<R: Read> Read for Damaged<R> {
@@ -86,7 +87,7 @@ enum Split {
 }
 
 impl Split {
-    /// By the words of a path within the dataset's folder, as the package `datasets` tells them.
+    /// Finds the split by the words of a path within the dataset's folder, like the package `datasets`.
     fn of(within: &Path) -> Option<Self> {
         let name = within.to_string_lossy().to_lowercase();
         name.split(|letter: char| !letter.is_alphabetic()).find_map(|word| match word {
@@ -98,13 +99,13 @@ impl Split {
     }
 }
 
-/// Folders within a dataset's folder that are looked into.
+/// Depth of folders within a dataset's folder that are searched.
 const DEPTH: usize = 3;
 
 /// Prefixes of the names of files about a dataset, in lower case.
 const ABOUT: [&str; 7] = ["readme", "license", "licence", "citation", "changelog", "dataset_info", "dataset_dict"];
 
-/// The files of a folder, and of folders in it down to a depth, that are not hidden and not about the dataset.
+/// Collects the files of a folder, and of its subfolders down to a depth, that are not hidden and not about the dataset.
 fn walk(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
     let entries = std::fs::read_dir(folder).map_err(io("read", folder))?;
     for entry in entries {
@@ -122,9 +123,9 @@ fn walk(folder: &Path, depth: usize, found: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// The files of a dataset's folder to train on, and those whose rows are held out. Where the names of all files of a kind tell splits,
-/// `train` is trained on, `validation` is held out, and all others are left. Else all files in the folder itself are trained on, or
-/// those of folders in it if it has none.
+/// Returns the files of a dataset's folder, each with whether its rows are held out. If the names of all files of a kind
+/// name splits, `train` is trained on, `validation` is held out, and other splits are ignored. Otherwise all files directly
+/// in the folder are trained on or, if there are none, those in its subfolders.
 fn of_splits(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let mut found = Vec::new();
     walk(folder, DEPTH, &mut found)?;
@@ -134,7 +135,7 @@ fn of_splits(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     let of = |wanted| found.iter().filter(move |path| split(path) == Some(wanted)).cloned();
     let kind = |path: &PathBuf| DataKind::of(path).ok();
     let Some(train) = of(Split::Train).next().filter(|train| {
-        // Files beside them that tell no split are as good as these.
+        // A file next to them without a split counts as much as they do.
         !found.iter().any(|path| split(path).is_none() && kind(path) == kind(train))
     }) else {
         if found.iter().any(|path| path.parent() == Some(folder)) {
@@ -164,13 +165,13 @@ enum DataKind {
     JsonLines,
     /// One array, or JSON lines.
     Json,
-    /// With a header; columns are apart by this byte.
+    /// A table with a header; this byte separates columns.
     Csv(u8),
     Parquet,
 }
 
 impl DataKind {
-    /// By the ending of the file's name.
+    /// Finds the kind by the extension of the file's name.
     fn of(path: &Path) -> Result<(Self, Packing)> {
         let ending = |path: &Path| path.extension().map(|ending| ending.to_string_lossy().to_lowercase());
         let packing = match ending(path).as_deref() {
@@ -199,10 +200,10 @@ impl DataKind {
     }
 }
 
-/// The bytes with which some programs begin a file in UTF-8.
+/// The bytes with which some programs begin a UTF-8 file.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
-/// The file, or the files of a folder by their names; those whose rows are held out are the last.
+/// Returns the file, or the files of a folder sorted by name; held-out files come last.
 pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     let meta = std::fs::metadata(path).map_err(io("read", path))?;
     let paths = if meta.is_dir() { of_splits(path)? } else { vec![(path.to_path_buf(), false)] };
@@ -234,8 +235,8 @@ pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     }
 }
 
-/// Gives `out` the tokens of all files, a part at a time. Of JSON lines and Parquet, and of several texts, every document is
-/// followed by the token that ends one.
+/// Passes the tokens of all files to `out`, in parts. Unless there is only a single text, every document is followed by the
+/// token that ends one.
 pub(super) fn encode(
     files: &[DataFile],
     field: Option<&str>,
@@ -263,7 +264,7 @@ pub(super) fn encode(
         let mut flush = |part: &mut Vec<String>| -> Result<()> {
             let cut: Result<Vec<Vec<u32>>, String> = part.par_iter().map(|text| tokenizer.encode(text)).collect();
             for mut ids in cut.map_err(|problem| wrong_data(&file.path, problem))? {
-                // A text is one document, of which these are parts. No sentences are no document.
+                // A text is one document, and these are its parts. Without sentences there is no document.
                 if !is_text {
                     ids.splice(0..0, begin.iter().copied());
                 }
@@ -292,11 +293,11 @@ pub(super) fn encode(
 
 type Each<'a> = &'a mut dyn FnMut(String) -> Result<()>;
 
-/// A value of a row, by its type in the file.
+/// A value of a row, with its type in the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Cell {
     Text(String),
-    /// A whole number, as the file has it.
+    /// An integer, as written in the file.
     Whole(String),
     /// A number with a fraction.
     Fraction(f64),
@@ -306,7 +307,7 @@ pub(super) enum Cell {
 }
 
 impl Cell {
-    /// The text, or the number as a text.
+    /// Returns the text, or the number as text.
     pub(super) fn into_text(self) -> String {
         match self {
             Self::Text(text) | Self::Whole(text) | Self::Untyped(text) => text,
@@ -320,7 +321,7 @@ impl std::fmt::Display for Cell {
         match self {
             Self::Text(text) | Self::Untyped(text) => write!(f, "{text:?}"),
             Self::Whole(number) => f.write_str(number),
-            // With its point where it is whole.
+            // Written with a decimal point even if it is an integer.
             Self::Fraction(number) => write!(f, "{number:?}"),
             Self::List(items) => {
                 let items: Vec<String> = items.iter().map(Self::to_string).collect();
@@ -330,18 +331,18 @@ impl std::fmt::Display for Cell {
     }
 }
 
-/// The values of a row, in the order of the fields; one is `None` only where its field says that it may.
+/// The values of a row, in the order of the fields; `None` only if the field allows it.
 pub(super) type RowOf = Vec<Option<Cell>>;
 
 type EachRow<'a> = &'a mut dyn FnMut(Place, RowOf) -> Result<()>;
 
-/// What a field holds.
+/// The type of a field's contents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Holds {
     Text,
     /// A text, a boolean, a number, or a list of these.
     Label,
-    /// A text, a boolean or a whole number, or nothing in rows that follow one with a label.
+    /// A text, a boolean or an integer, or nothing in rows that follow one with a label.
     TextOrNothing,
 }
 
@@ -349,12 +350,12 @@ pub(super) enum Holds {
 #[derive(Debug, Clone, Copy)]
 pub(super) struct FieldOf<'a> {
     pub(super) name: &'a str,
-    /// The option that names it.
+    /// The command-line option that names it.
     pub(super) option: &'static str,
     pub(super) holds: Holds,
 }
 
-/// Gives `each` the documents of a file; a text in parts that are cut as the whole would be.
+/// Passes the documents of a file to `each`; a text is passed in parts that give the same tokens as the full text.
 pub(super) fn texts(file: &DataFile, field: Option<&str>, each: Each<'_>) -> Result<()> {
     if file.kind == DataKind::Text {
         return text_parts(file, each);
@@ -370,22 +371,22 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// Makes the error, with the name of the row's file.
+    /// Creates the error, with the name of the row's file.
     pub(super) fn wrong(&self, WrongRow { row, problem }: WrongRow) -> DataError {
         let (file, place) = self.rows[row];
         place.wrong(&self.files[file].path, &problem)
     }
 }
 
-/// A row that cannot be used, by its number among all rows, and the problem.
+/// An unusable row, by its index among all rows, and the problem.
 #[derive(Debug)]
 pub(super) struct WrongRow {
     pub(super) row: usize,
     pub(super) problem: String,
 }
 
-/// Reads these fields of every row of a file, or of the files of a folder. Returns the rows, their places, and the number of last rows
-/// that belong to a validation split: at most `held_out`.
+/// Reads these fields of every row of a file, or of the files of a folder. Returns the rows, their places, and the number of
+/// last rows that belong to a validation split: at most `held_out`.
 pub(super) fn read_rows(
     path: &Path,
     fields: &[FieldOf<'_>],
@@ -407,7 +408,7 @@ pub(super) fn read_rows(
     }
     let mut rows = 0;
     if has_split {
-        // Those without a label stay at the end.
+        // Rows without a label stay at the end.
         let is_labelled = |row: &RowOf| row.iter().all(Option::is_some);
         let labelled = validation.iter().take_while(|(row, _)| is_labelled(row)).count();
         rows = self::held_out(held_out, labelled)?;
@@ -418,7 +419,7 @@ pub(super) fn read_rows(
     Ok((trained, Places { files, rows: places }, rows))
 }
 
-/// The number of rows of a validation split that are held out, where `--eval` asks for some.
+/// Returns the number of rows of a validation split to hold out: all, or as many as `--eval` requests.
 pub(super) fn held_out(asked: Option<usize>, found: usize) -> Result<usize> {
     match asked {
         Some(rows) if rows > found => {
@@ -429,7 +430,7 @@ pub(super) fn held_out(asked: Option<usize>, found: usize) -> Result<usize> {
     }
 }
 
-/// Gives `each` these fields of every row.
+/// Passes these fields of every row to `each`.
 pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Result<()> {
     match file.kind {
         DataKind::Text => {
@@ -449,8 +450,7 @@ pub(super) fn rows(file: &DataFile, fields: &[FieldOf<'_>], each: EachRow<'_>) -
     }
 }
 
-/// Parses JSON, and what Python writes beside it: `NaN` and `Infinity` are read as null, and the escape of an unpaired surrogate as
-/// U+FFFD.
+/// Parses JSON and Python's extensions of it: `NaN` and `Infinity` are read as null, and the escape of an unpaired surrogate as U+FFFD.
 fn parse_json(text: &[u8]) -> serde_json::Result<Value> {
     serde_json::from_slice(text).or_else(|error| serde_json::from_slice(&mended(text)).map_err(|_| error))
 }
@@ -485,7 +485,7 @@ fn mended(text: &[u8]) -> Vec<u8> {
     out
 }
 
-/// The place of a row in its file, for messages.
+/// The place of a row in its file, for error messages.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Place {
     unit: &'static str,
@@ -497,7 +497,7 @@ impl Place {
         Self { unit: "row", number }
     }
 
-    /// The error for this row of a file.
+    /// Returns the error for this row of a file.
     pub(super) fn wrong(self, path: &Path, problem: &str) -> DataError {
         wrong_data(path, format!("{} {}: {problem}", self.unit, self.number))
     }
@@ -505,7 +505,8 @@ impl Place {
 
 type EachValue<'a> = &'a mut dyn FnMut(Place, Value) -> Result<()>;
 
-/// Gives `each` all rows of a file as objects with their keys, and stops at its first error. Of Parquet only these columns are read.
+/// Passes all rows of a file to `each` as objects with their keys, and stops at its first error. From Parquet only these
+/// columns are read.
 pub(super) fn objects(
     file: &DataFile,
     columns: &[&str],
@@ -540,7 +541,7 @@ pub(super) fn objects(
     }
 }
 
-/// Gives `each` the rows of a file of JSON lines or of one array.
+/// Passes the rows of a file of JSON lines or of a single array to `each`.
 fn json_values(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
     if file.kind == DataKind::JsonLines {
         json_lines(file.open()?, &file.path, expected, each)
@@ -568,7 +569,7 @@ fn json_lines(mut lines: impl BufRead, path: &Path, expected: &str, each: EachVa
     Ok(())
 }
 
-/// A file that is one array of objects; or JSON lines with another ending.
+/// Reads a file that is one array of objects, or JSON lines with another extension.
 fn json(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
     let path = &file.path;
     let mut bytes = Vec::new();
@@ -585,7 +586,7 @@ fn json(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
     rows.into_iter().enumerate().try_for_each(|(number, value)| each(Place { unit: "element", number }, value))
 }
 
-/// These fields of an object, or what is wrong with it.
+/// Returns these fields of an object, or describes the problem with it.
 fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<RowOf, String> {
     let mut row = Vec::with_capacity(fields.len());
     for FieldOf { name, option, holds } in fields {
@@ -604,7 +605,7 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
     Ok(row)
 }
 
-/// The value as a label, if it can be one.
+/// Converts the value to a cell, if its type is allowed.
 fn json_cell(value: &Value, holds: Holds) -> Option<Cell> {
     Some(match value {
         Value::String(text) => Cell::Text(text.clone()),
@@ -623,7 +624,7 @@ fn bad_table(path: &Path, error: csv::Error) -> DataError {
     wrong_data(path, format!("is no table that can be read ({error})"))
 }
 
-/// The first record, which names the columns, and the reader of the others.
+/// Returns the first record, which names the columns, and a reader of the others.
 fn table(file: &DataFile, delimiter: u8) -> Result<(csv::StringRecord, csv::Reader<Box<dyn BufRead>>)> {
     let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(file.open()?);
     let header = reader.headers().map_err(|error| bad_table(&file.path, error))?.clone();
@@ -648,7 +649,7 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
         let cell = |(field, &column): (&FieldOf<'_>, &usize)| {
             let text = record.get(column).unwrap_or_default();
             let text = if field.holds == Holds::Label { text.trim() } else { text };
-            // An empty cell is a text, and no label.
+            // An empty cell is a text, but not a label.
             match (text.is_empty(), field.holds) {
                 (true, Holds::TextOrNothing) if number > 0 => Ok(None),
                 (true, Holds::Label | Holds::TextOrNothing) => {
@@ -670,10 +671,10 @@ fn expected(holds: Holds) -> &'static str {
     }
 }
 
-/// Names the type of a value, for messages.
+/// Names the type of a value, for error messages.
 pub(super) fn kind_of(value: &Value) -> &'static str {
     match value {
-        // NaN of JSON is read as null.
+        // NaN in JSON is read as null.
         Value::Null => "null or NaN",
         Value::Bool(_) => "a boolean",
         Value::Number(_) => "a number",
@@ -692,7 +693,7 @@ fn parquet(path: &Path) -> Result<SerializedFileReader<File>> {
     SerializedFileReader::new(File::open(path).map_err(io("read", path))?).map_err(bad_parquet(path))
 }
 
-/// Gives `each` the wanted columns of every row.
+/// Passes the wanted columns of every row to `each`.
 fn parquet_records(
     path: &Path,
     reader: &SerializedFileReader<File>,
@@ -708,7 +709,7 @@ fn parquet_records(
     Ok(())
 }
 
-/// A value of Parquet as one of JSON. One that JSON has not is null.
+/// Converts a Parquet value to JSON; to null if JSON has no such value.
 fn json_of(field: Field) -> Value {
     match field {
         Field::Str(text) => Value::String(text),
@@ -763,7 +764,7 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
     })
 }
 
-/// The value as a label, if it can be one.
+/// Converts the value to a cell, if its type is allowed.
 fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
     use Field::{Byte, Int, Long, Short, UByte, UInt, ULong, UShort};
     Some(match value {
@@ -773,7 +774,7 @@ fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
             Cell::Whole(value.to_string())
         }
         Field::Float(_) | Field::Double(_) | Field::ListInternal(_) if holds != Holds::Label => return None,
-        // With the digits of the shorter type.
+        // Has the digits of the shorter type.
         Field::Float(number) => Cell::Fraction(number.to_string().parse().expect("it is a number")),
         Field::Double(number) => Cell::Fraction(*number),
         Field::Float16(_) | Field::Decimal(_) if holds == Holds::Label => {
@@ -784,7 +785,7 @@ fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
             Cell::List(items.elements().iter().map(item).collect::<Option<_>>()?)
         }
         Field::Bool(is) => Cell::Text(is.to_string()),
-        // Of a time or a group nobody knows which class it is.
+        // The class of a time or a group is undefined.
         _ if holds == Holds::Label => return None,
         other => Cell::Text(other.to_string()),
     })
@@ -794,8 +795,8 @@ fn is_bytes(column: &Type) -> bool {
     column.is_primitive() && column.get_physical_type() == Physical::BYTE_ARRAY
 }
 
-/// Cuts after line ends that no run of blanks goes across: there the tokens of the whole are those of its parts, with GPT-2's
-/// tokenizer and all that look for words first.
+/// Splits a text after line ends that are not part of a run of blanks. There the tokens of the parts are those of the full
+/// text, with GPT-2's tokenizer and all that split text into words first.
 fn text_parts(file: &DataFile, each: Each<'_>) -> Result<()> {
     let (path, mut file) = (&file.path, file.open()?);
     let (mut text, mut begin) = (Vec::new(), 0);
@@ -805,7 +806,7 @@ fn text_parts(file: &DataFile, each: Each<'_>) -> Result<()> {
         let cut = match read {
             0 => text.len(),
             _ => {
-                // The last such place; none in what was looked through before.
+                // The last such place; the text searched before has none.
                 let blank = |at: usize| text[at].is_ascii_whitespace();
                 let from = before.saturating_sub(2).max(1);
                 let place = (from..text.len().saturating_sub(1)).rev().find(|&at| {
@@ -865,7 +866,7 @@ mod tests {
     fn a_text_in_parts_is_cut_as_the_whole() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("text.txt");
-        // Line ends in all company, on both sides of the ends of parts.
+        // Line ends in every combination, on both sides of the ends of parts.
         let line = "It was the best of times,\nit was  \n\n the worst\tof times,\r\n\u{e9}t\u{e9}\n\u{2003}\nwe  \n";
         let text = line.repeat(2 * PART / line.len() + 3);
         std::fs::write(&path, &text).unwrap();
@@ -887,7 +888,7 @@ mod tests {
         let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
         std::io::Write::write_all(&mut packed, text.as_bytes()).unwrap();
         let gzip = packed.finish().unwrap();
-        // Two members, one behind the other, are one text.
+        // Two members, one after the other, are one text.
         assert_eq!(write("a.jsonl.gz", &gzip.repeat(2)).unwrap(), expected.repeat(2));
         let zstd = zstd::encode_all(text.as_bytes(), 1).unwrap();
         assert_eq!(write("a.json.zst", &zstd).unwrap(), expected);
@@ -936,16 +937,16 @@ mod tests {
                 .to_string()
                 .contains("expected at most 2, the rows of the data's validation split")
         );
-        // Several sets to train on are told.
+        // Several training sets are reported.
         write("train_gen-00000-of-2.jsonl", "g");
         let told = files(&folder).unwrap_err().to_string();
         assert!(told.contains("has several sets to train on") && told.contains("train_gen-00000-of-2.jsonl"), "{told}");
         std::fs::remove_file(folder.join("train_gen-00000-of-2.jsonl")).unwrap();
-        // A file beside them that tells no split is as good as these.
+        // A file next to them without a split counts as much as they do.
         write("more.jsonl", "m");
         assert!(names(&folder).iter().all(|(_, held_out)| !held_out) && names(&folder).len() == 6);
         std::fs::remove_file(folder.join("more.jsonl")).unwrap();
-        // Words within words are no splits, and a folder without a split for training is trained on.
+        // Words within words are not splits, and a folder without a training split is trained on.
         for name in ["train-00000-of-2", "train-00001-of-2"] {
             std::fs::rename(folder.join(format!("{name}.jsonl")), folder.join(format!("con{name}.jsonl"))).unwrap();
         }
@@ -980,7 +981,7 @@ mod tests {
         assert_eq!(ids(&path, None).unwrap(), [15496, 995, 50256, 50256, 15496, 50256]);
         let told = ids(&path, Some("n")).unwrap_err();
         assert!(told.contains("line 1: its \"n\" is a number: expected a text"), "{told}");
-        // A number that is none, and half a character, in what is read and in what is not.
+        // A number that is NaN, and half a surrogate pair, in fields that are read and in fields that are not.
         let odd = "{\"text\": \"Hello world\", \"n\": NaN, \"m\": [-Infinity], \"s\": \"NaN \\ud83d\"}\n{\"text\": \"\\ud83dHello \\\\ud83d\"}";
         std::fs::write(&path, odd).unwrap();
         let cut = gpt2().encode("\u{fffd}Hello \\ud83d").unwrap();
@@ -1068,7 +1069,7 @@ mod tests {
         let mut group = writer.next_row_group().unwrap();
         let mut column = group.next_column().unwrap().unwrap();
         let tags = ["a", "b", "c"].map(ByteArray::from);
-        // Of the second row there are none.
+        // The second row has none.
         let levels = [[1, 1, 0, 1], [0, 1, 0, 0]];
         column.typed::<ByteArrayType>().write_batch(&tags, Some(&levels[0]), Some(&levels[1])).unwrap();
         column.close().unwrap();

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 /// `Result` with this crate's error type.
 pub type Result<T, E = DataError> = core::result::Result<T, E>;
 
-/// Data or a tokenizer that cannot be used.
+/// Unusable data or an unusable tokenizer.
 #[derive(Debug, thiserror::Error)]
 pub enum DataError {
     /// A setting does not fit the data or the model. Settings have the names of the options of `zero train`.
@@ -16,7 +16,7 @@ pub enum DataError {
         option: &'static str,
         /// The value given.
         got: String,
-        /// What is expected, and what to change.
+        /// The expected value, and what to change.
         expected: String,
     },
     /// A file or folder cannot be read or written.

@@ -1,8 +1,8 @@
 //! Texts with labels, for classification heads.
 //!
-//! * In: JSON lines, tables or Parquet with a text (or two) and a label in each row, cut as the tokenizer puts texts together: as BERT's
-//!   `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, or as RoBERTa's `<s> A </s></s> B </s>`.
-//! * Memory: all tokens; labelled data is small.
+//! * In: JSON lines, tables or Parquet with a text (or two) and a label in each row. The tokenizer's template joins the
+//!   texts, as in BERT's `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`, or in RoBERTa's `<s> A </s></s> B </s>`.
+//! * Memory: all tokens, since labelled data is small.
 
 use std::ops::Range;
 use std::path::Path;
@@ -17,18 +17,18 @@ use super::tokenizer::Tokenizer;
 use super::wordpiece::SPECIAL;
 use crate::error::{Result, wrong_data};
 
-/// Which fields of a row are what.
+/// Names of the fields of a row.
 #[derive(Debug, Clone, Copy)]
 pub struct Fields<'a> {
     /// The text.
     pub text: &'a str,
     /// A second text.
     pub second: Option<&'a str>,
-    /// The label: a text, a number, or a list of these.
+    /// The label: a text, a number, or a list of either.
     pub label: &'a str,
 }
 
-/// Texts, cut, and their labels.
+/// Tokenized texts with their labels.
 #[derive(Debug)]
 pub struct LabelledTexts {
     rows: Vec<Row>,
@@ -41,17 +41,17 @@ pub struct LabelledTexts {
 
 #[derive(Debug)]
 struct Row {
-    /// With `[CLS]` and `[SEP]`.
+    /// All tokens, including special ones such as `[CLS]` and `[SEP]`.
     ids: Vec<i32>,
-    /// Of these, before the second text.
+    /// Number of tokens before the second text.
     first: usize,
     target: Vec<f64>,
 }
 
-/// A batch of texts, flat: `[rows, width]`, but for `targets`.
+/// A flat batch of texts: `[rows, width]`, except for `targets`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct LabelledBatch {
-    /// Tokens of the longest text.
+    /// Number of tokens of the longest text.
     pub width: usize,
     /// Token ids.
     pub input_ids: Vec<i32>,
@@ -59,23 +59,24 @@ pub struct LabelledBatch {
     pub token_type_ids: Vec<i32>,
     /// 1 at tokens, 0 at padding.
     pub attention_mask: Vec<i32>,
-    /// The number of the class of each text, `[rows]`; for several classes 1 or 0 for each, or the numbers of a regression,
+    /// The class index of each text, `[rows]`; for several classes 1 or 0 for each, or for a regression its numbers,
     /// `[rows, labels]`.
     pub targets: Vec<f64>,
 }
 
 impl LabelledTexts {
-    /// Reads, cuts and checks texts with labels for this head.
+    /// Reads, tokenizes and checks texts with labels for this head.
     ///
-    /// The kind of the labels is the head's: its `problem_type`, or regression for one label. Where the head says nothing, lists are
-    /// several classes, numbers with a fraction a regression, and all other labels classes. Labels that are numbers in their file are
-    /// numbers of the head's classes, and labels that are texts their names, or else their numbers. If they are neither, and the head
-    /// is fresh, they become its classes, in their order as numbers or as texts.
+    /// The head's `problem_type` decides the kind of the labels, or the head's single label makes it a regression. If
+    /// neither does, lists are several classes, numbers with a fraction a regression, and all other labels classes. Labels
+    /// that are numbers in their file are indices of the head's classes. Labels that are texts are names of classes, or else
+    /// their indices. If they are neither, and the head is fresh, they become its classes, sorted as numbers or as texts.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when a file cannot be read or used; for a tokenizer that puts no tokens around a text; for labels
-    /// that are not the head's, or of several kinds; and for rows with another number of the head's `end_token` than the first.
+    /// [`DataError`](crate::DataError) if a file cannot be read or used; if the tokenizer puts no tokens around a text; if
+    /// labels do not belong to the head, or are of several kinds; and if rows differ from the first in their number of the
+    /// head's `end_token`.
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
@@ -112,13 +113,13 @@ impl LabelledTexts {
             let encode = |cell: Cell| tokenizer.encode_within(&cell.into_text(), cutting.vocab_size);
             let texts = cells.drain(1..).map(encode).collect::<Result<Vec<_>, _>>();
             let mut texts = texts.map_err(|problem| WrongRow { row, problem })?;
-            // The longer one loses its end first, as transformers' `longest_first`.
+            // Truncates the end of the longer text first, like transformers' `longest_first`.
             while texts.iter().map(Vec::len).sum::<usize>() > seq - marks {
                 texts.iter_mut().rev().max_by_key(|text| text.len()).expect("there is a text").pop();
             }
             let mut ids = before.clone();
             let mut first = 0;
-            // Behind a text alone stands what stands behind the last.
+            // A single text is followed by the tokens that follow the last text of a pair.
             for (text, behind) in texts.iter().zip(&behind[2 - texts.len()..]) {
                 ids.extend(text.iter().map(|&id| id as i32).chain(behind.iter().copied()));
                 first = if first == 0 { ids.len() } else { first };
@@ -142,32 +143,32 @@ impl LabelledTexts {
         Ok(Self { rows, held_out, problem, names, seq, pad: pad as i32 })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.rows.len()
     }
 
-    /// The number of last rows that belong to a validation split.
+    /// Returns the number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }
 
-    /// The most tokens of a row.
+    /// Returns the most tokens of a row.
     pub fn seq(&self) -> usize {
         self.seq
     }
 
-    /// The kind of the labels.
+    /// Returns the kind of the labels.
     pub fn problem(&self) -> ProblemType {
         self.problem
     }
 
-    /// Names of the labels that a head has.
+    /// Returns the names of the head's labels.
     pub fn names(&self) -> &[String] {
         &self.names
     }
 
-    /// Of some rows, to tell data from other data.
+    /// Returns a checksum of some rows, which identifies the data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
         self.rows[rows].iter().fold(0, |sum, row| {
             let sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(&row.ids));
@@ -180,12 +181,12 @@ impl LabelledTexts {
         })
     }
 
-    /// Tokens of some rows, together.
+    /// Returns the total number of tokens of some rows.
     pub fn tokens(&self, rows: &[usize]) -> usize {
         rows.iter().map(|&row| self.rows[row].ids.len()).sum()
     }
 
-    /// A batch of rows, filled up to the longest.
+    /// Returns a batch of rows, padded to the longest.
     pub fn batch(&self, rows: &[usize]) -> LabelledBatch {
         let width = rows.iter().map(|&row| self.rows[row].ids.len()).max().unwrap_or(0);
         let mut batch = LabelledBatch { width, ..LabelledBatch::default() };

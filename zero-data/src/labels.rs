@@ -1,6 +1,6 @@
-//! Labels of texts, as a classification head is trained on them.
+//! Labels of texts, in the form in which a classification head is trained on them.
 //!
-//! * In: a label of each row, as it is in its file, and what is known of the head.
+//! * In: the label of each row, as it is in its file, and the known properties of the head.
 //! * Out: the kind of the labels, their names, and numbers for the loss.
 
 use std::collections::{BTreeSet, HashMap};
@@ -16,13 +16,13 @@ pub struct KnownHead<'a> {
     pub names: &'a [String],
     /// The `problem_type` in the same file.
     pub problem: Option<ProblemType>,
-    /// True if the head is fresh: it gets the labels of the data where these are others.
+    /// True if the head is fresh: it gets the labels of the data if they differ.
     pub fresh: bool,
-    /// The token that the head reads a text at, which all texts must have equally often.
+    /// The token at which the head reads a text; all texts must have it equally often.
     pub end_token: Option<u32>,
 }
 
-/// Labels that cannot be used. `row` is the row with the problem, if it is in one row.
+/// Unusable labels. `row` is the row with the problem, if it is in a single row.
 #[derive(Debug)]
 pub(super) struct WrongLabels {
     pub(super) row: Option<usize>,
@@ -41,22 +41,22 @@ fn of_row(row: usize, problem: String) -> WrongLabels {
 
 type Result<T> = std::result::Result<T, WrongLabels>;
 
-/// Labels of rows.
+/// The labels of all rows.
 #[derive(Debug, PartialEq)]
 pub(super) struct Labels {
     pub(super) problem: ProblemType,
     /// Names of the labels.
     pub(super) names: Vec<String>,
-    /// Labels of each row: the number of its class; for several classes 1 or 0 for each; or the numbers of a regression.
+    /// Target of each row: its class index; for several classes 1 or 0 for each; or the numbers of a regression.
     pub(super) targets: Vec<Vec<f64>>,
 }
 
-/// The type of some values.
+/// The common type of some values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Text,
     Whole,
-    /// Numbers, of which some have a fraction.
+    /// Numbers, some with a fraction.
     Fraction,
     List,
 }
@@ -78,9 +78,9 @@ type Value<'a> = (usize, &'a Cell);
 impl Labels {
     /// Reads the labels of all rows.
     ///
-    /// The kind is the one of the head: its `problem_type`, or regression for one label. Where the head says nothing, it is the one of
-    /// the labels, as in transformers' `run_classification.py`: lists are several classes, numbers with a fraction a regression, and
-    /// all others classes.
+    /// The head's `problem_type` decides the kind, or the head's single label makes it a regression. If neither does, the
+    /// labels decide, as in transformers' `run_classification.py`: lists are several classes, numbers with a fraction a
+    /// regression, and all others classes.
     pub(super) fn of(cells: &[&Cell], head: KnownHead<'_>) -> Result<Self> {
         let values: Vec<Value<'_>> = cells.iter().copied().enumerate().collect();
         let kind = kind_of(&values)?;
@@ -94,7 +94,7 @@ impl Labels {
         }
     }
 
-    /// Numbers of a regression.
+    /// Reads the numbers of a regression.
     fn numbers(values: &[Value<'_>], head: KnownHead<'_>) -> Result<Self> {
         let numbers = |cell: &Cell| match cell {
             Cell::List(items) => items.iter().map(number).collect(),
@@ -121,7 +121,7 @@ impl Labels {
         Ok(Self { problem: ProblemType::Regression, names: names_for(outputs, head), targets })
     }
 
-    /// Any number of classes: lists of their names or numbers, or of as many 0.0 and 1.0 as there are classes.
+    /// Reads any number of classes per row: lists of their names or indices, or of a 0.0 or 1.0 for each class.
     fn several(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self> {
         let problem = ProblemType::MultiLabelClassification;
         if kind != Kind::List {
@@ -175,10 +175,10 @@ impl Labels {
         Ok(Self { problem, names, targets })
     }
 
-    /// One class.
+    /// Reads one class per row.
     fn single(values: &[Value<'_>], kind: Kind, head: KnownHead<'_>) -> Result<Self> {
         let other = |(_, cell): &&Value<'_>| !matches!(cell, Cell::Text(_) | Cell::Whole(_) | Cell::Untyped(_));
-        // Of a table without types whose labels are numbers with a fraction, only `problem_type` makes classes.
+        // In a table without types whose labels are numbers with a fraction, only `problem_type` makes them classes.
         let fractions = values.first().filter(|_| kind == Kind::Fraction && head.problem.is_none());
         if let Some((row, cell)) = values.iter().find(other).or(fractions) {
             let problem = format!(
@@ -198,7 +198,7 @@ fn list(cell: &Cell) -> Option<&[Cell]> {
     if let Cell::List(items) = cell { Some(items) } else { None }
 }
 
-/// The known names if they are as many.
+/// Returns the known names if their number matches.
 fn names_for(labels: usize, head: KnownHead<'_>) -> Vec<String> {
     if head.names.len() == labels { head.names.to_vec() } else { unnamed_labels(labels) }
 }
@@ -211,7 +211,7 @@ fn number(cell: &Cell) -> Option<f64> {
     }
 }
 
-/// The text of a value that is no list and has no fraction.
+/// Returns the text of a value that is not a list and has no fraction.
 fn text(cell: &Cell) -> &str {
     match cell {
         Cell::Text(text) | Cell::Whole(text) | Cell::Untyped(text) => text,
@@ -219,9 +219,9 @@ fn text(cell: &Cell) -> &str {
     }
 }
 
-/// The kind of all these values.
+/// Returns the common kind of all these values.
 fn kind_of(values: &[Value<'_>]) -> Result<Kind> {
-    // A column of a table without types is one of numbers if all are.
+    // A column of a table without types has numbers if all cells are numbers.
     let is_whole = |(_, cell): &Value<'_>| matches!(cell, Cell::Untyped(text) if text.trim().parse::<i64>().is_ok());
     let is_number = |(_, cell): &Value<'_>| matches!(cell, Cell::Untyped(_)) && number(cell).is_some();
     if values.iter().all(is_number) && !values.iter().all(is_whole) {
@@ -252,9 +252,9 @@ fn kind_of(values: &[Value<'_>]) -> Result<Kind> {
     Ok(kind)
 }
 
-/// The classes of these labels, and the number of the class of each label. Labels that are numbers in their file are numbers of the
-/// known classes, and labels that are texts their names, or else their numbers. If they are neither, and the head is fresh, they become
-/// the classes, in their order as numbers or as texts.
+/// Returns the classes of these labels, and the class index of each label. Labels that are numbers in their file are indices
+/// of the known classes. Labels that are texts are names of known classes, or else their indices. If they are neither, and
+/// the head is fresh, they become the classes, sorted as numbers or as texts.
 fn classes<'a>(
     values: &[Value<'a>],
     kind: Kind,
@@ -324,7 +324,7 @@ mod tests {
         rows.into_iter().map(Cell::List).collect()
     }
 
-    /// Labels for a head with these names, which is fresh or not.
+    /// Reads labels for a head with these names.
     fn of(cells: &[Cell], names: &[&str], fresh: bool) -> Result<Labels> {
         for_problem(cells, names, fresh, None)
     }
@@ -370,7 +370,7 @@ mod tests {
         single(of(&wholes(&[7, 3]), &["a", "b"], true), &["3", "7"], &[1, 0]);
         single(of(&table(&["7", "3"]), &[], true), &["3", "7"], &[1, 0]);
         single(of(&texts(&["b", "a"]), &[], true), &["a", "b"], &[1, 0]);
-        // Texts of JSON that look like numbers with a fraction.
+        // Texts in JSON that look like numbers with a fraction.
         single(of(&texts(&["0.5", "1.5"]), &[], true), &["0.5", "1.5"], &[0, 1]);
         told(of(&texts(&["b", "b"]), &[], true), "expected at least 2 classes");
         let other = told_of(of(&texts(&["yes", "maybe"]), &["no", "yes"], false));
@@ -414,7 +414,7 @@ mod tests {
         let scores = [fractions(&[0.5]), wholes(&[3]), fractions(&[-1.0])].concat();
         same(of(&scores, &[], true), regression, &["LABEL_0"], &[&[0.5], &[3.0], &[-1.0]]);
         same(of(&table(&["0.5", "3", " -1"]), &["a", "b"], true), regression, &["LABEL_0"], &[&[0.5], &[3.0], &[-1.0]]);
-        // One label is a regression, whole numbers too.
+        // A single label makes it a regression, for integers too.
         same(of(&wholes(&[3, 5]), &["score"], false), regression, &["score"], &[&[3.0], &[5.0]]);
         same(of(&table(&["3", "5"]), &["score"], false), regression, &["score"], &[&[3.0], &[5.0]]);
         // Several numbers need problem_type.
@@ -466,7 +466,7 @@ mod tests {
         let flags = lists([fractions(&[0.0, 0.0, 1.0]), [fractions(&[1.0, 1.0]), wholes(&[0])].concat()]);
         same(of(&flags, &["x", "y", "z"], false), several, &["x", "y", "z"], &rows);
         same(of(&flags, &[], true), several, &["LABEL_0", "LABEL_1", "LABEL_2"], &rows);
-        // A fresh head of one label gets those of the lists.
+        // A fresh head with one label gets those of the lists.
         same(of(&by_number, &["score"], true), several, &["0", "1", "2"], &rows);
 
         told(of(&by_name, &["a", "c"], false), "row 0 has the label \"b\", and the model's classes are");
@@ -475,7 +475,7 @@ mod tests {
             "row 0 has the label [0.0, 0.0, 1.0]: expected 0.0 or 1.0 for each of the 2",
         );
         told(of(&lists([fractions(&[0.0, 0.5])]), &[], true), "row 0 has the label [0.0, 0.5]: expected 0.0 or 1.0");
-        // What would be flags in whole numbers.
+        // Integers that look like flags.
         told(of(&lists([wholes(&[0, 1, 1])]), &[], true), "row 0 has the class 1 twice");
         told(of(&lists([wholes(&[0, 1]), wholes(&[1, 0])]), &[], true), "expected 0.0 and 1.0 for each class");
         told(of(&lists([texts(&[])]), &[], true), "has empty lists as labels in all rows");

@@ -1,10 +1,13 @@
-//! Training examples for language models: [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them; or
-//! [`Conversations`], of which the model learns the answers; or [`SentencePairs`], of which some tokens are masked; or
-//! [`LabelledTexts`], or [`TextPairs`].
+//! Training examples for language models:
 //!
-//! * In: a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer cuts.
-//! * Memory: of a file of ids, none but the rows in use; text is cut once into such a file, the token cache, which the ranks of
-//!   a machine share (a small text is cut in memory).
+//! * [`TokenRows`] of `seq` tokens, whose labels are the next tokens inside them;
+//! * [`Conversations`], of which the model learns the answers;
+//! * [`SentencePairs`], of which some tokens are masked;
+//! * [`LabelledTexts`] and [`TextPairs`].
+//!
+//! Input is a safetensors file of token ids; or text, JSON lines or Parquet, which a tokenizer splits into tokens. From a
+//! file of ids, only the rows in use are in memory. Text is tokenized once into such a file, the token cache, which the
+//! ranks of a machine share; a small text is tokenized in memory.
 
 mod cache;
 mod caught;
@@ -34,43 +37,43 @@ pub use self::rows::{TokenBatch, TokenRows};
 pub use self::text_pairs::{TextPairBatch, TextPairs};
 pub use self::tokenizer::{Message, NO_TEMPLATE, Tokenizer};
 
-/// Where rows come from.
+/// The source of rows.
 #[derive(Debug, Clone)]
 pub enum Source<'a> {
     /// A file, or a folder of files of one kind: `.safetensors` with an int tensor `input_ids`, `[rows, T]` or one long row
     /// `[N]`; `.jsonl` and `.parquet` with a document in each row; else UTF-8 text.
     File(&'a Path),
-    /// Text that is part of the program, with a name for errors.
+    /// Text that is part of the program, with a name for error messages.
     Text(&'a str, &'static str),
 }
 
-/// How documents become rows.
+/// Settings for splitting documents into rows of tokens.
 #[derive(Debug, Clone, Default)]
 pub struct Cutting<'a> {
-    /// Tokens per row. `None`: of a file of rows, what it has; else 128, or the model's positions if they are fewer.
+    /// Tokens per row. `None`: the length of the rows in a file of rows; else 128, or the model's positions if they are fewer.
     pub seq: Option<usize>,
-    /// Tokens that the model knows.
+    /// Size of the model's vocabulary.
     pub vocab_size: usize,
-    /// The longest row of the model; `usize::MAX` if there is no limit.
+    /// The model's longest row; `usize::MAX` if there is no limit.
     pub n_positions: usize,
-    /// A `tokenizer.json`, or the folder that it is in. `None`: one in `folders`, else GPT-2's own for a GPT-2 or a preset.
+    /// A `tokenizer.json`, or its folder. `None`: one in `folders`, else GPT-2's own for a GPT-2 or a preset.
     pub tokenizer: Option<&'a Path>,
-    /// Where the model is read from: a tokenizer there is the one that it was made for.
+    /// Folders that the model is read from: a tokenizer there is the one that it was made for.
     pub folders: &'a [&'a Path],
-    /// True if the model is a GPT-2, whose tokens are known where its folder has no tokenizer.
+    /// True if the model is a GPT-2, whose tokens are known even if its folder has no tokenizer.
     pub is_gpt2: bool,
-    /// Whether sentences and documents are told apart, for [`SentencePairs`].
+    /// If set, the ends of sentences and documents are marked, for [`SentencePairs`].
     pub sentences: bool,
-    /// The column of a Parquet file, or the key of a JSON line, that has the text.
+    /// The column of a Parquet file, or the key of a JSON line, with the text.
     pub field: Option<&'a str>,
-    /// Most rows of a validation split that are held out. `None`: all.
+    /// Most rows of a validation split to hold out. `None`: all.
     pub held_out: Option<usize>,
-    /// Where text that has been cut is kept. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.
+    /// Folder of the token cache. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.
     pub cache: Option<&'a Path>,
 }
 
 impl Cutting<'_> {
-    /// Tokens of a row, or the most of one: at least `least`, at most as many as the model has positions.
+    /// Returns the length of a row, or the greatest length: at least `least`, at most the model's positions.
     fn row_length(&self, least: usize) -> Result<usize> {
         let seq = self.seq.unwrap_or(DEFAULT_SEQ.min(self.n_positions));
         if (least..=self.n_positions).contains(&seq) {
@@ -87,11 +90,11 @@ impl Cutting<'_> {
     }
 }
 
-/// Tokens of a row where nothing says.
+/// Default number of tokens per row.
 pub const DEFAULT_SEQ: usize = 128;
 
 impl Source<'_> {
-    /// The file's path, or the name of a text.
+    /// Returns the file's path, or the name of a text.
     fn path(&self) -> &Path {
         match self {
             Source::File(path) => path,
@@ -99,11 +102,11 @@ impl Source<'_> {
         }
     }
 
-    /// The length of rows that the data itself fixes, without reading them: of a safetensors file.
+    /// Returns the row length that the data itself fixes, which is the case for a safetensors file of rows. Reads only the header.
     ///
     /// # Errors
     ///
-    /// [`DataError`] when there is such a file and it cannot be read.
+    /// [`DataError`] if there is such a file and it cannot be read.
     pub fn row_length(&self) -> Result<Option<usize>> {
         match self {
             Source::File(path) if is_tokens(path) => Ok(token_file::TokenFile::open(path)?.row_length()),
@@ -112,7 +115,7 @@ impl Source<'_> {
     }
 }
 
-/// Checks that a model with so many tokens knows these.
+/// Checks that these ids are within a vocabulary of `vocab_size` tokens.
 fn check_ids(ids: &[u32], vocab_size: usize) -> std::result::Result<(), String> {
     match ids.iter().find(|id| **id as usize >= vocab_size) {
         None => Ok(()),

@@ -1,10 +1,10 @@
-//! Pairs of text segments for BERT's pre-training, with masked tokens, made as they are used: *BERT*, Devlin et al. 2018,
-//! section 3.1 and appendix A.1 and A.2, <https://arxiv.org/abs/1810.04805>.
+//! Pairs of text segments with masked tokens for BERT's pre-training, made on the fly: *BERT*, Devlin et al. 2018, section
+//! 3.1 and appendix A.1 and A.2, <https://arxiv.org/abs/1810.04805>.
 //!
-//! * In: a stream of tokens in which `[SEP]` ends a sentence and a second one a document.
-//! * Out: batches `[rows, seq]` of `[CLS] A [SEP] B [SEP]`. Half of the time B is what follows A, else it is from another
-//!   place. Which sentences, and which tokens are masked, comes from the seed of the row.
-//! * Memory: of a large text, none but the sentences in use.
+//! * In: a stream of tokens in which `[SEP]` ends a sentence and a second `[SEP]` a document.
+//! * Out: batches `[rows, seq]` of `[CLS] A [SEP] B [SEP]`. Half of the time B follows A in the text, else it is from
+//!   another place. The row's seed decides which sentences are used and which tokens are masked.
+//! * Memory: only the sentences in use, if the text is large.
 
 use std::ops::Range;
 use std::path::Path;
@@ -20,18 +20,18 @@ use crate::error::{Result, wrong_data};
 /// `[CLS]` and two `[SEP]`.
 const MARKS: usize = 3;
 
-/// How often a pair is shorter than a row, so that the model sees short ones too.
+/// Probability that a pair is shorter than a row, so that the model also sees short ones.
 const SHORT: f64 = 0.1;
 
 /// The label of a token that is not predicted.
 const IGNORED: i32 = zero_models::loss::IGNORED_LABEL;
 
-/// Which tokens are predicted.
+/// Choice of the tokens that are predicted.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Masking {
-    /// The part of a pair's tokens: 0.15 in the paper.
+    /// The share of a pair's tokens: 0.15 in the paper.
     pub probability: f64,
-    /// Whether all tokens of a word are chosen together.
+    /// If set, all tokens of a word are chosen together.
     pub whole_words: bool,
 }
 
@@ -43,7 +43,7 @@ pub struct SentencePairs {
     rows: usize,
     held_out: usize,
     special: Special,
-    /// By their numbers, whether tokens go on with a word.
+    /// For each token id, whether the token continues a word.
     going_on: Vec<bool>,
 }
 
@@ -55,7 +55,7 @@ struct Special {
     mask: i32,
 }
 
-/// A batch of pairs, flat: `[rows, seq]` where nothing else is said.
+/// A flat batch of pairs: `[rows, seq]` unless noted otherwise.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PairBatch {
     /// Token ids, some of them masked.
@@ -66,18 +66,18 @@ pub struct PairBatch {
     pub attention_mask: Vec<i32>,
     /// The ids to predict; -100 elsewhere.
     pub labels: Vec<i32>,
-    /// Whether the second segment is not what follows the first, `[rows]`.
+    /// 1 if the second segment does not follow the first in the text, otherwise 0, `[rows]`.
     pub next_sentence_labels: Vec<i32>,
-    /// Where labels are, as indices into the batch's tokens.
+    /// Positions of the labels, as indices into the batch's tokens.
     pub predicted_positions: Vec<i32>,
 }
 
 impl SentencePairs {
-    /// Cuts and checks a text. Each row is as long as `cutting` says, or 128 tokens.
+    /// Tokenizes and checks a text. Each row has the length that `cutting` sets, or 128 tokens.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when a file cannot be read or is too short; for a tokenizer that is not the model's, or not as BERT's.
+    /// [`DataError`](crate::DataError) if a file cannot be read or is too short, or the tokenizer is not the model's or not like BERT's.
     pub fn load(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let problem = |problem: String| Err(wrong_data(source.path(), problem));
         if matches!(source, Source::File(path) if is_tokens(path)) {
@@ -100,42 +100,42 @@ impl SentencePairs {
         Ok(pairs)
     }
 
-    /// Number of rows: as many as pairs fill the text once.
+    /// Returns the number of rows: the number of pairs that fill the text once.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The number of last rows that belong to a validation split.
+    /// Returns the number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }
 
-    /// Tokens of a row, with padding.
+    /// Returns the tokens per row, including padding.
     pub fn seq(&self) -> usize {
         self.seq
     }
 
-    /// Tokens of the vocabulary.
+    /// Returns the size of the vocabulary.
     pub fn vocabulary(&self) -> usize {
         self.going_on.len()
     }
 
-    /// Of the tokens of some rows and the rows' length, to tell data from other data.
+    /// Returns a checksum of the tokens of some rows and of the rows' length, which identifies the data.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn checksum(&self, rows: Range<usize>) -> Result<u32> {
         let width = self.seq - MARKS;
         self.tokens.checksum((rows.start * width, rows.end * width), self.seq)
     }
 
-    /// A batch of rows, each drawn from its seed. A second segment from elsewhere is from one of the rows that `others` gives
-    /// for a row, so that text which is held out stays so.
+    /// Returns a batch of rows, each drawn from its seed. A second segment from elsewhere comes from the rows that `others`
+    /// returns for a row, so that held-out text stays held out.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read, or has no sentences.
+    /// If the file cannot be read, or has no sentences.
     pub fn batch(
         &self,
         rows: &[usize],
@@ -166,7 +166,7 @@ impl SentencePairs {
         let (first, mut second) = (first.concat(), second.concat());
         let elsewhere = second.is_empty() || draws.unit() < 0.5;
         if elsewhere {
-            // Another row than this one, where there is one.
+            // Another row than this one, if there is one.
             let step = if others.len() > 1 { 1 + draws.below(others.len() - 1) } else { 0 };
             let other = others.start + (row - others.start + step) % others.len();
             second = self.sentences(other, &others, room.saturating_sub(first.len()).max(1), draws)?.concat();
@@ -196,12 +196,12 @@ impl SentencePairs {
         Ok(())
     }
 
-    /// Sentences of one document that come one after the other, of at least `room` tokens if it has as many, from a random one
-    /// on that begins in the part of the stream that is this row's; nothing outside of the rows `of` is read.
+    /// Returns consecutive sentences of one document, of at least `room` tokens if it has that many. They start at a random
+    /// sentence that begins in this row's part of the stream. Nothing outside of the rows `of` is read.
     fn sentences(&self, row: usize, of: &Range<usize>, room: usize, draws: &mut Draws) -> Result<Vec<Vec<i32>>> {
         let (width, sep) = (self.seq - MARKS, self.special.sep);
         let end = if of.end == self.rows { self.tokens.len() } else { of.end * width };
-        // Of many blanks, a row may have no sentence.
+        // A row may have no sentence, if the text has many blank lines.
         for row in (row..of.end).chain(of.start..row) {
             let begin = row * width;
             // The token before tells whether a sentence begins.
@@ -231,7 +231,7 @@ impl SentencePairs {
         Err(wrong_data(Path::new("the text"), "has no sentences: expected lines of words"))
     }
 
-    /// Masks tokens, and gives the labels. Of those that are chosen, 80 % become `[MASK]`, 10 % a random token, and 10 % stay.
+    /// Masks tokens, and returns the labels. Of the chosen tokens, 80 % become `[MASK]`, 10 % a random token, and 10 % stay.
     fn mask(&self, ids: &mut [i32], masking: Masking, draws: &mut Draws) -> Vec<i32> {
         let Special { cls, sep, mask, .. } = self.special;
         let mut labels = vec![IGNORED; ids.len()];
@@ -271,7 +271,7 @@ mod tests {
 
     use super::*;
 
-    /// Documents of sentences, each word of which tells document and sentence: `d3s1w0`.
+    /// Returns documents of sentences, in which each word names its document and sentence: `d3s1w0`.
     fn text(documents: usize) -> String {
         let sentence = |d: usize, s: usize| (0..4 + (d + s) % 5).map(|w| format!("d{d}s{s}w{w} ")).collect::<String>();
         (0..documents)
@@ -279,7 +279,7 @@ mod tests {
             .collect::<String>()
     }
 
-    /// With a vocabulary of whole words.
+    /// Returns pairs whose tokenizer has a vocabulary of full words.
     fn pairs(seq: usize) -> (SentencePairs, Tokenizer) {
         let text = text(40);
         let source = Source::Text(&text, "text");
@@ -303,7 +303,7 @@ mod tests {
 
     const MASKING: Masking = Masking { probability: 0.15, whole_words: false };
 
-    /// What a row was before it was masked: `[CLS]`, the segments, padding.
+    /// Returns the two segments of a row before it was masked.
     fn segments(batch: &PairBatch, row: usize, seq: usize) -> [Vec<i32>; 2] {
         let at = row * seq..(row + 1) * seq;
         let ids: Vec<i32> = std::iter::zip(&batch.input_ids[at.clone()], &batch.labels[at.clone()])

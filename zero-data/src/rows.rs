@@ -1,4 +1,4 @@
-//! Rows of one length, in memory or in a file that is read as they are used.
+//! Rows of equal length, in memory or in a file that is read on demand.
 
 use std::ops::Range;
 use std::path::Path;
@@ -9,25 +9,25 @@ use super::tokens::Tokens;
 use super::{Cutting, DEFAULT_SEQ, Source, is_tokens};
 use crate::error::{Result, wrong, wrong_data};
 
-/// Rows of token ids, all of one length.
+/// Rows of token ids of equal length.
 #[derive(Debug)]
 pub struct TokenRows {
     tokens: Tokens,
     seq: usize,
     rows: usize,
     held_out: usize,
-    /// What cut them, if that is known.
+    /// The tokenizer of the rows, if it is known.
     tokenizer: Option<Tokenizer>,
 }
 
-/// A batch of rows, flat: `[rows, width]`.
+/// A flat batch of rows: `[rows, width]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenBatch {
-    /// Tokens of a row.
+    /// Tokens per row.
     pub width: usize,
     /// Token ids.
     pub input_ids: Vec<i32>,
-    /// The ids at places that count in the loss, which predictions for the place before are compared with; -100 elsewhere.
+    /// The ids at positions that count in the loss, compared with the predictions at the previous position; -100 elsewhere.
     pub labels: Vec<i32>,
 }
 
@@ -36,8 +36,8 @@ impl TokenRows {
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when a file cannot be read, holds too few tokens or a token outside of the vocabulary, or does not fit the
-    /// row length; for a tokenizer that is not the model's.
+    /// [`DataError`](crate::DataError) if a file cannot be read, holds too few tokens or a token outside of the vocabulary,
+    /// or does not match the row length, or if the tokenizer is not the model's.
     pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self> {
         if let Source::File(path) = *source
             && is_tokens(path)
@@ -91,40 +91,40 @@ impl TokenRows {
         Ok(rows)
     }
 
-    /// Of the tokens of some rows and the rows' length, to tell data from other data.
+    /// Returns a checksum of the tokens of some rows and of the rows' length, which identifies the data.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn checksum(&self, rows: Range<usize>) -> Result<u32> {
         self.tokens.checksum((rows.start * self.seq, rows.end * self.seq), self.seq)
     }
 
-    /// The tokenizer; none of a file of ids.
+    /// Returns the tokenizer; none for a file of ids.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The number of last rows that belong to a validation split.
+    /// Returns the number of last rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }
 
-    /// Tokens of a row.
+    /// Returns the tokens per row.
     pub fn seq(&self) -> usize {
         self.seq
     }
 
-    /// The tokens of `rows`, flat: `[rows.len() * seq]`.
+    /// Returns the tokens of `rows`, flat: `[rows.len() * seq]`.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read.
+    /// If the file cannot be read.
     pub fn tokens(&self, rows: &[usize]) -> Result<Vec<i32>> {
         let mut tokens = vec![0; rows.len() * self.seq];
         for (row, to) in rows.iter().zip(tokens.chunks_exact_mut(self.seq)) {

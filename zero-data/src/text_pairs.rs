@@ -1,7 +1,7 @@
-//! Texts, and the texts that are to be made of them.
+//! Source texts, and target texts to generate from them.
 //!
 //! * In: JSON lines or Parquet with both in each row.
-//! * Memory: all tokens, and the texts to be made.
+//! * Memory: all tokens, and the target texts.
 
 use std::ops::Range;
 use std::path::Path;
@@ -15,7 +15,7 @@ use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
 use crate::error::Result;
 
-/// Texts to be read, and to be made of these.
+/// Source texts with their target texts.
 #[derive(Debug)]
 pub struct TextPairs {
     rows: Vec<Row>,
@@ -34,36 +34,36 @@ struct Row {
     made: Option<Made>,
 }
 
-/// A text to be made.
+/// A target text.
 #[derive(Debug)]
 struct Made {
     text: String,
-    /// As it comes back from its tokens, which may lose case and blanks.
+    /// The text decoded from its tokens, which may lose case and blanks.
     decoded: String,
 }
 
-/// A batch, flat: `[rows, width]` and `[rows, target_width]`.
+/// A flat batch: `[rows, width]` and `[rows, target_width]`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TextPairBatch {
-    /// Tokens of the longest text to be read.
+    /// Number of tokens of the longest source text.
     pub width: usize,
-    /// Token ids to be read.
+    /// Token ids of the source texts.
     pub input_ids: Vec<i32>,
     /// 1 at tokens, 0 at padding.
     pub attention_mask: Vec<i32>,
-    /// Tokens of the longest text to be made.
+    /// Number of tokens of the longest target text.
     pub target_width: usize,
-    /// The ids to be made; -100 behind them.
+    /// Token ids of the target texts, padded with -100.
     pub labels: Vec<i32>,
 }
 
 impl TextPairs {
-    /// Reads, cuts and checks. Of each text the beginning is kept, with the tokens that begin and end one by the model's settings. The
-    /// last rows may have no text to be made.
+    /// Reads, tokenizes and checks. The beginning of each text is kept, with the tokens that begin and end a text according
+    /// to the model's settings. The last rows may have no target text.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when a file cannot be read or used, and for a text to be made that is longer than the model's positions.
+    /// [`DataError`](crate::DataError) if a file cannot be read or used, or a target text is longer than the model's positions.
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
@@ -119,62 +119,62 @@ impl TextPairs {
         Ok(Self { rows, held_out, tokenizer, seq, pad: settings.pad_token as i32, longest_target, unlabelled })
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.rows.len()
     }
 
-    /// The number of last labeled rows that belong to a validation split.
+    /// Returns the number of last labelled rows that belong to a validation split.
     pub fn held_out(&self) -> usize {
         self.held_out
     }
 
-    /// How many of the last rows have no text to be made.
+    /// Returns the number of last rows without a target text.
     pub fn unlabelled(&self) -> usize {
         self.unlabelled
     }
 
-    /// The most tokens of a text to be read.
+    /// Returns the most tokens of a source text.
     pub fn seq(&self) -> usize {
         self.seq
     }
 
-    /// The most tokens of a text to be made.
+    /// Returns the most tokens of a target text.
     pub fn longest_target(&self) -> usize {
         self.longest_target
     }
 
-    /// What cuts texts into tokens.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
     }
 
-    /// The text that is to be made of a row's, if it is known.
+    /// Returns a row's target text, if it is known.
     pub fn target(&self, row: usize) -> Option<&str> {
         self.rows[row].made.as_ref().map(|made| made.text.as_str())
     }
 
-    /// The same as it comes back from its tokens, which may lose case and blanks.
+    /// Returns the target text decoded from its tokens, which may lose case and blanks.
     pub fn decoded_target(&self, row: usize) -> Option<&str> {
         self.rows[row].made.as_ref().map(|made| made.decoded.as_str())
     }
 
-    /// The tokens of a row's text to be read.
+    /// Returns the tokens of a row's source text.
     pub fn source(&self, row: usize) -> Vec<u32> {
         self.rows[row].source.iter().map(|&id| id as u32).collect()
     }
 
-    /// Tokens of some rows' texts to be read, together.
+    /// Returns the total number of tokens of some rows' source texts.
     pub fn source_tokens(&self, rows: &[usize]) -> usize {
         rows.iter().map(|&row| self.rows[row].source.len()).sum()
     }
 
-    /// Tokens of some rows' texts to be made, together.
+    /// Returns the total number of tokens of some rows' target texts.
     pub fn target_tokens(&self, rows: &[usize]) -> usize {
         rows.iter().map(|&row| self.rows[row].target.len()).sum()
     }
 
-    /// Of some rows, to tell data from other data.
+    /// Returns a checksum of some rows, which identifies the data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
         self.rows[rows].iter().fold(0, |sum, Row { source, target, .. }| {
             let sum = crc32c::crc32c_append(sum, &(source.len() as u64).to_le_bytes());
@@ -182,7 +182,7 @@ impl TextPairs {
         })
     }
 
-    /// A batch of rows, filled up to the longest.
+    /// Returns a batch of rows, padded to the longest.
     pub fn batch(&self, rows: &[usize]) -> TextPairBatch {
         let rows = || rows.iter().map(|&row| &self.rows[row]);
         let width = rows().map(|row| row.source.len()).max().unwrap_or(0);

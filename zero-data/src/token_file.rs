@@ -1,7 +1,7 @@
-//! Token ids in a safetensors file, an integer tensor `input_ids` of shape `[rows, T]` or `[N]`, read as they are used.
+//! Token ids in a safetensors file, an integer tensor `input_ids` of shape `[rows, T]` or `[N]`, read on demand.
 //!
-//! By `pread` and not through a map: a file that is cut meanwhile is an error and no signal, and what is read once is not counted
-//! as the process's memory. The page cache serves all ranks of a machine alike.
+//! Reads use `pread` and not a memory map: a file that is truncated meanwhile is an error and not a signal, and data that is
+//! read once does not count as the process's memory. All ranks of a machine share the page cache.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use crate::error::{Result, io, wrong_data};
 use zero_core::checkpoint::{CheckpointError, ElementType as Type, Header};
 
-/// Bytes of ids that are read at a time when all are looked at.
+/// Bytes of ids per read when all are scanned.
 const PART: usize = 1 << 20;
 
 /// An open file of ids.
@@ -18,7 +18,7 @@ const PART: usize = 1 << 20;
 pub(super) struct TokenFile {
     file: File,
     path: PathBuf,
-    /// Where the ids begin.
+    /// Byte offset of the ids.
     begin: u64,
     shape: Vec<usize>,
     dtype: Type,
@@ -59,12 +59,12 @@ impl TokenFile {
         Ok(Self { file, path: path.to_path_buf(), begin, shape, dtype })
     }
 
-    /// The length of its rows, if it has rows.
+    /// Returns the length of the rows, if the tensor has two dimensions.
     pub(super) fn row_length(&self) -> Option<usize> {
         self.shape.get(1).copied()
     }
 
-    /// Ids in all.
+    /// Returns the number of ids.
     pub(super) fn len(&self) -> usize {
         self.shape.iter().product()
     }
@@ -73,7 +73,7 @@ impl TokenFile {
         self.dtype.size()
     }
 
-    /// The ids from `first` on, as many as `ids` has. One that no `i32` holds is -1, which no vocabulary has.
+    /// Reads the ids from `first` on into `ids`. An id that does not fit `i32` becomes -1, which is in no vocabulary.
     pub(super) fn read(&self, first: usize, ids: &mut [i32]) -> Result<()> {
         let width = self.width();
         let mut bytes = vec![0; ids.len() * width];
@@ -90,7 +90,7 @@ impl TokenFile {
         Ok(())
     }
 
-    /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
+    /// Passes ids `first..last` to `each`, in parts, with the position of each part's first id.
     pub(super) fn scan<F>(&self, (first, last): (usize, usize), mut each: F) -> Result<()>
     where
         F: FnMut(usize, &[i32]) -> Result<()>,
@@ -161,7 +161,7 @@ mod tests {
         assert!(open(other.path()).contains("no tensor input_ids"));
         let deep = file("input_ids", Dtype::I32, vec![1, 2, 2], bytemuck::cast_slice(&[1i32; 4]));
         assert!(open(deep.path()).contains("[rows, T]"));
-        // Cut after it was opened.
+        // Truncated after it was opened.
         let file = TokenFile::open(good.path()).unwrap();
         std::fs::OpenOptions::new().write(true).open(good.path()).unwrap().set_len(whole.len() as u64 - 4).unwrap();
         assert!(file.read(2, &mut [0; 2]).unwrap_err().to_string().contains("cannot read"));

@@ -1,4 +1,4 @@
-//! A stream of token ids, in memory or in a file that is read as it is used.
+//! A stream of token ids, in memory or in a file that is read on demand.
 
 use std::path::Path;
 
@@ -7,23 +7,23 @@ use super::tokenizer::Tokenizer;
 use super::{Cutting, Source, cache, documents};
 use crate::error::{Result, wrong_data};
 
-/// A text of up to so many bytes is cut in memory: that takes seconds, and its tokens take as much memory as it does.
+/// Most bytes of a text that is tokenized in memory: that takes seconds, and the tokens take as much memory as the text.
 const SMALL: u64 = 16 << 20;
 
-/// Is given ids with the place of the first.
+/// Receives ids and the position of the first.
 type ScanIds<'a> = dyn FnMut(usize, &[i32]) -> Result<()> + 'a;
 
 #[derive(Debug)]
 pub(super) enum Tokens {
     Memory(Vec<i32>),
     File(TokenFile),
-    /// Training and validation ids, with the number of ids in whole rows of each.
+    /// Training and validation ids, with the number of ids in full rows of each.
     Splits(Box<[Tokens; 2]>, [usize; 2]),
 }
 
 impl Tokens {
-    /// Tokenizes the documents of a source of text, for rows of `width` ids. Returns the ids, and the number of last rows that belong to
-    /// a validation split.
+    /// Tokenizes the documents of a source of text, for rows of `width` ids. Returns the ids, and the number of last rows
+    /// that belong to a validation split.
     pub(super) fn cut(
         source: &Source<'_>,
         cutting: &Cutting<'_>,
@@ -69,7 +69,7 @@ impl Tokens {
         }
     }
 
-    /// Ids in all.
+    /// Returns the number of ids.
     pub(super) fn len(&self) -> usize {
         match self {
             Self::Memory(ids) => ids.len(),
@@ -78,7 +78,7 @@ impl Tokens {
         }
     }
 
-    /// The length of its rows, if it has rows of its own.
+    /// Returns the length of the data's own rows, if it has any.
     pub(super) fn row_length(&self) -> Option<usize> {
         match self {
             Self::Memory(_) | Self::Splits(..) => None,
@@ -86,7 +86,7 @@ impl Tokens {
         }
     }
 
-    /// The ids from `first` on, as many as `to` has.
+    /// Reads the ids from `first` on into `to`.
     pub(super) fn read(&self, first: usize, to: &mut [i32]) -> Result<()> {
         match self {
             Self::Memory(ids) => to.copy_from_slice(&ids[first..][..to.len()]),
@@ -104,7 +104,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Gives ids `first..last` to `each`, a part at a time, with the place of its first.
+    /// Passes ids `first..last` to `each`, in parts, with the position of each part's first id.
     pub(super) fn scan(&self, (first, last): (usize, usize), each: &mut ScanIds<'_>) -> Result<()> {
         match self {
             Self::Memory(ids) => each(first, &ids[first..last]),
@@ -124,7 +124,7 @@ impl Tokens {
         }
     }
 
-    /// Of ids `first..last` and the length of rows, to tell data from other data.
+    /// Returns a checksum of ids `first..last` and of the rows' length, which identifies the data.
     pub(super) fn checksum(&self, range: (usize, usize), seq: usize) -> Result<u32> {
         let mut sum = crc32c::crc32c(&seq.to_le_bytes());
         self.scan(range, &mut |_, ids| {

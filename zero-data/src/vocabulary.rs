@@ -13,16 +13,16 @@ use super::wordpiece::{self, SPECIAL};
 use super::{Source, documents};
 use crate::error::{Result, wrong_data};
 
-/// The least number of times that two parts stand together to become one.
+/// The least number of times that two parts must occur together to be merged.
 const OFTEN: u64 = 2;
 
 impl Tokenizer {
-    /// With a WordPiece vocabulary of `size` tokens that is learned from texts (<https://arxiv.org/abs/1810.04805>); fewer where
-    /// they have no more. `lowercase` also takes accents away. The same texts give the same one.
+    /// Learns a WordPiece vocabulary of `size` tokens from texts (<https://arxiv.org/abs/1810.04805>), or a smaller one if
+    /// they do not have that many. `lowercase` also removes accents. The same texts give the same tokenizer.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when they cannot be read, or have more letters than that.
+    /// [`DataError`](crate::DataError) if the texts cannot be read, or have more letters than `size` allows.
     pub fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool) -> Result<Self> {
         let tokenizer = learn(source, field, size, lowercase)?;
         let text = tokenizer.to_string(false).expect("a tokenizer is numbers and texts");
@@ -48,7 +48,7 @@ fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool)
             let files = documents::files(path)?;
             let (send, texts) = sync_channel(16);
             std::thread::scope(|scope| {
-                // It ends when this end of the channel is gone.
+                // Ends when the receiver is dropped.
                 let reading = scope.spawn(move || {
                     files.iter().try_for_each(|file| {
                         documents::texts(file, field, &mut |text| {
@@ -63,8 +63,8 @@ fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool)
         }
     };
     read?;
-    // First the alphabet, in order. The trainer numbers letters inside of words as it meets them in a hash map, and of two
-    // merges that are as frequent it takes the one with the lower numbers.
+    // First learns the alphabet, and sorts it. The trainer numbers letters inside of words in the order of a hash map, and
+    // of two equally frequent merges it takes the one with the lower numbers.
     let mut model = WordPiece::default();
     trainer.train(&mut model).map_err(bad)?;
     let mut letters: Vec<String> = tokenizers::Model::get_vocab(&model).into_keys().collect();
@@ -133,7 +133,7 @@ mod tests {
         };
         let sentence = [false, true];
         assert_eq!(shape(TEXT), [&sentence[..], &sentence, &[true], &sentence].concat());
-        // Two in a line; blanks before, between and after.
+        // Two on a line; blanks before, between and after.
         assert_eq!(
             shape("\n \nSo be it. Be so!\n\n\n\nwho\n\n"),
             [&sentence[..], &sentence, &[true], &sentence, &[true]].concat()

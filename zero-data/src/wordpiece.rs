@@ -1,4 +1,4 @@
-//! BERT's tokenizer, WordPiece, of a given vocabulary.
+//! BERT's tokenizer, WordPiece, with a given vocabulary.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -10,13 +10,13 @@ use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::processors::bert::BertProcessing;
 use tokenizers::{AddedToken, decoders};
 
-/// BERT's special tokens, in the order of its vocabularies' first lines (but for their unused ones).
+/// BERT's special tokens, in the order of the first lines of its vocabularies (except for unused ones).
 pub(super) const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
-/// What a token begins with that goes on with a word.
+/// Prefix of tokens that continue a word.
 pub(super) const GOES_ON: &str = "##";
 
-/// As BERT's, of this vocabulary. `lowercase` also takes accents away.
+/// Creates a tokenizer like BERT's with this vocabulary. `lowercase` also removes accents.
 pub(super) fn of_vocabulary(
     vocabulary: HashMap<String, u32>,
     lowercase: bool,
@@ -24,7 +24,7 @@ pub(super) fn of_vocabulary(
     let id = |token: &str| vocabulary.get(token).copied().ok_or_else(|| format!("has no token {token}"));
     let [sep, cls] = ["[SEP]", "[CLS]"].map(|token| id(token).map(|id| (token.to_string(), id)));
     let (sep, cls) = (sep?, cls?);
-    // One that is not there would be given a number.
+    // A token that is missing would be assigned a number.
     let known = SPECIAL.iter().filter(|&&token| vocabulary.contains_key(token));
     let special: Vec<AddedToken> = known.map(|&token| AddedToken::from(token, true)).collect();
     let model = WordPiece::builder()
@@ -41,12 +41,12 @@ pub(super) fn of_vocabulary(
     Ok(tokenizer)
 }
 
-/// Of a `vocab.txt`, which has a token in each line.
+/// Creates a tokenizer from a `vocab.txt`, which has a token on each line.
 pub(super) fn of_lines(lines: &str, lowercase: bool) -> tokenizers::Result<tokenizers::Tokenizer> {
     of_vocabulary(lines.lines().enumerate().map(|(id, token)| (token.to_string(), id as u32)).collect(), lowercase)
 }
 
-/// The words of `path`'s folder's `tokenizer_config.json` on case; as BERT's uncased models without.
+/// Returns `do_lower_case` of the `tokenizer_config.json` in `path`'s folder; `true`, as for BERT's uncased models, if it is missing.
 pub(super) fn lowercases(path: &Path) -> bool {
     let config = std::fs::read(path.with_file_name("tokenizer_config.json")).ok();
     let config: Option<serde_json::Value> = config.and_then(|bytes| serde_json::from_slice(&bytes).ok());

@@ -1,7 +1,7 @@
 //! `cargo run --release -p zero-kernels --example attention_rate -- [TOKENS [BATCH [THREADS [ROUNDS]]]]`
 //!
-//! The forward and the backward pass of causal attention on the CPU, fp32, 12 heads of 64: the median milliseconds of both together,
-//! after a warm-up. `bench/attention.py` runs it in turn with PyTorch's.
+//! Measures the forward and the backward pass of causal attention on the CPU, fp32, 12 heads of 64: the median milliseconds
+//! of both together, after a warm-up. `bench/attention.py` alternates it with PyTorch's.
 
 mod shared;
 

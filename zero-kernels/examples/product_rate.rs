@@ -1,7 +1,8 @@
 //! `cargo run --release -p zero-kernels --example product_rate -- N K M [THREADS [ROUNDS]]`
 //!
-//! The three products of a linear layer on the CPU, x `[N, K]` and w `[K, M]`: its result, the gradient of x and that of w; in
-//! fp32, then in bf16. GFLOP/s of each, of the median time after a warm-up. `bench/products.py` runs it in turn with PyTorch.
+//! Measures the three products of a linear layer on the CPU, x `[N, K]` and w `[K, M]`: its result, the gradient of x and
+//! that of w, in fp32, then in bf16. Prints the GFLOP/s of each, from the median time after a warm-up. `bench/products.py`
+//! alternates it with PyTorch.
 
 mod shared;
 

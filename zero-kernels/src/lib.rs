@@ -1,9 +1,9 @@
-//! What both fronts compute with on the processor: kernels on slices, and the words in which operations are told.
+//! CPU kernels on slices, shared by the adapters for both versions of Burn, and the options of fused operations.
 //!
-//! Nothing here knows of Burn, of tensors or of ranks: `zero-ops` calls it with tensors of Burn 0.21, `zero-param` with those of 0.22.
+//! Nothing here depends on Burn, tensors or ranks: `zero-ops` calls it with tensors of Burn 0.21, `zero-param` with tensors of 0.22.
 //!
 //! - [`cpu`]: operations of transformers, forward and backward.
-//! - [`quantized`]: numbers in 8 or 4 bit. [`options`]: what operations may be told.
+//! - [`quantized`]: numbers in 8 or 4 bits. [`options`]: options of fused operations.
 //! - [`update`]: optimizers' rules over a parameter, its gradient and its state.
 
 #[macro_use]

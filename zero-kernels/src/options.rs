@@ -1,6 +1,6 @@
-//! What fused operations may be told.
+//! Options of fused operations.
 
-/// Which formula of the Gaussian error linear unit, <https://arxiv.org/abs/1606.08415>.
+/// A formula of the Gaussian error linear unit, <https://arxiv.org/abs/1606.08415>.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Gelu {
     /// `0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))`
@@ -9,40 +9,40 @@ pub enum Gelu {
     Erf,
 }
 
-/// How rows attend to one another.
+/// Options of attention among rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionOptions {
-    /// Number of sequences; rows are sequence after sequence.
+    /// Number of sequences; the rows of a sequence are consecutive.
     pub batch: usize,
-    /// Number of heads of the queries; divides their width. Keys and values may have fewer, of the same width: as many as their
-    /// rows hold. Then neighbouring heads of queries share one (<https://arxiv.org/abs/2305.13245>).
+    /// Number of query heads; divides the queries' width. Keys and values may have fewer heads, of the same width: as many
+    /// as their rows hold. Neighbouring query heads then share one (<https://arxiv.org/abs/2305.13245>).
     pub heads: usize,
-    /// Whether a row sees only itself and the rows of its sequence before it.
+    /// If set, a row attends only to itself and to earlier rows of its sequence.
     pub causal: bool,
-    /// With `causal`, how many rows one sees at most, itself among them (<https://arxiv.org/abs/2004.05150>).
+    /// If `causal`, the most rows that a row attends to, including itself (<https://arxiv.org/abs/2004.05150>).
     pub window: Option<usize>,
-    /// What scores are multiplied by, usually `1 / sqrt(d / heads)`.
+    /// Factor of the scores, usually `1 / sqrt(d / heads)`.
     pub scale: f64,
-    /// Which probabilities are dropped, if any.
+    /// Dropout of the probabilities, if any.
     pub dropout: Option<AttentionDropout>,
 }
 
-/// Dropout of attention's probabilities `[b, h, t, u]`, or of any tensor's elements: one is kept if the number that SplitMix64's finaliser
-/// makes of the key and of its place, row-major, says so, as `FusedBackend::next_dropout_key` of `zero-ops` tells; it is divided by the
-/// probability of that.
+/// Dropout of attention's probabilities `[b, h, t, u]`, or of any tensor's elements. SplitMix64's finaliser makes a number
+/// of the key and of an element's row-major position, and that number decides whether the element is kept (see
+/// `FusedBackend::next_dropout_key` of `zero-ops`). A kept element is divided by the probability of being kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionDropout {
-    /// With which probability one is dropped.
+    /// Probability of dropping an element.
     pub probability: f64,
-    /// Of this draw.
+    /// Key of this draw.
     pub key: u64,
 }
 
 impl AttentionDropout {
-    /// A number's upper 24 bits are counted in so many steps.
+    /// Number of values of a number's upper 24 bits.
     const STEPS: f64 = (1u64 << 24) as f64;
 
-    /// Of the number of place `i`: SplitMix64's finaliser over a keyed Weyl sequence.
+    /// Returns the upper 24 bits of the number at position `i`: SplitMix64's finaliser over a keyed Weyl sequence.
     pub fn upper_24_bits(key: u64, i: u64) -> u64 {
         let z = key.wrapping_add(i.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -50,26 +50,26 @@ impl AttentionDropout {
         (z ^ (z >> 31)) >> 40
     }
 
-    /// What the probability of a place is multiplied by.
+    /// Returns the factor of the element at `place`: 0 if it is dropped, otherwise 1 / (1 - `probability`).
     pub fn share(self, place: u64) -> f32 {
         let keep = 1.0 - self.probability;
         let is_kept = Self::upper_24_bits(self.key, place) < u64::from(Self::threshold(keep));
         if is_kept { (1.0 / keep) as f32 } else { 0.0 }
     }
 
-    /// One is kept whose number has upper 24 bits below this: exactly as often as one of so many steps is below the probability.
+    /// Returns a bound: a number's upper 24 bits are below it exactly as often as a multiple of 2^-24 in [0, 1) is below `probability`.
     pub fn threshold(probability: f64) -> u32 {
         (probability * Self::STEPS).ceil() as u32
     }
 }
 
-/// How gradients are clipped by their norm.
+/// Gradient clipping by norm.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Clip {
-    /// What the norm is to be at most.
+    /// Largest norm allowed.
     pub most: Option<f64>,
-    /// What gradients carry; they are divided by it, and their norm is what it is then.
+    /// Loss scale of the gradients: they are divided by it, and their norm is taken after that.
     pub loss_scale: f64,
-    /// Whether nothing is updated where some are not finite.
+    /// If set, nothing is updated when some gradients are not finite.
     pub skips: bool,
 }

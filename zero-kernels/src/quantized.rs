@@ -1,11 +1,11 @@
-//! Numbers in 8 or 4 bit, in blocks with a scale each: weights of frozen layers, and what ranks send one another.
+//! Numbers in 8 or 4 bits, in blocks with a scale each: weights of frozen layers, and data that ranks exchange.
 //!
-//! A row of a weight `[d, f]` is cut into blocks of 64 elements, the last one filled up with zeros. A block is its scale (fp32,
-//! little-endian) and then its codes: a byte an element, or for 4 bit a byte for elements `i` (low half) and `i + 32`. So every
-//! block can be read alone, and a rank with any part of the weight has what it needs to read that part.
+//! A row of a weight `[d, f]` is split into blocks of 64 elements, the last one padded with zeros. A block is its scale
+//! (fp32, little-endian) and then its codes: a byte per element, or for 4 bits a byte for elements `i` (low half) and
+//! `i + 32`. So each block can be decoded alone, and a rank with any part of the weight can decode that part.
 //!
-//! A backend holds such rows as a float tensor of 16 bit, `[d, words]`, whose numbers mean nothing: nothing but copies is made of
-//! them, so that they are sharded, gathered, kept on a disk or sent as any parameter.
+//! A backend holds such rows as a 16-bit float tensor `[d, words]`, whose numbers have no meaning. It is only ever copied,
+//! so it is sharded, gathered, offloaded to a disk or sent like any parameter.
 
 use std::fmt;
 use std::ops::Range;
@@ -36,23 +36,23 @@ pub const NF4: [f32; 16] = [
     1.0,
 ];
 
-/// What a weight's elements become.
+/// A format of a quantized weight's elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// 255 steps of one size between minus and plus the largest of the block: 8.5 bit an element.
+    /// 255 equal steps between minus and plus the largest magnitude of the block: 8.5 bits per element.
     Int8,
-    /// 15 such steps: 4.5 bit.
+    /// 15 such steps: 4.5 bits per element.
     Int4,
-    /// The 16 values of NF4, which lie closer together near zero: 4.5 bit.
+    /// The 16 values of NF4, which lie closer together near zero: 4.5 bits per element.
     Nf4,
 }
 
 impl Format {
-    /// All, by their names.
+    /// All formats, with their names.
     pub const NAMES: [(&'static str, Self); 3] = [("int8", Self::Int8), ("int4", Self::Int4), ("nf4", Self::Nf4)];
 
-    /// Bytes of a block.
+    /// Returns the bytes of a block.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::Int8 => 4 + BLOCK,
@@ -60,38 +60,38 @@ impl Format {
         }
     }
 
-    /// Bytes of `numel` numbers in a row.
+    /// Returns the bytes of a row of `numel` numbers.
     pub const fn bytes(self, numel: usize) -> usize {
         numel.div_ceil(BLOCK) * self.block_bytes()
     }
 
-    /// Numbers of 16 bit that a row of `width` elements takes.
+    /// Returns the 16-bit numbers that a row of `width` elements takes.
     pub fn words(self, width: usize) -> usize {
         self.bytes(width) / 2
     }
 
-    /// Appends the blocks that stand for `elements`. With an infinity or a NaN in a block it stands for NaN.
+    /// Appends the blocks that encode `elements`. A block with an infinity or a NaN decodes to NaN.
     pub fn encode_row(self, elements: &[f32], out: &mut Vec<u8>) {
         let begin = out.len();
         out.resize(begin + self.bytes(elements.len()), 0);
         encode_row(self, elements, &mut out[begin..]);
     }
 
-    /// Adds the numbers that `blocks` stand for to `sum`.
+    /// Adds the numbers that `blocks` encode to `sum`.
     ///
     /// # Panics
     ///
-    /// When they are of another number of elements.
+    /// If the number of elements differs.
     pub fn add_row(self, blocks: &[u8], sum: &mut [f32]) {
         assert_eq!(blocks.len(), self.bytes(sum.len()), "bytes of {} numbers", sum.len());
         add_row(self, blocks, sum);
     }
 
-    /// Fills `out` with the numbers that `blocks` stand for.
+    /// Decodes `blocks` into `out`.
     ///
     /// # Panics
     ///
-    /// When they are of another number of elements.
+    /// If the number of elements differs.
     pub fn decode_row(self, blocks: &[u8], out: &mut [f32]) {
         assert_eq!(blocks.len(), self.bytes(out.len()), "bytes of {} numbers", out.len());
         decode_row(self, blocks, out);
@@ -101,7 +101,7 @@ impl Format {
     fn each_block(self, blocks: &[u8], out: &mut [f32], put: impl Fn(&mut f32, f32)) {
         let mut decoded = [0f32; BLOCK];
         let mut blocks = blocks.chunks_exact(self.block_bytes());
-        // Of a length that the compiler knows.
+        // Chunks of a length that the compiler knows.
         let (whole, rest) = out.as_chunks_mut::<BLOCK>();
         for (out, block) in whole.iter_mut().zip(&mut blocks) {
             self.decode(block, &mut decoded);
@@ -129,10 +129,10 @@ impl Format {
         }
     }
 
-    /// Writes the block that stands for 64 numbers.
+    /// Encodes 64 numbers as a block.
     #[inline(always)]
     fn encode(self, elements: &[f32; BLOCK], block: &mut [u8]) {
-        // Magnitudes are in the order of their bits, and what is not finite is above all that is.
+        // Magnitudes have the order of their bits, and non-finite ones are above all finite ones.
         let mut lanes = [0u32; 16];
         for part in elements.as_chunks::<16>().0 {
             for (lane, x) in lanes.iter_mut().zip(part) {
@@ -156,7 +156,7 @@ impl Format {
                 at[i] = elements[i] / scale;
             }
         }
-        // Loops over arrays, which become vectors.
+        // The compiler vectorises these loops over arrays.
         let mut code = [0u8; BLOCK];
         match self {
             Self::Int8 => {
@@ -172,7 +172,7 @@ impl Format {
                 halves(codes, &code);
             }
             Self::Nf4 => {
-                // The nearest: as many as there are middles between neighbours below the number.
+                // The nearest value's index is the number of midpoints between neighbours that lie below the number.
                 let mut below = [0u32; BLOCK];
                 for at_most in 1..NF4.len() {
                     let middle = (NF4[at_most - 1] + NF4[at_most]) / 2.0;
@@ -188,7 +188,7 @@ impl Format {
         }
     }
 
-    /// The numbers that a block stands for.
+    /// Decodes a block.
     #[inline(always)]
     pub(crate) fn decode(self, block: &[u8], out: &mut [f32; BLOCK]) {
         let (scale, codes) = block.split_first_chunk::<4>().expect("a block begins with its scale");
@@ -246,7 +246,7 @@ vectorised! {
     }
 }
 
-/// Codes of 4 bit, two a byte: of the first half and of the second.
+/// Packs codes of 4 bits, two per byte: one of the first half and one of the second.
 #[inline(always)]
 fn halves(out: &mut [u8], codes: &[u8; BLOCK]) {
     let (low, high) = codes.split_at(BLOCK / 2);
@@ -256,8 +256,8 @@ fn halves(out: &mut [u8], codes: &[u8; BLOCK]) {
     }
 }
 
-/// The nearest whole number between minus and plus `most`, an even one where two are: of few digits, so that what it is added to has no
-/// room for a fraction.
+/// Returns the nearest integer between minus and plus `most`, an even one in a tie. Its magnitude is so small that its sum
+/// with the constant has no room for a fraction.
 #[inline(always)]
 fn nearest(value: f32, most: f32) -> i32 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 * 2^23
@@ -283,18 +283,18 @@ impl FromStr for Format {
     }
 }
 
-/// A weight `[d, width]` whose rows are quantised.
+/// A weight `[d, width]` with quantized rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantized {
-    /// What the elements have become.
+    /// The format of the elements.
     pub format: Format,
     /// Elements of a row.
     pub width: usize,
 }
 
 impl Quantized {
-    /// The bytes of the part `words` of quantised rows, one after the other, in numbers of 16 bit; `elements` gives the weight's own, by a
-    /// flat range.
+    /// Returns the bytes of the part `words` of the quantized rows, which are consecutive; `words` counts 16-bit numbers.
+    /// `elements` returns the weight's elements in a flat range.
     pub fn encode(self, words: Range<usize>, elements: impl FnOnce(Range<usize>) -> Vec<f32>) -> Vec<u8> {
         let per_block = self.format.block_bytes() / 2;
         let blocks = words.start / per_block..words.end.div_ceil(per_block);
@@ -315,7 +315,7 @@ impl Quantized {
         bytes
     }
 
-    /// Elements of the weight from its quantised rows.
+    /// Decodes the elements of the weight from its quantized rows.
     pub fn decode(self, bytes: &[u8]) -> Vec<f32> {
         let per_row = self.format.bytes(self.width);
         let mut out = vec![0.0; bytes.len() / per_row * self.width];
@@ -362,7 +362,7 @@ mod tests {
                         }
                     }
                 }
-                // What is there already comes back, but for the last bit of a scale.
+                // Quantizing the result again gives it back, except for the last bit of a scale.
                 let again = how.decode(&of(how, rows, &got));
                 assert!(got.iter().zip(&again).all(|(a, b)| (a - b).abs() <= a.abs() * 1e-6), "{format} twice");
             }
@@ -387,7 +387,7 @@ mod tests {
     fn zeros_stay_zeros() {
         for (_, format) in Format::NAMES {
             let how = Quantized { format, width: 70 };
-            // Of the smallest number there is no part.
+            // The smallest number cannot be divided.
             let x: Vec<f32> = (0..140).map(|i| if i == 130 { f32::from_bits(1) } else { 0.0 }).collect();
             assert!(how.decode(&of(how, 2, &x)).iter().all(|x| x.abs() <= f32::from_bits(1)));
         }

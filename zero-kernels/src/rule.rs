@@ -1,11 +1,11 @@
-//! Update rules of optimizers, and what each keeps.
+//! Update rules of optimizers, and the state of each.
 
 use serde::{Deserialize, Serialize};
 
-/// How a parameter is updated by its gradient.
+/// A rule that updates a parameter by its gradient.
 ///
-/// `lr` below is the learning rate of the step, `g` the gradient, `p` the parameter, `t` the number of the step from 1.
-/// Defaults of [`Rule::adamw`] and the like are PyTorch's. Serialized, it is DeepSpeed's section `optimizer` but for the betas.
+/// Below, `lr` is the learning rate of the step, `g` the gradient, `p` the parameter and `t` the number of the step, from 1.
+/// [`Rule::adamw`] and the like have PyTorch's defaults. Serialized, a rule is DeepSpeed's section `optimizer`, except for the betas.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
 pub enum Rule {
@@ -23,10 +23,10 @@ pub enum Rule {
         epsilon: f32,
         /// Decoupled weight decay.
         weight_decay: f32,
-        /// Means are divided by what they lack in the first steps.
+        /// Divides the means by `1 - beta^t`, to correct their bias in the first steps.
         bias_correction: bool,
     },
-    /// As AdamW, with `weight_decay p` added to the gradient instead: *Adam*, Kingma and Ba 2015,
+    /// Like AdamW, but `weight_decay p` is added to the gradient: *Adam*, Kingma and Ba 2015,
     /// <https://arxiv.org/abs/1412.6980>.
     Adam {
         /// Decay of the mean of gradients.
@@ -38,12 +38,12 @@ pub enum Rule {
         epsilon: f32,
         /// L2 penalty.
         weight_decay: f32,
-        /// Means are divided by what they lack in the first steps.
+        /// Divides the means by `1 - beta^t`, to correct their bias in the first steps.
         bias_correction: bool,
     },
-    /// `m` and `v` as AdamW, `u = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay p`,
-    /// `p = p - lr r u` with the trust ratio `r = |p| / |u|` of the whole parameter, over all ranks, held between `min_coeff`
-    /// and `max_coeff`; 1 where a norm is 0: *Large Batch Optimization for Deep Learning*, You et al. 2020,
+    /// `m` and `v` as for AdamW, `u = (m / (1 - beta_1^t)) / (sqrt(v / (1 - beta_2^t)) + epsilon) + weight_decay p`,
+    /// `p = p - lr r u` with the trust ratio `r = |p| / |u|` of the full parameter, over all ranks, clamped between `min_coeff`
+    /// and `max_coeff`; 1 if a norm is 0: *Large Batch Optimization for Deep Learning*, You et al. 2020,
     /// <https://arxiv.org/abs/1904.00962>.
     Lamb {
         /// Decay of the mean of gradients.
@@ -55,7 +55,7 @@ pub enum Rule {
         epsilon: f32,
         /// Weight decay, a part of the update.
         weight_decay: f32,
-        /// Means are divided by what they lack in the first steps.
+        /// Divides the means by `1 - beta^t`, to correct their bias in the first steps.
         bias_correction: bool,
         /// The largest trust ratio.
         max_coeff: f32,
@@ -68,7 +68,7 @@ pub enum Rule {
     Sgd {
         /// Decay of the sum of gradients; 0 keeps no state.
         momentum: f32,
-        /// Looks ahead by one step of the momentum.
+        /// Uses Nesterov momentum.
         nesterov: bool,
         /// L2 penalty.
         weight_decay: f32,
@@ -95,17 +95,17 @@ pub enum Rule {
 }
 
 impl Rule {
-    /// AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
+    /// Returns AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
     pub const fn adamw() -> Self {
         Rule::AdamW { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.01, bias_correction: true }
     }
 
-    /// Adam with PyTorch's defaults: 0.9, 0.999, 1e-8, no weight decay.
+    /// Returns Adam with PyTorch's defaults: 0.9, 0.999, 1e-8, no weight decay.
     pub const fn adam() -> Self {
         Rule::Adam { beta_1: 0.9, beta_2: 0.999, epsilon: 1e-8, weight_decay: 0.0, bias_correction: true }
     }
 
-    /// LAMB with DeepSpeed's defaults: 0.9, 0.999, 1e-8, no weight decay, ratios from 0.01 to 10.
+    /// Returns LAMB with DeepSpeed's defaults: 0.9, 0.999, 1e-8, no weight decay, ratios from 0.01 to 10.
     pub const fn lamb() -> Self {
         Rule::Lamb {
             beta_1: 0.9,
@@ -118,27 +118,27 @@ impl Rule {
         }
     }
 
-    /// Plain gradient descent.
+    /// Returns plain gradient descent.
     pub const fn sgd() -> Self {
         Rule::Sgd { momentum: 0.0, nesterov: false, weight_decay: 0.0 }
     }
 
-    /// Lion with the paper's defaults: 0.9, 0.99, no weight decay.
+    /// Returns Lion with the paper's defaults: 0.9, 0.99, no weight decay.
     pub const fn lion() -> Self {
         Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.0 }
     }
 
-    /// Adagrad with PyTorch's defaults: 1e-10, no weight decay.
+    /// Returns Adagrad with PyTorch's defaults: 1e-10, no weight decay.
     pub const fn adagrad() -> Self {
         Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }
     }
 
-    /// Its weight decay.
+    /// Returns the weight decay.
     pub fn weight_decay(mut self) -> f32 {
         *self.decay()
     }
 
-    /// The same rule with another weight decay.
+    /// Returns the same rule with another weight decay.
     #[must_use]
     pub fn with_weight_decay(mut self, value: f32) -> Self {
         *self.decay() = value;
@@ -156,7 +156,8 @@ impl Rule {
         }
     }
 
-    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta; a rule without momentum keeps none.
+    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta. Has no effect on a
+    /// rule without momentum.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         match self {
             Rule::AdamW { beta_1, beta_2, .. }
@@ -170,7 +171,7 @@ impl Rule {
         }
     }
 
-    /// Its name, as DeepSpeed's configuration has it but in lower case.
+    /// Returns the rule's name: DeepSpeed's, in lower case.
     pub fn name(&self) -> &'static str {
         match self {
             Rule::AdamW { .. } => "adamw",
@@ -182,8 +183,7 @@ impl Rule {
         }
     }
 
-    /// Names of the state kept for each parameter, each with one fp32 number an element, as PyTorch and DeepSpeed name
-    /// it.
+    /// Returns PyTorch's and DeepSpeed's names of the states kept for each parameter. Each has one fp32 number per element.
     pub fn state_names(&self) -> &'static [&'static str] {
         match self {
             Rule::AdamW { .. } | Rule::Adam { .. } | Rule::Lamb { .. } => &["exp_avg", "exp_avg_sq"],
@@ -194,7 +194,7 @@ impl Rule {
         }
     }
 
-    /// Number of the states that the rule keeps for a parameter.
+    /// Returns the number of states that the rule keeps per parameter.
     pub fn states(&self) -> usize {
         self.state_names().len()
     }

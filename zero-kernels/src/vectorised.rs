@@ -1,7 +1,7 @@
 //! Plain loops, compiled for several instruction sets.
 
-/// Functions whose bodies the compiler vectorises for the instruction set that the processor is found to have. They are that of
-/// a `pulp::NullaryFnOnce`, inlined: a closure in its place would be compiled for the baseline.
+/// Defines functions that the compiler vectorises for the instruction set detected at run time. A body is inlined into the
+/// method of a `pulp::NullaryFnOnce`: a closure there would be compiled for the baseline CPU.
 macro_rules! vectorised {
     (@) => { () };
     (@ $out:ty) => { $out };

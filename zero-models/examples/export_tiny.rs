@@ -1,7 +1,7 @@
 //! cargo run -p zero-models --example export_tiny -- OUT
 //!
-//! Exports tiny models, of all families, with tied and untied heads, in fp32 and bf16, in one file and in several, and
-//! writes what they compute: the other side of `tests/transformers_export.sh`.
+//! Exports tiny models of all families, with tied and untied heads, in fp32 and bf16, in one file and in several, and writes their
+//! outputs: the Rust side of `tests/transformers_export.sh`.
 
 #[path = "../tests/models/common/mod.rs"]
 mod common;
@@ -27,7 +27,7 @@ use zero_models::{
 
 const VOCABULARY: usize = 101;
 const ROWS: [usize; 2] = [3, 14];
-/// Tokens of each row; the rest is padding.
+/// Number of tokens in each row; the rest is padding.
 const TOKENS: [usize; 3] = [11, 14, 9];
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -1,7 +1,7 @@
 //! cargo run --release -p zero-models --example hidden_states -- FOLDER < IDS
 //!
-//! The last layer's output of a BERT, a RoBERTa or a DistilBERT in a Hugging Face folder, whichever head its weights have: in goes a JSON
-//! list of token ids a line, out comes a JSON list of rows a line. `bench/minilm.py` compares them with transformers'.
+//! Computes the last layer's output of a BERT, a RoBERTa or a DistilBERT in a Hugging Face folder with any head. Reads a JSON list of
+//! token ids per line, and writes a JSON list of rows per line. `bench/minilm.py` compares them with those of transformers.
 
 use std::error::Error;
 use std::io::{BufRead, Write, stdin, stdout};

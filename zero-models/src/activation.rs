@@ -1,4 +1,4 @@
-//! The activation functions of the feed-forward layers: in goes a Hugging Face name, out comes a function on tensors.
+//! Activation functions of the feed-forward layers, by their Hugging Face names.
 
 #[cfg(feature = "burn")]
 use burn::tensor::{Tensor, activation};
@@ -11,15 +11,15 @@ use crate::{ModelError, Result};
 /// An activation function that Hugging Face's GPT-2 and BERT configurations name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
-    /// GELU by its tanh approximation (`gelu_new`, `gelu_pytorch_tanh` and `gelu_fast` there).
+    /// GELU by its tanh approximation (`gelu_new`, `gelu_pytorch_tanh` and `gelu_fast` in Hugging Face).
     GeluTanh,
-    /// GELU by the error function (`gelu` there).
+    /// GELU by the error function (`gelu` in Hugging Face).
     GeluErf,
-    /// The rectified linear unit (`relu` there).
+    /// The rectified linear unit (`relu` in Hugging Face).
     Relu,
 }
 
-/// Every name that is understood, with what it means; the first of several is the one that is written.
+/// Every accepted name with its function. If a function has several names, the first is written.
 const NAMES: &[(&str, Activation)] = &[
     ("gelu_new", Activation::GeluTanh),
     ("gelu_pytorch_tanh", Activation::GeluTanh),
@@ -48,7 +48,7 @@ impl Activation {
         })
     }
 
-    /// The name under which Hugging Face knows this function.
+    /// Returns the name of this function in Hugging Face.
     pub fn hf_name(self) -> &'static str {
         NAMES.iter().find(|(_, known)| *known == self).expect("every function has a name").0
     }
@@ -61,7 +61,7 @@ impl Activation {
         self.forward_with_bias(x_nf, None)
     }
 
-    /// Applies the function to rows `[n, f]` to which a bias `[f]` is added first.
+    /// Adds the bias `[f]`, if there is one, to rows `[n, f]`, and applies the function.
     pub fn forward_with_bias<B: FusedBackend>(self, x_nf: Tensor<B, 2>, bias_f: Option<Tensor<B, 1>>) -> Tensor<B, 2> {
         let kind = match self {
             Activation::GeluTanh => Gelu::Tanh,

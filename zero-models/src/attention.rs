@@ -1,7 +1,7 @@
-//! Attention over rows, <https://arxiv.org/abs/1706.03762>: fused, or from elementary operations where scores have a bias, or
-//! probabilities are dropped out and no kernel does that.
+//! Attention over rows, <https://arxiv.org/abs/1706.03762>. Fused kernels compute it, or elementary operations if scores have a bias or
+//! a soft cap, or if no kernel drops out probabilities.
 //!
-//! Shape suffixes: `b` batch, `h` heads, `k` heads of keys, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
+//! Shape suffixes: `b` batch, `h` query heads, `k` key heads, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
 //! width of the heads, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h`, `h` or 1, `s` = `t * u` scores.
 
 use std::cell::OnceCell;
@@ -10,16 +10,16 @@ use burn::nn::Dropout;
 use burn::tensor::{Bool, Int, Tensor, activation};
 use zero_ops::{AttentionDropout, AttentionOptions, FusedBackend};
 
-/// What is added to a masked score: its probability is then exactly zero in 32 bits. It is finite also in 16 bits, so
-/// that a row with nothing but masked positions gives no NaN.
+/// The value added to a masked score, whose probability is then exactly zero in 32 bits. It is finite in 16 bits too, so that a row with
+/// only masked positions gives no NaN.
 pub(crate) const MASKED: f64 = -3.0e4;
 
-/// The masks that all layers of one forward pass share, of which those with a window have the same. They are added to the scores: unlike filling, an addition costs
-/// nothing in the backward pass.
+/// The masks of one forward pass, shared by all layers; all layers with a window have the same window. Masks are added to the scores:
+/// unlike filling, an addition costs nothing in the backward pass.
 pub(crate) struct Masks<B: FusedBackend> {
-    /// Of each key, `[b, u]`; `None` if there is no padding.
+    /// Mask of the keys, `[b, u]`; `None` if there is no padding.
     keys_bu: Option<Tensor<B, 2>>,
-    /// Masks of pairs, `[r, s]`, without a window and with one, that elementary operations add; computed on first use.
+    /// Masks of query-key pairs, `[r, s]`, without and with a window, for elementary operations; computed on first use.
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
     /// The soft cap of scores.
     cap: Option<f64>,
@@ -28,29 +28,31 @@ pub(crate) struct Masks<B: FusedBackend> {
 }
 
 impl<B: FusedBackend> Masks<B> {
-    /// Hides nothing but what the options of attention hide.
+    /// Returns masks that hide only what the attention options hide.
     pub(crate) fn none() -> Self {
         Self::of_keys(None)
     }
 
-    /// Adds `keys_bu` to the scores of keys.
+    /// Returns masks that add `keys_bu` to the scores of keys.
     pub(crate) fn of_keys(keys_bu: Option<Tensor<B, 2>>) -> Self {
         Self { keys_bu, pairs_rs: Default::default(), cap: None, is_biased: false }
     }
 
-    /// The same with scores `x` that become `cap * tanh(x / cap)` before they are masked. No kernel does that: all scores are in memory.
+    /// Sets the soft cap: scores `x` become `cap * tanh(x / cap)` before they are masked. No kernel does that, so all scores are in
+    /// memory.
     pub(crate) fn capped(self, cap: Option<f64>) -> Self {
         Self { cap, ..self }
     }
 
-    /// Hides the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the activations.
+    /// Returns masks that hide the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the
+    /// activations.
     pub(crate) fn padding(attention_mask_bu: Option<Tensor<B, 2, Int>>, like_nd: &Tensor<B, 2>) -> Self {
         Self::of_keys(attention_mask_bu.map(|mask_bu| hidden(mask_bu, like_nd)))
     }
 
-    /// The same with a bias `[h, s]` of each head, which is added to the scores of `t` queries and `u` keys by these options.
+    /// Adds a bias `[h, s]` per head to the scores of `t` queries and `u` keys, where `pairs` is `[t, u]`.
     pub(crate) fn biased(self, bias_hs: Tensor<B, 2>, options: AttentionOptions, pairs: [usize; 2]) -> Self {
-        // Here and not on first use: what a checkpointed block makes is made again for each that reads it.
+        // Here and not on first use: a value made within a checkpointed block is recomputed for every block that reads it.
         let pairs_rs = match self.pairs_rs(options, pairs, &bias_hs) {
             None => bias_hs,
             Some(mask_1s) if mask_1s.dims()[0] == 1 => plus(bias_hs, mask_1s),
@@ -59,12 +61,12 @@ impl<B: FusedBackend> Masks<B> {
         Self { pairs_rs: [OnceCell::from(Some(pairs_rs)), OnceCell::new()], is_biased: true, ..self }
     }
 
-    /// True if no kernel computes what these masks ask for.
+    /// Returns `true` if no kernel supports these masks.
     fn is_elementary(&self) -> bool {
         self.is_biased || self.cap.is_some()
     }
 
-    /// Of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
+    /// Returns the masks of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
     fn pairs_rs(&self, options: AttentionOptions, [t, u]: [usize; 2], like_nd: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
         let made = self.pairs_rs[usize::from(options.window.is_some())].get_or_init(|| {
             let device = like_nd.device();
@@ -91,33 +93,33 @@ impl<B: FusedBackend> Masks<B> {
     }
 }
 
-/// Adds rows to those of `x_rs`, one after the other and again, as long as there are some.
+/// Adds `rows` to every consecutive group of that many rows of `x_rs`.
 fn plus<B: FusedBackend>(x_rs: Tensor<B, 2>, rows: Tensor<B, 2>) -> Tensor<B, 2> {
     let ([r, s], [own, _]) = (x_rs.dims(), rows.dims());
     (x_rs.reshape([r / own, own * s]) + rows.reshape([1, own * s])).reshape([r, s])
 }
 
-/// What is added to the scores of keys so that those are hidden where the mask is 0.
+/// Returns the values to add to the scores of keys, so that keys are hidden where the mask is 0.
 pub(crate) fn hidden<B: FusedBackend>(mask_bu: Tensor<B, 2, Int>, like_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
     in_type_of((mask_bu.float() - 1.0) * -MASKED, like_nd)
 }
 
-/// `cap * tanh(x / cap)`, which is nearly `x` where that is small, and never more than `cap`.
+/// Computes `cap * tanh(x / cap)`, which is nearly `x` for small `x`, and never more than `cap`.
 pub(crate) fn soft_capped<B: FusedBackend, const D: usize>(x: Tensor<B, D>, cap: f64) -> Tensor<B, D> {
     (x / cap).tanh() * cap
 }
 
-/// A mask in the type of the activations that it will meet.
+/// Casts a mask to the type of the activations.
 fn in_type_of<B: FusedBackend>(mask: Tensor<B, 2>, x_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
     if mask.dtype() == x_nd.dtype() { mask } else { mask.cast(x_nd.dtype()) }
 }
 
-/// Whether `dropout` does anything to tensors like `x_nd`: not in evaluation.
+/// Returns `true` if `dropout` applies to tensors like `x_nd`; it does not in evaluation.
 pub(crate) fn is_active<B: FusedBackend>(dropout: &Dropout, x_nd: &Tensor<B, 2>) -> bool {
     dropout.prob > 0.0 && B::ad_enabled(&x_nd.device())
 }
 
-/// Mixes values by the probabilities that queries and keys give.
+/// Computes the attention of queries to keys and values.
 ///
 /// # Shapes
 /// - `q_nd`: `[n, d]`, `k_mc`, `v_mc`: `[m, c]`
@@ -140,13 +142,13 @@ pub(crate) fn attend<B: FusedBackend>(
     }
 }
 
-/// Probabilities are dropped out by the kernel: a draw as that of a tensor's mask.
+/// Lets the kernel drop out probabilities, with a key drawn as for a tensor's dropout mask.
 fn dropping<B: FusedBackend>(options: AttentionOptions, dropout: &Dropout, like: &Tensor<B, 2>) -> AttentionOptions {
     let key = B::next_dropout_key(&like.device());
     AttentionOptions { dropout: Some(AttentionDropout { probability: dropout.prob, key }), ..options }
 }
 
-/// As [`attend`] of rows `[n, 3 * d]` that hold query, key and value side by side.
+/// Same as [`attend`], on rows `[n, 3 * d]` that hold query, key and value side by side.
 pub(crate) fn attend_packed<B: FusedBackend>(
     qkv_nw: Tensor<B, 2>,
     masks: &Masks<B>,
@@ -165,7 +167,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     }
 }
 
-/// As [`attend`], by elementary operations.
+/// Same as [`attend`], by elementary operations.
 fn attend_by_scores<B: FusedBackend>(
     [q_nd, k_mc, v_mc]: [Tensor<B, 2>; 3],
     masks: &Masks<B>,
@@ -177,13 +179,13 @@ fn attend_by_scores<B: FusedBackend>(
     let (t, u, e) = (n / b, m / b, d / h);
     let k = c / e;
     let heads = |x_mc: Tensor<B, 2>| x_mc.reshape([b, u, k, e]).swap_dims(1, 2);
-    // Heads of queries that share one of keys are its rows, one after the other.
+    // Query heads that share a key head become its rows, one after the other.
     let by_key = |x_bhtw: Tensor<B, 4>| {
         let [.., width] = x_bhtw.dims();
         if k == h { x_bhtw } else { x_bhtw.reshape([b, k, h / k * t, width]) }
     };
     let mask_rs = masks.pairs_rs(options, [t, u], &q_nd);
-    // The reshape leaves a tensor of its own, which is scaled in place.
+    // The reshape leaves a tensor with no other reference, which is scaled in place.
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
     if let Some(cap) = masks.cap {

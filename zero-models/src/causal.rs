@@ -1,4 +1,4 @@
-//! Families of models that make text: traits for generation, and for training to predict the next token or to make texts of texts.
+//! Families of models that generate text: traits for generation, next-token training and sequence-to-sequence training.
 
 use std::fmt::Debug;
 
@@ -19,23 +19,23 @@ use crate::seq2seq::{self, Seq2SeqLm};
 use crate::{Bart, BartHead, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
 use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
-/// A family of models that make text, by its configuration.
+/// A family of models that generate text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
     /// The module.
     #[cfg(feature = "burn")]
     type Model<B: FusedBackend>: Adaptable<B>;
 
-    /// A model with fresh parameters.
+    /// Initializes a model.
     ///
     /// # Panics
-    /// If the configuration is refused by the family's `validate`.
+    /// If the family's `validate` fails.
     #[cfg(feature = "burn")]
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
 
-    /// The model with the weights of a Hugging Face folder.
+    /// Loads the weights of a Hugging Face checkpoint into the model.
     ///
     /// # Errors
-    /// As [`gpt2::weights::load_from`].
+    /// Same as [`gpt2::weights::load_from`].
     #[cfg(feature = "burn")]
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
@@ -43,10 +43,10 @@ pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static 
         device: &B::Device,
     ) -> Result<Self::Model<B>>;
 
-    /// The tokens that the model makes of each prompt.
+    /// Generates the model's output tokens for each prompt.
     ///
     /// # Errors
-    /// As [`generate_with`].
+    /// Same as [`generate_with`].
     #[cfg(feature = "burn")]
     fn generate<B: FusedBackend>(
         model: &Self::Model<B>,
@@ -57,31 +57,31 @@ pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static 
     ) -> Result<Vec<Vec<u32>>>;
 }
 
-/// A family of models that predict the next token.
+/// A family of causal language models, which predict the next token.
 pub trait CausalFamily: TextFamily {
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     const PRESETS: &'static [&'static str];
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
     fn preset(name: &str) -> Result<Self>;
 
-    /// This family's configuration, if it is one.
+    /// Returns this family's configuration, if `config` is one.
     fn of(config: ModelConfig) -> Option<Self>;
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`](crate::ModelError::ConfigValue) for the first field that is wrong.
     fn validate(&self) -> Result<()>;
 
-    /// The mean loss `[1]` of predicting each label of rows `[b, t]` from the tokens before it. Labels that are
-    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count; the tokens themselves are the labels of plain text.
+    /// Returns the mean loss `[1]` of predicting each label of rows `[b, t]` from the tokens before it. Labels equal to
+    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count; for plain text, the labels are the tokens themselves.
     ///
     /// # Panics
-    /// If rows have fewer than 2 tokens, or more than the model has positions, or if the shapes differ.
+    /// If rows have fewer than 2 tokens or more than the model's positions, or if the shapes differ.
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(
         model: &Self::Model<B>,
@@ -89,47 +89,47 @@ pub trait CausalFamily: TextFamily {
         labels_bt: Tensor<B, 2, Int>,
     ) -> Tensor<B, 1>;
 
-    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
+    /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
     fn flops_per_token(&self, seq: usize) -> u64;
 
-    /// Its sizes.
+    /// Returns the model's sizes.
     fn sizes(&self) -> CausalSizes;
 }
 
-/// Sizes of a model that predicts the next token.
+/// Sizes of a causal language model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CausalSizes {
     /// Number of tokens in the vocabulary.
     pub vocabulary: usize,
-    /// The longest sequence.
+    /// Maximum sequence length.
     pub positions: usize,
     /// Width of the model.
     pub width: usize,
     /// Number of layers.
     pub layers: usize,
-    /// Floats that the fused operations keep for the backward pass, per token and layer.
+    /// Number of floats that the fused operations keep for the backward pass, per token and layer.
     pub kept: usize,
 }
 
-/// A family of models that make texts of texts.
+/// A family of sequence-to-sequence models.
 #[cfg(feature = "burn")]
 pub trait Seq2SeqFamily: TextFamily {
-    /// The preset that is trained where none is named.
+    /// The preset to train if none is named.
     const DEFAULT: &'static str;
 
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     const PRESETS: &'static [&'static str];
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
     fn preset(name: &str) -> Result<Self>;
 
-    /// This family's configuration, if it is one, with a head that makes texts.
+    /// Returns this family's configuration with a head that generates text, if `config` is of this family.
     fn of(config: ModelConfig) -> Option<Self>;
 
-    /// The mean loss `[1]` of labels `[b, t]`, as [`Seq2SeqLm::loss`].
+    /// Returns the mean loss `[1]` of labels `[b, t]`: [`Seq2SeqLm::loss`].
     ///
     /// # Panics
     /// If rows are longer than the model's positions.
@@ -140,11 +140,11 @@ pub trait Seq2SeqFamily: TextFamily {
         labels_bt: Ids<B>,
     ) -> Tensor<B, 1>;
 
-    /// Its sizes.
+    /// Returns the model's sizes.
     fn sizes(&self) -> Seq2SeqSizes;
 }
 
-/// Sizes of a model that makes texts of texts.
+/// Sizes of a sequence-to-sequence model.
 #[cfg(feature = "burn")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seq2SeqSizes {
@@ -152,19 +152,19 @@ pub struct Seq2SeqSizes {
     pub vocabulary: usize,
     /// Width of the model.
     pub width: usize,
-    /// Width of all heads of an attention.
+    /// Total width of the attention heads.
     pub inner: usize,
-    /// Number of layers of the encoder, and width of their feed-forward layers.
+    /// Number of encoder layers, and width of their feed-forward layers.
     pub encoder: [usize; 2],
-    /// As `encoder`, of the decoder.
+    /// Number of decoder layers, and width of their feed-forward layers.
     pub decoder: [usize; 2],
-    /// Matrices of a feed-forward layer: with a gate one more.
+    /// Number of matrices of a feed-forward layer; a gate adds one.
     pub matrices: usize,
-    /// Heads whose scores of all pairs are kept for the backward pass: none where kernels compute attention.
+    /// Number of heads whose scores of all pairs are kept for the backward pass; 0 if kernels compute attention.
     pub scores: usize,
 }
 
-/// A family whose configuration, model and weights have functions of these names, with the function that makes text.
+/// Implements [`TextFamily`] by the functions of a family's configuration, model and weights, and by the function that generates text.
 macro_rules! text_family {
     ($config:ident, $model:ident, $family:ident, $generate:path) => {
         impl TextFamily for $config {
@@ -195,7 +195,7 @@ macro_rules! text_family {
     };
 }
 
-/// As [`text_family`], with what a configuration has of one that makes texts of texts.
+/// Implements [`TextFamily`] and [`Seq2SeqFamily`] for a configuration.
 macro_rules! seq2seq_family {
     ($config:ident, $model:ident, $family:ident, $default:literal, |$of:ident| $with_head:expr, |$c:ident| $sizes:expr) => {
         text_family!($config, $model, $family, seq2seq::generate_with);
@@ -257,7 +257,7 @@ seq2seq_family!(T5Config, T5, t5, "t5-small", |of| of, |c| Seq2SeqSizes {
     scores: c.num_heads,
 });
 
-/// As [`text_family`], with what a configuration has of one that predicts the next token.
+/// Implements [`TextFamily`] and [`CausalFamily`] for a configuration.
 macro_rules! causal_family {
     ($config:ident, $model:ident, $family:ident, |$c:ident| $sizes:expr) => {
         text_family!($config, $model, $family, generate_with);
@@ -303,7 +303,7 @@ causal_family!(Gpt2Config, Gpt2, gpt2, |c| CausalSizes {
     positions: c.n_positions,
     width: c.n_embd,
     layers: c.n_layer,
-    // The input, the two norms' results, query, key and value, attention's result, the sum after it, and the feed-forward layer
+    // The input, the outputs of both norms, query, key and value, attention's output, the sum after it, and the feed-forward layer
     // before and after its activation.
     kept: 8 * c.n_embd + 2 * c.inner_width(),
 });
@@ -313,8 +313,8 @@ causal_family!(LlamaConfig, Llama, llama, |c| CausalSizes {
     positions: c.positions(),
     width: c.hidden_size,
     layers: c.num_hidden_layers,
-    // The input, the two norms' results, the sum between them; turned queries and keys, values, attention's result; gate, up and
-    // their product. Of a Qwen3, queries and keys before their norms, too, and after.
+    // The input, the outputs of both norms, the sum between them; rotated queries and keys, values, attention's output; gate, up and
+    // their product. A model with head norms also keeps queries and keys before and after these norms.
     kept: 4 * c.hidden_size
         + 2 * (c.query_width() + c.key_width())
         + if c.has_head_norms() { 2 * (c.query_width() + c.key_width()) } else { 0 }

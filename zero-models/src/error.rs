@@ -1,4 +1,4 @@
-//! The one error type of this crate. Every message says what was expected, what came, and what to change.
+//! The error type of this crate. Every message states the expected value, the actual value and the remedy.
 
 use std::error::Error;
 use std::fmt;
@@ -8,52 +8,52 @@ use safetensors::tensor::Dtype;
 
 use crate::suggest::closest;
 
-/// Any error of the function that reads parameters.
+/// An error of the function that reads parameters.
 pub type ReadError = Box<dyn Error + Send + Sync>;
 
-/// Of reading a configuration or a checkpoint, or writing one.
+/// The result of reading or writing a configuration or a checkpoint.
 pub type Result<T, E = ModelError> = core::result::Result<T, E>;
 
-/// What can go wrong while reading a configuration or a checkpoint, or writing one.
+/// An error in reading or writing a configuration or a checkpoint.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ModelError {
-    /// A rule for the names of parameters cannot be used.
+    /// A rule for parameter names that cannot be used.
     #[error("\"{rule}\": {problem}")]
     KeyMap {
-        /// The rule, or the name that it gives.
+        /// The rule, or the name that it produces.
         rule: String,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// A prompt that the model cannot go on with.
+    /// A prompt that the model cannot continue.
     #[error("prompt {row} {problem}")]
     Prompt {
-        /// Which of the prompts, from 0.
+        /// Index of the prompt, from 0.
         row: usize,
-        /// What is wrong.
+        /// The problem.
         problem: String,
     },
-    /// Settings of generation that cannot be used.
+    /// Generation settings that cannot be used.
     #[error("{} {problem}", path.display())]
     Generation {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and what to change.
+        /// The problem and its remedy.
         problem: String,
     },
-    /// A weight that is to be quantised and cannot be.
+    /// A weight that cannot be quantized.
     #[error("tensor \"{name}\" in {} has elements that are not finite, which have no scale: load it without quantising", path.display())]
     NotFinite {
         /// The tensor's name.
         name: String,
-        /// The file it lies in.
+        /// The file that contains it.
         path: PathBuf,
     },
     /// An adapter that does not fit the model.
     #[error("{problem}")]
     Adapter {
-        /// What is wrong, and what to change.
+        /// The problem and its remedy.
         problem: String,
     },
     /// A preset that does not exist.
@@ -65,27 +65,27 @@ pub enum ModelError {
     UnknownPreset {
         /// The model family.
         model: &'static str,
-        /// The name that was asked for.
+        /// The requested name.
         got: String,
         /// The names that exist.
         presets: &'static [&'static str],
     },
 
-    /// A configuration that is not the JSON of a configuration.
+    /// A configuration that is not valid JSON, or has a value of a wrong type.
     #[error("the {model} configuration cannot be read as JSON ({source}); pass the text of a Hugging Face config.json")]
     ConfigSyntax {
         /// The model family.
         model: &'static str,
-        /// Where the JSON breaks off or has the wrong type.
+        /// The syntax or type error.
         source: serde_json::Error,
     },
 
-    /// A configuration of a family that is not known.
+    /// A configuration of an unknown family.
     #[error("the configuration has {got}: expected a model_type of {known}")]
     Family {
-        /// The name or key that was found in the file.
+        /// The name or key in the file.
         got: String,
-        /// The families that there are.
+        /// The known families.
         known: String,
     },
 
@@ -94,7 +94,7 @@ pub enum ModelError {
         "the configuration has model_type \"{got}\", expected \"{expected}\"; load it as the model that it describes"
     )]
     ModelType {
-        /// The `model_type` that this family has.
+        /// The `model_type` of this family.
         expected: &'static str,
         /// The `model_type` in the file.
         got: String,
@@ -124,69 +124,69 @@ pub enum ModelError {
         field: &'static str,
         /// Its value.
         got: String,
-        /// What it may be.
+        /// The allowed values.
         expected: String,
     },
 
-    /// An error in a file that has a name.
+    /// An error in a file.
     #[error("in {path}: {error}")]
     InFile {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The error in it.
         error: Box<ModelError>,
     },
 
-    /// The operating system refused.
+    /// An error of the operating system.
     #[error("cannot {action} {path}; check that it exists and may be read")]
     Io {
-        /// What was tried: `open`, `read` or `map`.
+        /// The attempted action: `open`, `read` or `map`.
         action: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the system answered.
+        /// The system's error.
         source: std::io::Error,
     },
 
-    /// A folder without a checkpoint in it.
+    /// A folder without a checkpoint.
     #[error("no checkpoint in {dir}: expected model.safetensors or model.safetensors.index.json; {hint}")]
     NoCheckpoint {
         /// The folder.
         dir: PathBuf,
-        /// What to do about it.
+        /// The remedy.
         hint: &'static str,
     },
 
-    /// A file of tensors that cannot be read, such as one that is cut short.
+    /// A file of tensors that cannot be read, such as a truncated one.
     #[error(
         "{path} cannot be read as a safetensors file: {reason}; if it is truncated or corrupt, copy or download it again"
     )]
     BadFile {
         /// The file.
         path: PathBuf,
-        /// The problem, with what was expected.
+        /// The problem, with the expected value.
         reason: String,
     },
 
-    /// A Git LFS pointer in place of a file.
+    /// A Git LFS pointer instead of a file.
     #[error("{path} is a Git LFS pointer, not the file itself; run `git lfs pull`")]
     Pointer {
         /// The file.
         path: PathBuf,
     },
 
-    /// An index that is not the JSON of an index.
+    /// An index that is malformed.
     #[error("{path} is not {format}; copy or download it again")]
     Format {
         /// The file.
         path: PathBuf,
-        /// What it was to be.
+        /// The expected format.
         format: &'static str,
-        /// How it breaks the format.
+        /// The error in it.
         source: Box<dyn Error + Send + Sync>,
     },
 
-    /// An index that names a file which is elsewhere or not there.
+    /// An index that names a file which is missing or in another folder.
     #[error("{index} puts tensor \"{tensor}\" into \"{shard}\"{problem}")]
     Shard {
         /// The index file.
@@ -195,7 +195,7 @@ pub enum ModelError {
         tensor: String,
         /// The file that the index names.
         shard: String,
-        /// What is wrong with that, and what to do about it.
+        /// The problem and its remedy.
         problem: &'static str,
     },
 
@@ -211,22 +211,22 @@ pub enum ModelError {
         shard: PathBuf,
         /// The tensor.
         tensor: String,
-        /// Which of the two has the tensor.
+        /// The difference: which of the two has the tensor.
         difference: &'static str,
     },
 
-    /// Two tensors in the checkpoint that are one parameter of the model.
+    /// Two tensors of the checkpoint that belong to one parameter of the model.
     #[error("checkpoint {dir} has both \"{first}\" and \"{second}\", which are the same parameter; remove one of them")]
     SameParameter {
         /// The folder.
         dir: PathBuf,
-        /// The one name.
+        /// The first name.
         first: String,
-        /// The other name.
+        /// The second name.
         second: String,
     },
 
-    /// Tensors that are missing from a checkpoint, or that the model has no place for.
+    /// Tensors that the checkpoint lacks, or that the model does not have.
     #[error(
         "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint, and check the model \
          class it was saved from",
@@ -241,7 +241,7 @@ pub enum ModelError {
         unexpected: Vec<String>,
     },
 
-    /// Tensors of another shape than the model's parameters.
+    /// Tensors whose shapes differ from those of the model's parameters.
     #[error(
         "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint",
         listed(mismatches)
@@ -249,11 +249,11 @@ pub enum ModelError {
     TensorShapes {
         /// The folder.
         dir: PathBuf,
-        /// What does not fit.
+        /// Every mismatch.
         mismatches: Vec<ShapeMismatch>,
     },
 
-    /// Tensors that the configuration ties, and that differ.
+    /// Tensors that the configuration ties although they differ.
     #[error(
         "checkpoint {dir} has other numbers in \"{second}\" than in \"{first}\", which config.json ties to it: set tie_word_embeddings to \
          false there, or take \"{second}\" out of the weights"
@@ -263,7 +263,7 @@ pub enum ModelError {
         dir: PathBuf,
         /// The tensor that would be loaded.
         first: String,
-        /// The one that would be left out.
+        /// The tensor that would be ignored.
         second: String,
     },
 
@@ -281,41 +281,41 @@ pub enum ModelError {
         got: Dtype,
     },
 
-    /// A setting of an export that cannot be used.
+    /// An export setting that cannot be used.
     #[error("{setting} \"{got}\" cannot be exported; expected {expected}")]
     ExportSetting {
-        /// Which setting.
+        /// The setting.
         setting: &'static str,
-        /// What was given.
+        /// The given value.
         got: String,
-        /// What is understood.
+        /// The accepted values.
         expected: &'static str,
     },
 
-    /// A parameter could not be read to be exported.
+    /// A parameter that could not be read for export.
     #[error("parameter \"{path}\" cannot be read to be exported")]
     Read {
-        /// Where it is in the module.
+        /// Path of the parameter in the module.
         path: String,
-        /// What whoever reads it says.
+        /// The error of the function that reads parameters.
         source: ReadError,
     },
 
-    /// Another number of elements than asked for came to be exported.
+    /// A wrong number of elements from the function that reads parameters.
     #[error(
         "{expected} elements of parameter \"{path}\" were asked for to be exported, {got} came; check that the \
          configuration is the model's"
     )]
     ReadSize {
-        /// Where the parameter is in the module.
+        /// Path of the parameter in the module.
         path: String,
-        /// Elements asked for.
+        /// Number of elements requested.
         expected: usize,
-        /// Elements that came.
+        /// Number of elements returned.
         got: usize,
     },
 
-    /// A number that the element type of an export cannot hold.
+    /// A number that the element type of the export cannot represent.
     #[error("tensor \"{name}\" has the element {value:e}, which is infinite in {dtype}; export as {instead}")]
     Overflow {
         /// The tensor, as Hugging Face names it.
@@ -324,21 +324,22 @@ pub enum ModelError {
         value: f32,
         /// The element type.
         dtype: String,
-        /// The types that can hold it.
+        /// The types that can represent it.
         instead: &'static str,
     },
 
-    /// A checkpoint could not be written.
+    /// A checkpoint that could not be written.
     #[error(transparent)]
     Write(#[from] zero_core::checkpoint::CheckpointError),
 }
 
-/// What the system answers to `action` on a file, as an error.
+/// Converts the system's error in `action` on a file.
 pub(crate) fn io_at(action: &'static str, path: &Path) -> impl Fn(std::io::Error) -> ModelError {
     move |source| ModelError::Io { action, path: path.to_path_buf(), source }
 }
 
-/// Whether each value is right, with the name of its field, what it is, and what it may be: or the first that is wrong.
+/// Checks each value, given as a flag that it is valid, the name of its field, its text, and the allowed values. Fails on the first that
+/// is wrong.
 pub(crate) fn check_each<'a>(
     model: &'static str,
     values: impl IntoIterator<Item = (bool, &'static str, String, &'a str)>,
@@ -351,7 +352,7 @@ pub(crate) fn check_each<'a>(
     }
 }
 
-/// A tensor whose shape is not the one that the model has.
+/// A tensor whose shape differs from the model's.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "tensor \"{name}\" in {} has shape {got:?}, expected {expected:?}",
@@ -360,18 +361,18 @@ pub(crate) fn check_each<'a>(
 pub struct ShapeMismatch {
     /// The tensor, as the file names it.
     pub name: String,
-    /// The file it lies in.
+    /// The file that contains it.
     pub path: PathBuf,
-    /// The shape that the model has, in the layout of the file.
+    /// The model's shape, in the layout of the file.
     pub expected: Vec<usize>,
     /// The shape in the file.
     pub got: Vec<usize>,
 }
 
-/// How many names a message lists before it says "and n more".
+/// Number of names that a message lists before "and n more".
 const LISTED: usize = 10;
 
-/// Items with commas, and how many more there are behind the first 10.
+/// Joins items with commas; after the first 10, gives the number of the others.
 pub fn listed<T: fmt::Display>(items: &[T]) -> String {
     let mut text = items.iter().take(LISTED).map(T::to_string).collect::<Vec<_>>().join(", ");
     if items.len() > LISTED {
@@ -380,7 +381,7 @@ pub fn listed<T: fmt::Display>(items: &[T]) -> String {
     text
 }
 
-/// How many names are missing and how many unexpected, and which; nothing if none is.
+/// Lists the missing and the unexpected names, with their numbers; empty if there are none.
 pub fn names_differ(missing: &[String], unexpected: &[String]) -> String {
     let parts = [(missing, "missing"), (unexpected, "unexpected")].into_iter().filter(|(names, _)| !names.is_empty());
     parts.map(|(names, what)| format!("{} {what}: {}", names.len(), listed(names))).collect::<Vec<_>>().join("; ")

@@ -1,5 +1,5 @@
-//! What the configurations of all families share: [`hf_config!`] makes one of a table of the keys in Hugging Face's
-//! `config.json`; presets are found by name, and values are checked.
+//! Shared code of the families' configurations: [`hf_config!`] defines one by a table of the keys in Hugging Face's `config.json`; other
+//! functions look up presets by name and check values.
 
 use std::path::Path;
 
@@ -10,10 +10,10 @@ use crate::error::{check_each, io_at};
 use crate::hf_params::Family;
 use crate::{ModelError, Result};
 
-/// Makes a family's configuration of its table: the keys of `config.json` with Hugging Face's defaults for those that are
-/// absent. `activation` is the key that names the activation function; what is `refused` has no field, as nothing but the
-/// value in the table is implemented. The family's `validate` is part of reading. A family of several `model_type`s has that as
-/// one of its keys, and no activation if it knows one alone; `given` makes what is read into these keys.
+/// Defines a family's configuration by a table of the keys in `config.json`, with Hugging Face's defaults for absent keys. `activation`
+/// is the key that names the activation function; a family with only one omits it. Keys in `refused` have no field, as only the value in
+/// the table is implemented. Reading includes the family's `validate`. A family with several `model_type`s has `model_type` among its
+/// keys. `given` converts the text of a file to these keys.
 macro_rules! hf_config {
     (
         $(#[$doc:meta])*
@@ -29,8 +29,8 @@ macro_rules! hf_config {
     ) => {
         $(#[$doc])*
         ///
-        /// Named as in Hugging Face's `config.json`, which is what it is serialised as. Reading one refuses what is not
-        /// implemented and would change the results; keys without an effect on the mathematics are ignored.
+        /// Fields are named as in Hugging Face's `config.json`, which is also the serialized form. Reading fails on settings that are
+        /// not implemented and would change the results; keys without an effect on the mathematics are ignored.
         #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
         #[serde(try_from = "Keys", into = "Keys")]
         pub struct $config {
@@ -41,7 +41,7 @@ macro_rules! hf_config {
             )?
         }
 
-        /// The keys of `config.json` that matter.
+        /// The keys of `config.json` that have an effect.
         #[derive(serde::Serialize, serde::Deserialize)]
         #[serde(default)]
         struct Keys {
@@ -90,10 +90,10 @@ macro_rules! hf_config {
         }
 
         impl $config {
-            /// The name of the family in messages.
+            /// Name of the family in messages.
             pub(crate) const FAMILY: &'static str = $family;
 
-            /// Hugging Face's defaults.
+            /// Returns Hugging Face's defaults.
             fn published() -> Self {
                 Self { $($field: $default,)* $($activation: $activation_default)? }
             }
@@ -101,7 +101,7 @@ macro_rules! hf_config {
             /// Reads the text of a Hugging Face `config.json`.
             ///
             /// # Errors
-            /// When it is not JSON, of another model, not a possible model, or asks for what is not implemented.
+            /// If it is not JSON, is of another model, describes an impossible model, or asks for a setting that is not implemented.
             pub fn from_json(text: &str) -> $crate::Result<Self> {
                 $(let text = &$given(text)?;)?
                 let keys: Keys = serde_json::from_str(text)
@@ -112,17 +112,17 @@ macro_rules! hf_config {
             /// Reads a Hugging Face `config.json`.
             ///
             /// # Errors
-            /// As [`from_json`](Self::from_json), and when the file cannot be read.
+            /// Same as [`from_json`](Self::from_json), and if the file cannot be read.
             pub fn from_file(path: &std::path::Path) -> $crate::Result<Self> {
                 $crate::hf_config::from_file(path, Self::from_json)
             }
 
-            /// Number of parameters; a tied head counts once.
+            /// Returns the number of parameters; a tied head counts once.
             pub fn num_params(&self) -> usize {
                 $crate::hf_params::parameters(self).iter().map($crate::ModelParam::numel).sum()
             }
 
-            /// Names and shapes of the parameters in the `state_dict` of Hugging Face's model, in the order in which the
+            /// Returns the names and shapes of the parameters in the `state_dict` of Hugging Face's model, in the order in which the
             /// module visits them. A tied head is not listed.
             pub fn parameter_shapes(&self) -> Vec<(String, Vec<usize>)> {
                 let parameters = $crate::hf_params::parameters(self).into_iter();
@@ -133,7 +133,7 @@ macro_rules! hf_config {
 }
 pub(crate) use hf_config;
 
-/// The names of a table of presets.
+/// Returns the names of a table of presets.
 pub(crate) const fn names<T, const N: usize>(presets: &[(&'static str, T); N]) -> [&'static str; N] {
     let mut names = [""; N];
     let mut i = 0;
@@ -144,7 +144,7 @@ pub(crate) const fn names<T, const N: usize>(presets: &[(&'static str, T); N]) -
     names
 }
 
-/// What a table of presets, whose names are `names`, has under the name `got`.
+/// Looks up the preset `got` in a table of presets with these names.
 pub(crate) fn find_preset<T: Copy>(
     model: &'static str,
     presets: &[(&str, T)],
@@ -162,14 +162,14 @@ pub(crate) fn from_file<C: Family>(path: &Path, from_json: fn(&str) -> Result<C>
     Ok(config.with_weights_in(path.parent().unwrap_or(Path::new(""))))
 }
 
-/// An `eos_token_id` may be a list, as for generation: a text ends with the first.
+/// Replaces an `eos_token_id` that is a list, as for generation, by its first token.
 pub(crate) fn one_end(keys: &mut Map<String, Value>) {
     if let Some(first) = keys.get("eos_token_id").and_then(|ends| ends.get(0)).cloned() {
         keys.insert("eos_token_id".into(), first);
     }
 }
 
-/// Checks that the vocabulary has these tokens, each with the name of its field.
+/// Checks that the vocabulary has these tokens, each given with the name of its field.
 pub(crate) fn check_tokens(model: &'static str, vocabulary: usize, tokens: &[(&'static str, u32)]) -> Result<()> {
     let expected = format!("a token of the {vocabulary} there are");
     let is_known = |token: u32| (token as usize) < vocabulary;
@@ -180,7 +180,7 @@ pub(crate) fn check_model_type(expected: &'static str, got: String) -> Result<()
     if got == expected { Ok(()) } else { Err(ModelError::ModelType { expected, got }) }
 }
 
-/// Whether a key has the one value that is implemented.
+/// Checks that a key has the only implemented value.
 pub(crate) fn check_implemented<T: PartialEq + Serialize>(
     model: &'static str,
     key: &'static str,
@@ -197,7 +197,7 @@ pub(crate) fn check_implemented<T: PartialEq + Serialize>(
     Err(ModelError::Unsupported { model, key, got, supported })
 }
 
-/// Values with the names of their fields.
+/// Pairs each field's name with its value.
 macro_rules! named {
     ($config:ident: $($field:ident),*) => {
         [$((stringify!($field), $config.$field)),*]
@@ -205,16 +205,16 @@ macro_rules! named {
 }
 pub(crate) use named;
 
-/// The largest size in a configuration.
+/// Maximum size in a configuration.
 const LARGEST_SIZE: usize = u32::MAX as usize;
 
-/// The most layers of a model.
+/// Maximum number of layers of a model.
 const MOST_LAYERS: usize = 10_000;
 
-/// The most parameters of a model.
+/// Maximum number of parameters of a model.
 const MOST_PARAMETERS: u128 = 1 << 44;
 
-/// Checks the number of layers and parameters: a made-up configuration must not take hours to count, nor overflow.
+/// Checks the number of layers and parameters, so that counting for a crafted configuration neither takes hours nor overflows.
 pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static str, config: &C) -> Result<()> {
     let blocks = |path: &str| if path.contains('*') { config.blocks(path) } else { 1 };
     let layers = C::LAYERS.iter().map(|layer| blocks(layer.path())).max().unwrap_or(0);
@@ -234,8 +234,8 @@ pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static
     )
 }
 
-/// Whether a family's model can have these sizes, as many heads as `heads` of a width, these probabilities of dropping out,
-/// and these numbers above zero; each comes with the name of its field.
+/// Checks that sizes are in range, `heads` divides `width`, dropout probabilities are at least 0 and below 1, and the `above_0` numbers
+/// are finite and positive. Each value comes with the name of its field.
 pub(crate) fn check_values(
     model: &'static str,
     sizes: &[(&'static str, usize)],

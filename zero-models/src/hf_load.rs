@@ -1,7 +1,8 @@
-//! Loading a module's parameters by their Hugging Face names.
+//! Loading of a module's parameters by their Hugging Face names.
 //!
-//! In go a module, the table of its [`Family`] and a checkpoint; out comes the module with loaded parameters. One parameter at a time
-//! is created on the device by [`zero_ops::parameter_from`]: of a sharded parameter a rank converts its piece.
+//! Takes a module, the table of its [`Family`] and a checkpoint, and returns the module with loaded parameters.
+//! [`zero_ops::parameter_from`] creates the parameters on the device, one at a time; for a sharded parameter, a rank converts only its
+//! shard.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -16,25 +17,25 @@ use crate::peft::peft_name;
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{KeyMap, ModelError, Result};
 
-/// A parameter of a model as Hugging Face knows it.
+/// A parameter's name and layout in Hugging Face's model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HfParam {
     /// Burn's id of the parameter.
     pub id: ParamId,
-    /// Its name in the `state_dict` of the Hugging Face model.
+    /// Name in the `state_dict` of the Hugging Face model.
     pub name: String,
-    /// Its shape there.
+    /// Shape there.
     pub shape: Vec<usize>,
-    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
+    /// True if it is stored transposed there: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
     pub transposed: bool,
 }
 
-/// The Hugging Face name of the parameter at a path of Burn's field names, and whether it is transposed there.
+/// Returns the Hugging Face name of the parameter at a path of Burn's field names, and whether it is stored transposed.
 fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
     if let [before @ .., adapter, field] = path
         && let Some(table) = adapter.strip_suffix("adapter")
     {
-        // Of the table that it is named by, or of the layer that it is in.
+        // The table that the field is named after, or the layer that contains the adapter.
         let (is_table, of) = (!table.is_empty(), if table.is_empty() { "weight" } else { table.trim_end_matches('_') });
         let of: Vec<String> = before.iter().cloned().chain([of.to_string()]).collect();
         let (name, _) = hf_name::<C>(&of);
@@ -50,7 +51,7 @@ fn hf_name<C: Family>(path: &[String]) -> (String, bool) {
     unreachable!("no parameter of the family is at {path}")
 }
 
-/// The parameters in the order in which the module visits them. No lazy parameter is allocated.
+/// Describes the parameters in the order in which the module visits them. Lazy parameters are not allocated.
 pub(crate) fn describe<C: Family, B: Backend>(model: &impl Module<B>) -> Vec<HfParam> {
     described(model, &|path, _| hf_name::<C>(path))
 }
@@ -61,15 +62,15 @@ fn described<B: Backend>(model: &impl Module<B>, name: Name<'_>) -> Vec<HfParam>
     visitor.found
 }
 
-/// The name of the parameter at a path of the module with so many dimensions, and whether it is transposed.
+/// A function from a parameter's path and number of dimensions to its name, and whether it is stored transposed.
 type Name<'a> = &'a dyn Fn(&[String], usize) -> (String, bool);
 
-/// Loads every parameter of any module from a folder with safetensors files (`model.safetensors`, or shards with an index), of
-/// another family than this crate has. `names` gives each its name there, from its path in the module; all tensors must be
-/// parameters. Over a backend that shards parameters each rank reads its own part.
+/// Loads every parameter of any module, including one outside this crate's families, from a folder with safetensors files
+/// (`model.safetensors`, or shards with an index). `names` maps a parameter's path in the module to its name in the files; every tensor
+/// must be a parameter. On a backend that shards parameters, each rank reads its own part.
 ///
 /// # Errors
-/// As [`gpt2::weights::load`](crate::gpt2::weights::load).
+/// Same as [`gpt2::weights::load`](crate::gpt2::weights::load).
 pub fn load_module<B: FusedBackend, M: Module<B>>(
     module: M,
     dir: &Path,
@@ -95,7 +96,7 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
     load_params(model, params, checkpoint, rules::<C>(), device)
 }
 
-/// As [`load_checked`]; parameters of a head that the checkpoint has not stay as they are, and are named.
+/// Same as [`load_checked`], but parameters of the head that the checkpoint lacks keep their values. Returns their names.
 pub(crate) fn load_beneath_head<C: Family, B: FusedBackend, M: Module<B>>(
     model: M,
     checkpoint: &Checkpoint,
@@ -125,7 +126,7 @@ fn load_params<B: FusedBackend, M: Module<B>>(
     load_all(model, tensors, checkpoint, device)
 }
 
-/// Loads these parameters alone, and leaves the others.
+/// Loads only these parameters; the others keep their values.
 pub(crate) fn load_some<B: FusedBackend, M: Module<B>>(
     module: M,
     found: Vec<(ModelParam, StoredTensor<'_>)>,
@@ -176,7 +177,7 @@ fn load_all<B: FusedBackend, M: Module<B>>(
 }
 
 struct Load<'a, B: Backend> {
-    /// Of each parameter, in visiting order, and whether it is transposed; `None` for one that stays.
+    /// Each parameter's tensor, in visiting order, and whether it is transposed; `None` for a parameter that keeps its value.
     tensors: std::vec::IntoIter<Option<(StoredTensor<'a>, bool)>>,
     checkpoint: &'a Checkpoint,
     device: &'a B::Device,
@@ -215,14 +216,14 @@ impl<B: FusedBackend> ModuleMapper<B> for Load<'_, B> {
         }
         let tensor = zero_ops::parameter_from::<B, D>(shape, device, elements);
         let configured_for = param.lazy_device();
-        // Keeps the id, and whether the parameter is trained, without drawing the values it would start from.
+        // Keeps the id, and whether the parameter is trained, without drawing its initial values.
         let loaded = param.transform_for_load(tensor, id);
         if configured_for == *device { loaded } else { loaded.fork(device) }
     }
 }
 
-/// What a module `weights` offers for its family's model, whose class in transformers is `$class`. Where models of one module have names
-/// of several families, the macro `$by` chooses one by a model.
+/// Defines the functions of a `weights` module for its family's model, whose class in transformers is `$class`. If variants of the model
+/// have other parameter names, the macro `$by` selects the family by the model.
 macro_rules! hf_weights {
     (@by $config:ident, , $model:expr, $family:ident => $do:expr) => {{
         type $family = $config;
@@ -230,10 +231,10 @@ macro_rules! hf_weights {
     }};
     (@by $config:ident, $by:ident, $model:expr, $family:ident => $do:expr) => { $by!($model, $family => $do) };
     ($model:ident, $config:ident, $class:literal $(, $by:ident)?) => {
-        /// Loads the model that lies in a folder, its `config.json` and its weights.
+        /// Loads the model in a folder, from its `config.json` and its weights.
         ///
         /// # Errors
-        #[doc = concat!("As [`", stringify!($config), "::from_file`] and [`load`].")]
+        #[doc = concat!("Same as [`", stringify!($config), "::from_file`] and [`load`].")]
         pub fn from_pretrained<B: zero_ops::FusedBackend>(
             dir: &std::path::Path,
             device: &B::Device,
@@ -242,14 +243,14 @@ macro_rules! hf_weights {
             load(config.init(device), dir, device)
         }
 
-        /// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. Where parameters are sharded,
-        /// each rank converts the elements of its own pieces only; every rank must read the same checkpoint.
+        /// Loads all parameters from the checkpoint in a folder, one at a time, onto `device`. If parameters are sharded, each rank
+        /// converts only the elements of its own shards; every rank must read the same checkpoint.
         ///
         /// The parameters keep their ids, and whether they are trained.
         ///
         /// # Errors
-        /// When the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is
-        /// checked before the first tensor is loaded.
+        /// If the checkpoint cannot be read, or its names, shapes or element types are not the model's. All of that is checked before
+        /// the first tensor is loaded.
         pub fn load<B: zero_ops::FusedBackend>(
             model: $model<B>,
             dir: &std::path::Path,
@@ -258,10 +259,10 @@ macro_rules! hf_weights {
             load_from(model, &$crate::safetensors_file::Checkpoint::open(dir)?, device)
         }
 
-        /// As [`load`], from a checkpoint that is open already.
+        /// Same as [`load`], from an open checkpoint.
         ///
         /// # Errors
-        /// When its names, shapes or element types are not the model's.
+        /// If its names, shapes or element types are not the model's.
         pub fn load_from<B: zero_ops::FusedBackend>(
             model: $model<B>,
             checkpoint: &$crate::safetensors_file::Checkpoint,
@@ -284,7 +285,7 @@ macro_rules! hf_weights {
             })
         }
 
-        /// The parameters of a model of this configuration, in visiting order, without a model.
+        /// Returns the parameters of a model of this configuration, in visiting order, without creating the model.
         pub fn parameters(config: &$config) -> Vec<$crate::ModelParam> {
             $crate::hf_params::parameters(config)
         }

@@ -1,7 +1,7 @@
-//! Hugging Face names of a model's parameters, and tensors by them.
+//! Hugging Face names of a model's parameters, and lookup of their tensors.
 //!
-//! In go the table of a [`Family`] and a checkpoint; out come its parameters with their tensors. Names, shapes and element types of
-//! everything are checked before the first tensor is read.
+//! Matches the parameters in the table of a [`Family`] with the tensors of a checkpoint. All names, shapes and element types are checked
+//! before the first tensor is read.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -12,27 +12,26 @@ use zero_core::random::Stream;
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, Result, ShapeMismatch};
 
-/// A parameter by its place in the module and its place in a Hugging Face checkpoint: known from a configuration alone,
-/// without a module.
+/// A parameter's place in the module and in a Hugging Face checkpoint, known from a configuration alone, without a module.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ModelParam {
-    /// Burn's field names from the module down, with dots: `h.0.attn.c_attn.weight`.
+    /// Burn's field names from the module down, joined by dots: `h.0.attn.c_attn.weight`.
     pub path: String,
-    /// Its shape in the module.
+    /// Shape in the module.
     pub shape: Vec<usize>,
-    /// Its name in the `state_dict` of the Hugging Face model.
+    /// Name in the `state_dict` of the Hugging Face model.
     pub name: String,
-    /// Whether it is stored there transposed: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
+    /// True if it is stored transposed there: `torch.nn.Linear` has `[out, in]`, Burn `[in, out]`.
     pub transposed: bool,
 }
 
 impl ModelParam {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Its shape in the Hugging Face checkpoint.
+    /// Returns the shape in the Hugging Face checkpoint.
     pub fn hf_shape(&self) -> Vec<usize> {
         let mut shape = self.shape.clone();
         if self.transposed {
@@ -42,82 +41,82 @@ impl ModelParam {
     }
 }
 
-/// A family of models, by its configuration: which parameters it has, in the module and in a Hugging Face checkpoint.
+/// A family of models, by its configuration: its parameters in the module and in a Hugging Face checkpoint.
 pub(crate) trait Family: Sized + 'static {
     /// The layers, in the order in which the module visits them.
     const LAYERS: &'static [Layer<Self>];
-    /// Names under which a checkpoint may repeat a parameter, with the parameter.
+    /// Names under which a checkpoint may repeat a parameter, each with the parameter's name.
     const REPEATS: &'static [(&'static str, &'static str)];
 
-    /// The parameters, in the order in which the module visits them.
+    /// Returns the parameters, in the order in which the module visits them.
     fn parameters(&self) -> Vec<ModelParam> {
         by_table(self)
     }
 
-    /// How many blocks there are of a layer that has a `*` in its path, and of those beside it.
+    /// Returns the number of blocks that repeat this layer, whose path has a `*`, together with its neighbors in the table.
     fn blocks(&self, layer: &str) -> usize;
 
-    /// Whether the head's weight is the embedding of the tokens.
+    /// Returns `true` if the head's weight is the token embedding.
     fn is_tied(&self) -> bool;
 
-    /// Whether a model of this configuration has this layer, by its path.
+    /// Returns `true` if a model of this configuration has the layer at this path.
     fn has(&self, _layer: &str) -> bool {
         true
     }
 
-    /// The configuration that a folder's `config.json` has, with what the weights in the folder decide.
+    /// Completes the configuration in a folder's `config.json` with settings that follow from the folder's weights.
     fn with_weights_in(self, _dir: &Path) -> Self {
         self
     }
 
-    /// Whether a tensor of this name is a head's, which checkpoints of other heads have not.
+    /// Returns `true` if a tensor of this name belongs to a head, so that checkpoints with other heads lack it.
     fn is_of_head(_name: &str) -> bool {
         false
     }
 
-    /// Whether what is not loaded from a checkpoint is as the model takes it to be.
+    /// Checks that the tensors that are not loaded have the values that the model assumes.
     fn check(_checkpoint: &Checkpoint) -> Result<()> {
         Ok(())
     }
 
-    /// The name in the `state_dict` of a tensor of this name in a checkpoint, whether the model has it or not; `None` for a
-    /// buffer that is computed from the configuration and not loaded.
+    /// Returns the `state_dict` name of a checkpoint's tensor, whether the model has it or not; `None` for one that is never loaded,
+    /// such as a buffer that is computed from the configuration.
     fn in_state_dict(name: &str) -> Option<String>;
 }
 
-/// A layer, or a parameter that is a field of its own. A `*` stands for the number of a block.
+/// A layer, or a parameter that is a field of its own. A `*` is replaced by the number of a block.
 pub(crate) struct Layer<C> {
-    /// Burn's field names from the module down, with dots.
+    /// Burn's field names from the module down, joined by dots.
     path: &'static str,
     /// The name in the `state_dict`.
     name: &'static str,
     kind: Kind,
-    /// The rows of the layer's matrix in the module, and its columns, which are as many as other parameters' elements.
+    /// Rows and columns of the layer's matrix in the module. Other parameters have as many elements as it has columns.
     sizes: fn(&C) -> [usize; 2],
 }
 
-/// What parameters a layer has.
+/// The kind of a layer, which determines its parameters.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A matrix without a layer.
+    /// A matrix that is a field of its own.
     Table,
-    /// As a table; absent if it is the embedding of the tokens.
+    /// Same as `Table`, but absent if it is tied to the token embedding.
     Head,
-    /// A bias without a layer, or of one without.
+    /// A bias that is a field of its own, or an optional bias of a `Weight`.
     Bias,
-    /// The factors of a norm that adds nothing.
+    /// The factors of a norm without a bias.
     Scale,
     /// A layer norm.
     Norm,
-    /// A linear layer, whose weight `torch.nn.Linear` has transposed.
+    /// A linear layer, whose weight `torch.nn.Linear` stores transposed.
     Linear,
-    /// As a linear layer, without a bias.
+    /// A linear layer without a bias.
     Weight,
-    /// A linear layer that is transformers' `Conv1D`, which has the weight as Burn has it.
+    /// A linear layer that is a `Conv1D` in transformers, which stores the weight in Burn's layout.
     Conv1d,
 }
 
-/// A row of [`Family::LAYERS`].
+/// Builds a row of [`Family::LAYERS`].
 pub(crate) const fn layer<C>(
     path: &'static str,
     name: &'static str,
@@ -132,17 +131,17 @@ impl<C> Layer<C> {
         self.path
     }
 
-    /// The rows of the layer's matrix in the module, and its columns.
+    /// Returns the rows and columns of the layer's matrix in the module.
     pub(crate) fn sizes(&self, config: &C) -> [usize; 2] {
         (self.sizes)(config)
     }
 
-    /// Whether the layer's matrix is stored transposed.
+    /// Returns `true` if the layer's matrix is stored transposed.
     pub(crate) fn is_transposed(&self) -> bool {
         matches!(self.kind, Kind::Linear | Kind::Weight)
     }
 
-    /// The parameters' paths and names in a block, and whether they are matrices.
+    /// Returns the paths and names of the layer's parameters in a block, and whether each is a matrix.
     pub(crate) fn parameters(&self, block: &str) -> impl Iterator<Item = (String, String, bool)> {
         let fields: &[_] = match self.kind {
             Kind::Table | Kind::Head => &[("", ".weight", true)],
@@ -157,12 +156,12 @@ impl<C> Layer<C> {
     }
 }
 
-/// The parameters of a model of this configuration, in the order in which the module visits them.
+/// Returns the parameters of a model of this configuration, in the order in which the module visits them.
 pub(crate) fn parameters<C: Family>(config: &C) -> Vec<ModelParam> {
     config.parameters()
 }
 
-/// The parameters in a family's table.
+/// Returns the parameters in a family's table.
 pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
     let in_blocks = |layer: &Layer<C>| layer.path.contains('*');
     let mut found = Vec::new();
@@ -184,8 +183,8 @@ pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
     found
 }
 
-/// The parameters with the values that a module on ranks with this seed begins with: weights are drawn by the parameter's number, with
-/// the deviation that `std` says of a path, factors of norms are one, and biases zero.
+/// Calls `each` with every parameter and its initial values, which are those of a module on ranks with this seed. Weights are drawn by
+/// the parameter's number, with the standard deviation that `std` returns for a path; factors of norms are one, and biases zero.
 pub(crate) fn fresh<C: Family>(
     config: &C,
     seed: u64,
@@ -202,7 +201,7 @@ pub(crate) fn fresh<C: Family>(
     }
 }
 
-/// Parameters with their tensors in a checkpoint.
+/// Pairs parameters with their tensors in a checkpoint.
 pub(crate) fn stored<'a>(
     params: Vec<ModelParam>,
     checkpoint: &'a Checkpoint,
@@ -213,7 +212,7 @@ pub(crate) fn stored<'a>(
     Ok(params.into_iter().zip(sources).collect())
 }
 
-/// Of each parameter, by name and shape, its tensor, if it is not one that may be missing.
+/// Returns the tensor of each parameter, given by name and shape; `None` if it is missing and may be.
 pub(crate) fn sources<'a>(
     params: &[(String, Vec<usize>)],
     checkpoint: &'a Checkpoint,
@@ -225,10 +224,10 @@ pub(crate) fn sources<'a>(
     Ok(sources.into_iter().map(|found| found.first().copied()).collect())
 }
 
-/// For each parameter the tensor to load, and then the tensors that repeat it.
+/// The tensor to load for each parameter, followed by the tensors that repeat it.
 type Sources<'a> = Vec<Vec<StoredTensor<'a>>>;
 
-/// How parameters find their tensors.
+/// The rules by which parameters find their tensors.
 #[derive(Clone, Copy)]
 pub(crate) struct Rules<'a> {
     /// [`Family::in_state_dict`]
@@ -239,13 +238,13 @@ pub(crate) struct Rules<'a> {
     pub(crate) is_of_head: fn(&str) -> bool,
     /// [`Family::check`]
     pub(crate) check: fn(&Checkpoint) -> Result<()>,
-    /// Whether a head may be missing.
+    /// True if the parameters of a head may be missing.
     pub(crate) fresh_head: bool,
 }
 
-/// Tensors under the names of parameters.
+/// Rules for tensors that have the names of parameters.
 pub(crate) const AS_NAMED: Rules<'static> = Rules {
-    // PEFT saves the table beside its adapter.
+    // PEFT saves the table alongside its adapter.
     in_state_dict: &|name| (!name.contains(".base_layer.")).then(|| name.to_string()),
     repeats: &[],
     is_of_head: |_| false,
@@ -253,7 +252,7 @@ pub(crate) const AS_NAMED: Rules<'static> = Rules {
     fresh_head: false,
 };
 
-/// Those of a family.
+/// Returns the rules of a family.
 pub(crate) fn rules<C: Family>() -> Rules<'static> {
     let (in_state_dict, repeats) = (&C::in_state_dict, C::REPEATS);
     Rules { in_state_dict, repeats, is_of_head: C::is_of_head, check: C::check, fresh_head: false }
@@ -280,8 +279,8 @@ fn match_names<'a>(
     let mut sources = Sources::new();
     let mut missing = Vec::new();
     for (name, _) in params {
-        // A name that repeats another parameter in one model is a parameter of its own in another (an untied head), and a head's in one
-        // with another head.
+        // A name that repeats a parameter in one model is a parameter of its own in another (an untied head), and belongs to the head
+        // of a model with another head.
         let first = |name: &str| name.split('.').next().unwrap_or_default().to_string();
         let is_other_head =
             |repeat: &str| (rules.is_of_head)(repeat) && !params.iter().any(|(other, _)| first(other) == first(repeat));
@@ -306,7 +305,7 @@ fn match_names<'a>(
     })
 }
 
-/// Refuses repeats of a parameter that hold other numbers: the model would be another one.
+/// Rejects a checkpoint where a repeat of a parameter holds other numbers: it belongs to a different model.
 fn check_repeats(sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<()> {
     for found in sources {
         let Some((first, repeats)) = found.split_first() else { continue };

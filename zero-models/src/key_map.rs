@@ -1,10 +1,10 @@
-//! Names of parameters in the files of other programs, by rules.
+//! Rules that map parameter paths to names in other programs' files.
 
 use regex::Regex;
 
 use crate::{ModelError, Result};
 
-/// Names of parameters in other programs' files.
+/// A map from parameter paths to names in other programs' files.
 #[derive(Clone, Debug, Default)]
 pub struct KeyMap {
     renamed: Vec<(Regex, String)>,
@@ -12,11 +12,12 @@ pub struct KeyMap {
 }
 
 impl KeyMap {
-    /// `rename` are rules `REGEX=>NAME`, where `$1` is what the first group matched; each is applied to what those before have left
-    /// (as burn-store's key remapper does). `transpose` are patterns of names, once renamed, whose matrices are stored transposed.
+    /// Creates a map from `rename`, rules `REGEX=>NAME` where `$1` is the match of the first group. Each rule is applied to the result
+    /// of the previous ones (like burn-store's key remapper). `transpose` are patterns of the resulting names of matrices that are
+    /// stored transposed.
     ///
     /// # Errors
-    /// [`ModelError::KeyMap`] for a rule that is none.
+    /// [`ModelError::KeyMap`] for an invalid rule.
     pub fn new(rename: &[impl AsRef<str>], transpose: &[impl AsRef<str>]) -> Result<Self> {
         let wrong = |rule: &str, problem: String| ModelError::KeyMap { rule: rule.to_string(), problem };
         let regex = |rule: &str, pattern: &str| Regex::new(pattern).map_err(|error| wrong(rule, error.to_string()));
@@ -34,14 +35,14 @@ impl KeyMap {
 }
 
 impl KeyMap {
-    /// The name of the parameter at `path`.
+    /// Returns the name of the parameter at `path`.
     pub(crate) fn name(&self, path: &str) -> String {
         let rename =
             |name: String, (pattern, to): &(Regex, String)| pattern.replace_all(&name, to.as_str()).into_owned();
         self.renamed.iter().fold(path.to_string(), rename)
     }
 
-    /// Whether a matrix of this name is stored transposed.
+    /// Returns `true` if a matrix of this name is stored transposed.
     pub(crate) fn transposes(&self, name: &str) -> bool {
         self.transposed.iter().any(|pattern| pattern.is_match(name))
     }

@@ -1,5 +1,5 @@
-//! Classification heads as transformers' `...ForSequenceClassification` have them: the keys of `config.json` that describe one, and
-//! the losses that train one.
+//! Classification heads of transformers' `...ForSequenceClassification`: the keys of `config.json` that describe one, and the losses
+//! that train one.
 //!
 //! Shape suffixes: `n` rows, `l` labels.
 
@@ -16,7 +16,7 @@ use serde_json::Value;
 use crate::loss::{cross_entropy_with_ignored, in_fp32};
 use crate::{ModelError, Result};
 
-/// The end of the name of a class of transformers with a classification head.
+/// Suffix of the class names in transformers that have a classification head.
 pub(crate) const CLASSIFIER: &str = "ForSequenceClassification";
 
 const MOST_LABELS: usize = 1 << 20;
@@ -34,24 +34,24 @@ pub enum ProblemType {
 }
 
 impl ProblemType {
-    /// The kind that `problem_type` names. Without it, a head with one label is trained by regression, and of another the labels
-    /// decide, as in transformers.
+    /// Returns the kind that `problem_type` names. Without it, a head with one label is trained by regression; for other heads the
+    /// labels decide, as in transformers, and this returns `None`.
     pub fn of_head(given: Option<Self>, labels: usize) -> Option<Self> {
         given.or_else(|| (labels == 1).then_some(Self::Regression))
     }
 
-    /// The mean loss of a batch, as transformers' `...ForSequenceClassification` computes it: the mean squared error over all numbers,
-    /// the mean cross-entropy of the classes, or the mean binary cross-entropy over all classes of all rows. Losses of 16-bit logits
-    /// are computed in fp32.
+    /// Returns the mean loss of a batch, as transformers' `...ForSequenceClassification`: the mean squared error over all numbers, the
+    /// mean cross-entropy of the classes, or the mean binary cross-entropy over all classes of all rows. For 16-bit logits it is
+    /// computed in fp32.
     ///
     /// # Shapes
     /// - `logits_nl`: `[n, l]`
-    /// - `targets`: `n` numbers of classes for a single label, otherwise `n * l` numbers, row by row; of several labels, 1 for a class
-    ///   that a row is of and 0 for another
+    /// - `targets`: `n` class indices for a single label, otherwise `n * l` numbers, row by row; for several labels, 1 for each class of
+    ///   a row and 0 for the others
     /// - returns `[1]`
     ///
     /// # Panics
-    /// If there are more or fewer targets.
+    /// If the number of targets is wrong.
     #[cfg(feature = "burn")]
     pub fn loss<B: Backend>(self, logits_nl: Tensor<B, 2>, targets: &[f64]) -> Tensor<B, 1> {
         let (shape, device) = (logits_nl.dims(), logits_nl.device());
@@ -89,12 +89,12 @@ pub(crate) fn check_labels(model: &'static str, given: Option<ProblemType>, labe
     Err(ModelError::ConfigValue { model, field: "id2label", got, expected: expected.into() })
 }
 
-/// The keys of `config.json` that say which head a model has, and of a classification head the names of its labels.
+/// The keys of `config.json` that determine a model's head and, for a classification head, the names of its labels.
 #[derive(Default, Serialize, Deserialize)]
 #[serde(default)]
 pub(crate) struct HeadKeys {
     architectures: Option<Vec<String>>,
-    /// Names are texts; some files have numbers.
+    /// Names are strings; some files have numbers.
     #[serde(skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "map_or_null")]
     id2label: BTreeMap<String, Value>,
     #[serde(skip_serializing_if = "BTreeMap::is_empty", skip_deserializing)]
@@ -107,7 +107,7 @@ fn map_or_null<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, Va
     Ok(Option::deserialize(from)?.unwrap_or_default())
 }
 
-/// A number of labels that is no mistake: names are made for all of them.
+/// Reads a number of labels, which is limited because names are created for all of them.
 fn label_count<'de, D: Deserializer<'de>>(from: D) -> Result<Option<usize>, D::Error> {
     match Option::<usize>::deserialize(from)? {
         Some(count) if count > MOST_LABELS => {
@@ -118,7 +118,7 @@ fn label_count<'de, D: Deserializer<'de>>(from: D) -> Result<Option<usize>, D::E
 }
 
 impl HeadKeys {
-    /// The keys of a model of this class of transformers with these labels.
+    /// Returns the keys of a model of this class in transformers, with these labels.
     pub(crate) fn new(architecture: String, labels: &[String]) -> Self {
         Self {
             architectures: Some(vec![architecture]),
@@ -128,18 +128,18 @@ impl HeadKeys {
         }
     }
 
-    /// Returns true if a class with this end is named.
+    /// Returns `true` if a class name ends with `class`.
     pub(crate) fn is(&self, class: &str) -> bool {
         self.architectures.iter().flatten().any(|name| name.ends_with(class))
     }
 
-    /// The labels of a classification head, if the model has one: as many as the family's default where the file has neither names
-    /// nor a number.
+    /// Returns the labels of a classification head, if the model has one. If the file has neither names nor a number, there are
+    /// `default` labels.
     pub(crate) fn labels(&self, default: usize) -> Option<Vec<String>> {
         if !self.is(CLASSIFIER) {
             return None;
         }
-        // Numbers are texts in JSON's keys.
+        // JSON's keys are strings.
         let number = |id: &String| id.parse::<usize>().unwrap_or(usize::MAX);
         let name = |label: &Value| label.as_str().map_or_else(|| label.to_string(), str::to_string);
         let mut named: Vec<_> = self.id2label.iter().map(|(id, label)| (number(id), name(label))).collect();
@@ -149,7 +149,7 @@ impl HeadKeys {
     }
 }
 
-/// Names for labels without names, as transformers gives them.
+/// Returns transformers' names for labels without names.
 pub fn unnamed_labels(labels: usize) -> Vec<String> {
     (0..labels).map(|label| format!("LABEL_{label}")).collect()
 }

@@ -1,4 +1,4 @@
-//! Layers, applied with fused operations: the modules keep their parameters, names and records.
+//! Layers that are applied by fused operations; the modules keep their parameters, names and records.
 //!
 //! Shape suffixes: `n` rows, `d` and `f` widths.
 
@@ -12,13 +12,13 @@ use crate::Activation;
 use crate::attention::is_active;
 use crate::linear::Linear;
 
-/// Token ids, or what there is a number of for each: `[b, t]`.
+/// Token ids, or another integer per token: `[b, t]`.
 pub type Ids<B> = Tensor<B, 2, Int>;
 
-/// Whether a model with so many positions, which its configuration has as `field`, reads rows of `t` tokens.
+/// Checks that a model with this many positions, the configuration's `field`, can read rows of `t` tokens.
 ///
 /// # Panics
-/// If it does not.
+/// If it cannot.
 pub(crate) fn check_positions(t: usize, positions: usize, field: &str) {
     assert!(
         t <= positions,
@@ -26,7 +26,7 @@ pub(crate) fn check_positions(t: usize, positions: usize, field: &str) {
     );
 }
 
-/// Rows of `b` sequences, one after the other, as `[b, t, width]`.
+/// Reshapes rows of `b` sequences, one after the other, to `[b, t, width]`.
 pub(crate) fn by_sequence<B: Backend>(x_nd: Tensor<B, 2>, [b, t]: [usize; 2]) -> Tensor<B, 3> {
     let [_, d] = x_nd.dims();
     x_nd.reshape([b, t, d])
@@ -36,12 +36,12 @@ fn bias<B: Backend>(layer: &Linear<B>) -> Option<Tensor<B, 1>> {
     layer.bias.as_ref().map(|bias| bias.val())
 }
 
-/// `layer` of rows.
+/// Applies `layer` to rows.
 pub(crate) fn dense<B: FusedBackend>(layer: &Linear<B>, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
     layer.product(x_nd, bias(layer), None)
 }
 
-/// `layer` of rows, dropped out, added to `residual_nf`.
+/// Applies `layer` to rows, then dropout, and adds the result to `residual_nf`.
 pub(crate) fn dense_onto<B: FusedBackend>(
     layer: &Linear<B>,
     x_nd: Tensor<B, 2>,
@@ -55,7 +55,7 @@ pub(crate) fn dense_onto<B: FusedBackend>(
     }
 }
 
-/// `activation` of `layer` of rows; the bias is added where the activation reads.
+/// Applies `layer`, then `activation`, to rows. The bias is added together with the activation.
 pub(crate) fn dense_activated<B: FusedBackend>(
     layer: &Linear<B>,
     activation: Activation,
@@ -65,7 +65,7 @@ pub(crate) fn dense_activated<B: FusedBackend>(
     activation.forward_with_bias(product_nf, bias(layer))
 }
 
-/// Rows divided by their root mean square, times `gamma_d` and `offset` together.
+/// Divides rows by their root mean square and multiplies them by `gamma_d + offset`.
 pub(crate) fn scaled<B: FusedBackend>(
     gamma_d: &Param<Tensor<B, 1>>,
     offset: f64,
@@ -76,7 +76,7 @@ pub(crate) fn scaled<B: FusedBackend>(
     zero_ops::rms_norm(x_nd, if offset == 0.0 { gamma_d } else { gamma_d + offset }, epsilon)
 }
 
-/// `norm` of rows. Its epsilon is private to Burn's module.
+/// Applies `norm` to rows. Its epsilon is private in Burn's module, and hence an argument.
 pub(crate) fn normed<B: FusedBackend>(norm: &LayerNorm<B>, epsilon: f64, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
     let beta = norm.beta.as_ref().map(|beta| beta.val());
     zero_ops::layer_norm(x_nd, norm.gamma.val(), beta, epsilon)

@@ -1,14 +1,13 @@
 //! GPT-2, BERT, Llama, BART and T5 as plain Burn modules.
 //!
-//! What goes in: a configuration (a preset, or a Hugging Face `config.json`), a device, and token ids.
-//! What comes out: logits and losses. The modules are generic over [`Backend`](burn::tensor::backend::Backend),
-//! know nothing of ranks or of where their parameters live, and run the same on a bare backend. They own their
-//! parameters; a parameter is created on first use, or by [`gpt2::weights`] and its like, which read the
-//! checkpoints that Hugging Face publishes; [`generate`] makes text. [`hf_export`] writes such a checkpoint, from a configuration and whoever can
-//! read parameters by name. Everything runs on the caller's thread.
+//! A model takes a configuration (a preset, or a Hugging Face `config.json`), a device and token ids, and returns logits and losses.
+//! The modules are generic over [`Backend`](burn::tensor::backend::Backend). They know nothing of ranks or of where their parameters
+//! live, and run the same on a plain backend. They own their parameters; a parameter is created on first use, or by [`gpt2::weights`]
+//! and its siblings, which read Hugging Face checkpoints. [`generate`] generates text. [`hf_export`] writes a Hugging Face checkpoint,
+//! from a configuration and a function that reads parameters. Everything runs on the caller's thread.
 //!
-//! Without the feature `burn` there are no modules: configurations, names and files alone, which any version of Burn can fill modules from
-//! ([`ModelConfig::read`]).
+//! Without the feature `burn` there are no modules, only configurations, parameter names and files. Modules of any version of Burn can
+//! be filled from these ([`ModelConfig::read`]).
 //!
 //! ```
 //! use burn::tensor::{Int, Tensor};

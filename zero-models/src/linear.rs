@@ -1,4 +1,4 @@
-//! Linear layers and tables that can be adapted, and modules that have some.
+//! Linear layers and embedding tables that can have adapters, and modules that contain them.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig};
@@ -9,21 +9,21 @@ use zero_ops::quantized::Quantized;
 
 use crate::attention::is_active;
 
-/// A linear layer that can be adapted: Burn's, with the same names of parameters, and perhaps an adapter.
+/// Burn's linear layer, with the same parameter names and optionally a LoRA adapter or a quantized weight.
 #[derive(Module, Debug)]
 pub struct Linear<B: Backend> {
     /// `[d_in, d_out]`
     pub weight: Param<Tensor<B, 2>>,
     /// `[d_out]`
     pub bias: Option<Param<Tensor<B, 1>>>,
-    /// What is trained in place of the weight.
+    /// LoRA adapter, which is trained instead of the weight.
     pub adapter: Option<Adapter<B>>,
-    /// What the weight is if it is in 8 or 4 bit: its rows are then quantised ones ([`crate::quantize`]).
+    /// Format of the weight if it has 8 or 4 bits: its rows are then quantized ([`crate::quantize`]).
     #[module(skip)]
     pub quantized: Option<Quantized>,
 }
 
-/// What is added to a linear layer, or to the rows of a table `[d_in, d_out]`.
+/// A LoRA adapter of a linear layer, or of an embedding table, `[d_in, d_out]`.
 #[derive(Module, Debug)]
 pub struct Adapter<B: Backend> {
     /// `[d_in, r]`
@@ -47,7 +47,7 @@ impl<B: Backend> Adapter<B> {
 }
 
 impl<B: Backend> Linear<B> {
-    /// `[d_in, d_out]`
+    /// Returns `[d_in, d_out]`.
     pub fn sizes(&self) -> [usize; 2] {
         let [d_in, d_out] = self.weight.lazy_shape().dims();
         [d_in, self.quantized.map_or(d_out, |how| how.width)]
@@ -55,12 +55,12 @@ impl<B: Backend> Linear<B> {
 }
 
 impl<B: FusedBackend> Linear<B> {
-    /// The layer of `[.., d_in]`; returns `[.., d_out]`.
+    /// Applies the layer to `[.., d_in]`; returns `[.., d_out]`.
     pub fn forward<const D: usize>(&self, x: Tensor<B, D>) -> Tensor<B, D> {
         over_rows(x, |x_nd| self.product(x_nd, self.bias.as_ref().map(Param::val), None))
     }
 
-    /// `x W + bias + residual`, and the adapter's part.
+    /// Computes `x W + bias + residual`, and adds the adapter's output.
     pub(crate) fn product(
         &self,
         x_nd: Tensor<B, 2>,
@@ -80,7 +80,7 @@ impl<B: FusedBackend> Linear<B> {
     }
 }
 
-/// Rows of a table `[v, d]` by ids, with what an adapter adds to them, `[n, d]`.
+/// Looks up rows of a table `[v, d]` by ids and adds the adapter's output: `[n, d]`.
 pub(crate) fn rows<B: FusedBackend>(
     table: &Param<Tensor<B, 2>>,
     adapter: &Option<Adapter<B>>,
@@ -92,7 +92,7 @@ pub(crate) fn rows<B: FusedBackend>(
     zero_ops::linear(low_nr, adapter.b.val(), None, Some(rows_nd))
 }
 
-/// What a layer of rows makes of `x` `[.., d_in]`: `[.., d_out]`.
+/// Applies a layer of rows to `x` `[.., d_in]`; returns `[.., d_out]`.
 pub(crate) fn over_rows<B: Backend, const D: usize>(
     x: Tensor<B, D>,
     layer: impl FnOnce(Tensor<B, 2>) -> Tensor<B, 2>,
@@ -103,7 +103,7 @@ pub(crate) fn over_rows<B: Backend, const D: usize>(
     out.reshape(shape)
 }
 
-/// Calls `$each` with the path of these fields below `$path`, and the fields.
+/// Calls `$each` with each field's path below `$path` and the field.
 macro_rules! each_field {
     ($each:ident, $path:expr, $($of:ident.$field:ident),*) => {
         $($each(format!("{}.{}", $path, stringify!($field)), &mut $of.$field);)*
@@ -111,16 +111,16 @@ macro_rules! each_field {
 }
 pub(crate) use each_field;
 
-/// What is called with a table's path, its sizes, and where its adapter is kept.
+/// A callback that takes a table's path, its sizes and the slot of its adapter.
 pub type EachTable<'a, B> = dyn FnMut(&str, [usize; 2], &mut Option<Adapter<B>>) + 'a;
 
-/// A module whose linear layers can be adapted.
+/// A module with linear layers that can have adapters.
 pub trait Adaptable<B: Backend>: Module<B> {
-    /// Calls `each` with the path of every layer that may be adapted (Burn's field names from the module down, with dots) and
+    /// Calls `each` with the path of every layer that can have an adapter (Burn's field names from the module down, joined by dots) and
     /// the layer.
     fn linears(&mut self, each: &mut dyn FnMut(String, &mut Linear<B>));
 
-    /// Calls `each` with the path of every table of embeddings that may be adapted, its sizes, and where its adapter is kept: a field
-    /// named as the table's, with `_adapter` behind it.
+    /// Calls `each` with the path of every embedding table that can have an adapter, its sizes and the slot of its adapter: a field with
+    /// the table's name and the suffix `_adapter`.
     fn tables(&mut self, _each: &mut EachTable<'_, B>) {}
 }

@@ -1,7 +1,7 @@
-//! Cross-entropy over a vocabulary: in go logits and the indices that should have been predicted, out comes a mean.
+//! Cross-entropy over a vocabulary: a mean, from logits and target indices.
 //!
-//! `-log softmax(logits)[target] = log(sum(exp(logits))) - logits[target]`, with the row's largest logit taken out of
-//! the exponentials. The full table of log-probabilities is never formed.
+//! `-log softmax(logits)[target] = log(sum(exp(logits))) - logits[target]`, where the row's largest logit is subtracted before the
+//! exponentials. The full table of log-probabilities is never formed.
 //!
 //! Shape suffixes: `n` rows, `v` vocabulary.
 
@@ -17,14 +17,14 @@ use crate::attention::soft_capped;
 #[cfg(feature = "burn")]
 use crate::layers::Ids;
 
-/// The label of a position that does not count.
+/// Label of a position that the loss ignores.
 pub const IGNORED_LABEL: i32 = -100;
 
-/// The mean cross-entropy in nats of predicting each label of a row from the tokens before it; labels are shifted here. `model`
-/// gives the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. With a soft cap, all logits are in memory at once.
+/// Computes the mean cross-entropy in nats of predicting each label of a row from the tokens before it; labels are shifted here. `model`
+/// returns the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. A soft cap needs all logits in memory at once.
 ///
 /// # Panics
-/// If rows have fewer than 2 tokens, or labels another shape.
+/// If rows have fewer than 2 tokens, or labels have another shape.
 #[cfg(feature = "burn")]
 pub(crate) fn next_token_loss<B: FusedBackend>(
     input_ids_bt: Ids<B>,
@@ -48,72 +48,71 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     }
 }
 
-/// Implements logits and losses of a model that predicts the next token, given its `hidden_rows`, its `lm_head`, the table of its tokens, and
-/// the soft cap of its logits if it has one.
+/// Implements logits and losses of a causal language model, given its `hidden_rows`, its `lm_head`, its token embedding, and the soft
+/// cap of its logits if it has one.
 #[cfg(feature = "burn")]
 macro_rules! next_token_model {
     ($model:ident, $table:ident $(, $cap:ident)?) => {
         impl<B: FusedBackend> $model<B> {
-            /// Logits of the token that comes next, at every position.
+            /// Returns the logits of the next token at every position.
             ///
             /// # Shapes
             /// - `input_ids_bt`: `[b, t]`, each id in `0..vocab_size`
             /// - returns `[b, t, v]`
             ///
             /// # Panics
-            /// If `t` is more than the model has positions.
+            /// If `t` exceeds the model's positions.
             pub fn forward(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
                 let sizes = input_ids_bt.dims();
                 $crate::layers::by_sequence(self.logits(self.hidden_rows(input_ids_bt)), sizes)
             }
 
-            /// What the head reads: the last norm's output.
+            /// Returns the head's input: the output of the final norm.
             ///
             /// # Shapes
             /// - `input_ids_bt`: `[b, t]`
             /// - returns `[b, t, d]`
             ///
             /// # Panics
-            /// If `t` is more than the model has positions.
+            /// If `t` exceeds the model's positions.
             pub fn forward_hidden(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
                 let sizes = input_ids_bt.dims();
                 $crate::layers::by_sequence(self.hidden_rows(input_ids_bt), sizes)
             }
 
-            /// The mean cross-entropy in nats of predicting each token of a row from those before it, over all `b * (t - 1)`
-            /// predictions. This is what Hugging Face computes with `labels=input_ids`.
+            /// Returns the mean cross-entropy in nats of predicting each token of a row from the tokens before it, over all
+            /// `b * (t - 1)` predictions, as Hugging Face computes it with `labels=input_ids`.
             ///
             /// # Shapes
             /// - `input_ids_bt`: `[b, t]`
             /// - returns `[1]`
             ///
             /// # Panics
-            /// If `t` is below 2 or more than the model has positions.
+            /// If `t` is below 2 or exceeds the model's positions.
             pub fn loss(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 1> {
                 self.loss_with_labels(input_ids_bt.clone(), input_ids_bt)
             }
 
-            /// As [`loss`](Self::loss) with other labels, of which those equal to
-            /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count. Labels are shifted here, as Hugging Face does: the
-            /// prediction at position `i` is compared with the label at `i + 1`.
+            /// Same as [`loss`](Self::loss) with other labels; those equal to [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not
+            /// count. Labels are shifted here, as in Hugging Face: the prediction at position `i` is compared with the label at `i + 1`.
             ///
             /// # Shapes
             /// - `input_ids_bt`, `labels_bt`: `[b, t]`
             /// - returns `[1]`
             ///
             /// # Panics
-            /// If `t` is below 2 or more than the model has positions, or if the shapes differ.
+            /// If `t` is below 2 or exceeds the model's positions, or if the shapes differ.
             pub fn loss_with_labels(&self, input_ids_bt: $crate::Ids<B>, labels_bt: $crate::Ids<B>) -> Tensor<B, 1> {
                 let model = |ids_bt| (self.hidden_rows(ids_bt), self.head_weight());
                 $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), model)
             }
 
-            /// The weight of the head, `[v, d]`: the token embedding, or its own.
+            /// Returns the head's weight, `[v, d]`: the token embedding, or its own.
             pub fn head_weight(&self) -> Tensor<B, 2> {
                 self.lm_head.as_ref().unwrap_or(&self.$table).val()
             }
 
-            /// `[n, d]` to `[n, v]`.
+            /// Computes logits from rows: `[n, d]` to `[n, v]`.
             fn logits(&self, hidden_nd: Tensor<B, 2>) -> Tensor<B, 2> {
                 let logits_nv = zero_ops::linear(hidden_nd, self.head_weight().transpose(), None, None);
                 match self.cap() {
@@ -131,7 +130,7 @@ macro_rules! next_token_model {
 #[cfg(feature = "burn")]
 pub(crate) use next_token_model;
 
-/// The mean of the cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
+/// Returns the mean cross-entropy in nats over the rows whose label is not [`IGNORED_LABEL`]; 0 if there are none.
 ///
 /// # Shapes
 /// - `logits_nv`: `[n, v]`
@@ -146,14 +145,14 @@ pub fn cross_entropy_with_ignored<B: Backend>(logits_nv: Tensor<B, 2>, labels_n:
     losses_n.sum() / counted
 }
 
-/// Logits of 16 bit in fp32, others as they are.
+/// Casts 16-bit logits to fp32, and leaves others unchanged.
 #[cfg(feature = "burn")]
 pub(crate) fn in_fp32<B: Backend>(logits_nv: Tensor<B, 2>) -> Tensor<B, 2> {
     if logits_nv.dtype().size() < 4 { logits_nv.cast(FloatDType::F32) } else { logits_nv }
 }
 
-/// The cross-entropy of each row, `[n]`. Of logits in 16 bit it is computed in fp32: a mean over thousands of rows needs
-/// more digits than they have.
+/// Returns the cross-entropy of each row, `[n]`. For 16-bit logits it is computed in fp32: a mean over thousands of rows needs more
+/// precision.
 #[cfg(feature = "burn")]
 fn row_losses<B: Backend>(logits_nv: Tensor<B, 2>, targets_n: Tensor<B, 1, Int>) -> Tensor<B, 1> {
     let [n, _] = logits_nv.dims();

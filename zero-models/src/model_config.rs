@@ -1,4 +1,4 @@
-//! A configuration of any family: what a checkpoint has to say about the model that it holds.
+//! Model configurations of any family, as stored in a checkpoint.
 
 mod adapted;
 
@@ -19,7 +19,7 @@ use crate::{
     T5Config,
 };
 
-/// The configuration of a model with its family, serialised as `{"family": "gpt2", "config": {...}}`.
+/// A model's configuration with its family, serialized as `{"family": "gpt2", "config": {...}}`.
 ///
 /// ```
 /// use zero_models::{Gpt2Config, ModelConfig};
@@ -32,32 +32,32 @@ use crate::{
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "family", content = "config", rename_all = "lowercase")]
 pub enum ModelConfig {
-    /// A GPT-2 with its language-model head.
+    /// GPT-2 with its language-model head.
     Gpt2(Gpt2Config),
-    /// A BERT with its heads.
+    /// BERT with its heads.
     Bert(BertConfig),
-    /// A Llama or one of its kin with its language-model head.
+    /// Llama or a variant with its language-model head.
     Llama(LlamaConfig),
-    /// A BART with its head.
+    /// BART with its head.
     Bart(BartConfig),
-    /// A T5 or an mT5 with its language-model head.
+    /// T5 or mT5 with its language-model head.
     T5(T5Config),
     /// Any other module.
     Module(ModuleConfig),
-    /// What LoRA trains of a model of any of these families.
+    /// The LoRA adapter of a model of any of these families, with the modules that are trained alongside it.
     Adapted(AdaptedModel),
 }
 
-/// The texts that a model with an encoder and a decoder reads and makes.
+/// Settings for the source and target texts of an encoder-decoder model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seq2SeqSettings {
-    /// The token that fills up short rows.
+    /// The padding token.
     pub pad_token: u32,
-    /// The token that ends a text.
+    /// The end-of-sequence token.
     pub end_token: u32,
-    /// True if texts begin with a token even where the tokenizer puts none before them.
+    /// True if texts begin with a beginning-of-text token even if the tokenizer adds none.
     pub has_begin: bool,
-    /// The most tokens of a text; `usize::MAX` if there is no limit.
+    /// Maximum number of tokens of a text; `usize::MAX` if there is no limit.
     pub positions: usize,
 }
 
@@ -65,7 +65,7 @@ impl ModelConfig {
     /// Reads a Hugging Face `config.json` of any family.
     ///
     /// # Errors
-    /// As [`from_json`](Self::from_json), and when the file cannot be read.
+    /// Same as [`from_json`](Self::from_json), and if the file cannot be read.
     pub fn from_file(path: &Path) -> Result<Self> {
         let text = std::fs::read_to_string(path).map_err(io_at("read", path))?;
         let read = Self::from_json(&text);
@@ -76,13 +76,13 @@ impl ModelConfig {
         })
     }
 
-    /// Reads the text of a Hugging Face `config.json`, of the family that its `model_type` names; without that, the one of its
-    /// `architectures` or of keys that only one family has.
+    /// Reads the text of a Hugging Face `config.json`. The family follows from `model_type`; without that, from `architectures` or from
+    /// keys that only one family has.
     ///
     /// # Errors
-    /// [`ModelError::Family`] for another family, and as [`Gpt2Config::from_json`] and its like.
+    /// [`ModelError::Family`] for an unknown family, and the errors of the family's `from_json`, such as [`Gpt2Config::from_json`].
     pub fn from_json(text: &str) -> Result<Self> {
-        // Of what is no JSON, GPT-2's will tell.
+        // GPT-2's reader reports text that is not JSON.
         let mut keys: Value = serde_json::from_str(text).unwrap_or_default();
         let family = family(&keys)?;
         if let Some(quantized) = keys.get("quantization_config").filter(|keys| keys.is_object()) {
@@ -111,8 +111,8 @@ impl ModelConfig {
         }
     }
 
-    /// Every parameter, in the order in which the module visits them. A tied head is not listed; of an adapted model, only what
-    /// is trained is.
+    /// Returns every parameter, in the order in which the module visits them. A tied head is not listed; an adapted model lists only its
+    /// trained parameters.
     pub fn parameters(&self) -> Vec<ModelParam> {
         match self {
             Self::Gpt2(config) => parameters(config),
@@ -125,7 +125,7 @@ impl ModelConfig {
         }
     }
 
-    /// Number of layers; 0 if the family has none.
+    /// Returns the number of layers; 0 if the family has none.
     pub fn blocks(&self) -> usize {
         match self {
             Self::Gpt2(config) => config.n_layer,
@@ -138,7 +138,7 @@ impl ModelConfig {
         }
     }
 
-    /// The width of the layers, if the family has one.
+    /// Returns the width of the layers, if the family has one.
     pub fn hidden_size(&self) -> Option<usize> {
         match self {
             Self::Gpt2(config) => Some(config.n_embd),
@@ -151,7 +151,7 @@ impl ModelConfig {
         }
     }
 
-    /// The sizes that the arrays of the family have by this configuration; none of one that lists its parameters itself.
+    /// Returns the sizes of the family's arrays in this configuration; empty for a family that lists its parameters itself.
     pub fn widths(&self) -> Vec<usize> {
         match self {
             Self::Gpt2(config) => vec![config.vocab_size, config.n_positions, config.n_embd, config.inner_width()],
@@ -169,7 +169,7 @@ impl ModelConfig {
         }
     }
 
-    /// The texts that a model with an encoder and a decoder reads and makes; `None` for one of another family.
+    /// Returns the text settings of an encoder-decoder model; `None` for another family.
     pub fn seq2seq(&self) -> Option<Seq2SeqSettings> {
         match self {
             Self::Bart(config) => Some(Seq2SeqSettings {
@@ -188,7 +188,7 @@ impl ModelConfig {
         }
     }
 
-    /// Settings of greedy generation by the configuration: where a text ends, and tokens that it must have.
+    /// Returns the settings of greedy generation in the configuration: the end token and forced tokens.
     #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         match self {
@@ -198,14 +198,15 @@ impl ModelConfig {
         }
     }
 
-    /// Whether an adapter of PEFT lies in a folder; what was adapted then, if its file names a folder.
+    /// Returns `Some` if the folder holds an adapter of PEFT; the inner value is the base model's folder, if the adapter's file names an
+    /// existing one.
     pub fn adapter_base(dir: &Path) -> Option<Option<PathBuf>> {
         let text = std::fs::read_to_string(dir.join(crate::peft::CONFIG)).ok()?;
         let keys: Value = serde_json::from_str(&text).unwrap_or_default();
         Some(keys["base_model_name_or_path"].as_str().map(PathBuf::from).filter(|base| base.is_dir()))
     }
 
-    /// The class of Hugging Face's transformers that has these parameters, if one has.
+    /// Returns the class in transformers that has these parameters, if there is one.
     pub fn architecture(&self) -> Option<&str> {
         match self {
             Self::Gpt2(_) => Some("GPT2LMHeadModel"),
@@ -218,7 +219,7 @@ impl ModelConfig {
         }
     }
 
-    /// Names of the labels of a classification head; empty for a model with another head.
+    /// Returns the names of a classifier's labels; empty for another head.
     pub fn classes(&self) -> &[String] {
         match self {
             Self::Bert(BertConfig { head: BertHead::Classes(classes), .. }) => classes,
@@ -228,13 +229,13 @@ impl ModelConfig {
         }
     }
 
-    /// What PEFT adapts by default.
+    /// Returns the layers that PEFT adapts by default.
     pub(crate) fn lora_targets(&self) -> Result<&'static [&'static str]> {
         match self {
             Self::Gpt2(_) => Ok(&["c_attn"]),
             Self::Bert(config) if config.model_type == BertKind::DistilBert => Ok(&["q_lin", "v_lin"]),
             Self::Bert(_) => Ok(&["query", "value"]),
-            // PEFT knows none.
+            // PEFT has no default.
             Self::Llama(config) if config.is_fused() => Ok(&["qkv_proj"]),
             Self::Llama(_) | Self::Bart(_) => Ok(&["q_proj", "v_proj"]),
             Self::T5(_) => Ok(&["q", "v"]),
@@ -246,7 +247,7 @@ impl ModelConfig {
         }
     }
 
-    /// The path of the table of tokens that an adapter may be trained for, and whether the head is the same table.
+    /// Returns the path of the token embedding that can have an adapter, and whether the head is the same table.
     pub(crate) fn adaptable_table(&self) -> Option<(&'static str, bool)> {
         match self {
             Self::Gpt2(config) => Some(("wte", config.tie_word_embeddings)),
@@ -259,7 +260,7 @@ impl ModelConfig {
         }
     }
 
-    /// What PEFT calls the model's task.
+    /// Returns PEFT's name of the model's task.
     pub(crate) fn task_type(&self) -> Option<&'static str> {
         match self {
             _ if !self.classes().is_empty() => Some("SEQ_CLS"),
@@ -270,7 +271,7 @@ impl ModelConfig {
         }
     }
 
-    /// The name of the file with all tensors, and that of the file with the keys.
+    /// Returns the names of the file with all tensors and of the configuration file.
     pub(crate) fn files(&self) -> [&'static str; 2] {
         match self {
             Self::Adapted(_) => [ADAPTER, crate::peft::CONFIG],
@@ -278,7 +279,7 @@ impl ModelConfig {
         }
     }
 
-    /// The parameters, each with its tensor in the checkpoint.
+    /// Pairs the parameters with their tensors in the checkpoint.
     pub(crate) fn stored<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
         match self {
             Self::Adapted(adapted) => adapted.stored(checkpoint),
@@ -286,7 +287,7 @@ impl ModelConfig {
         }
     }
 
-    /// The rules by which parameters find their tensors.
+    /// Returns the rules by which parameters find their tensors.
     fn rules(&self) -> Rules<'static> {
         match self {
             Self::Gpt2(_) => rules::<Gpt2Config>(),
@@ -298,19 +299,19 @@ impl ModelConfig {
         }
     }
 
-    /// Checks that the tensors in a folder have the names, shapes and types of this configuration, before a model is made.
+    /// Checks that the tensors in a folder have the names, shapes and types of this configuration, before a model is created.
     ///
     /// # Errors
-    /// When the checkpoint cannot be read, or is of another model.
+    /// If the checkpoint cannot be read, or is of another model.
     pub fn check(&self, dir: &Path) -> Result<()> {
         self.stored(&Checkpoint::open(dir)?).map(drop)
     }
 
-    /// The parameters in a folder, in the order in which a module visits them, each with its elements as the module has them. Names,
-    /// shapes and types are checked before `each` is given the first.
+    /// Calls `each` with every parameter in a folder, in the order in which a module visits them, and its elements in the module's
+    /// layout. Names, shapes and types are checked before the first call.
     ///
     /// # Errors
-    /// When the checkpoint cannot be read, or is of another model.
+    /// If the checkpoint cannot be read, or is of another model.
     pub fn read(&self, dir: &Path, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
         for (param, stored) in self.stored(&Checkpoint::open(dir)?)? {
             let all = 0..stored.numel();
@@ -320,7 +321,7 @@ impl ModelConfig {
         Ok(())
     }
 
-    /// The keys of Hugging Face's `config.json`; null if there are none.
+    /// Returns the keys of Hugging Face's `config.json`; null if there are none.
     pub(crate) fn to_hf(&self) -> Value {
         match self {
             Self::Module(module) => return module.config.clone(),
@@ -334,8 +335,8 @@ impl ModelConfig {
         value["config"].take()
     }
 
-    /// Another name under which a checkpoint must repeat a parameter. transformers ties the bias of BERT's decoder to the
-    /// prediction bias together with the decoder's weight, so that an untied model has a bias under either name.
+    /// Returns another name under which a checkpoint must repeat a parameter. Transformers ties the bias of BERT's decoder to the
+    /// prediction bias only together with the decoder's weight, so an untied model has the bias under both names.
     pub(crate) fn repeated_as(&self, param: &ModelParam) -> Option<&'static str> {
         match self {
             Self::Bert(config) if !config.tie_word_embeddings => match &*param.name {
@@ -348,7 +349,7 @@ impl ModelConfig {
     }
 }
 
-/// Families by their `model_type`, with what the names of their classes begin with, and keys that none of those before has.
+/// Families by `model_type`, with the prefix of their class names, and keys that no earlier family has.
 const FAMILIES: [(&str, &str, &[&str]); 17] = [
     ("gpt2", "GPT2", &["n_embd", "n_layer", "n_head"]),
     ("bart", "Bart", &["encoder_layers", "decoder_layers"]),
@@ -369,7 +370,7 @@ const FAMILIES: [(&str, &str, &[&str]); 17] = [
     ("llama", "Llama", &["rms_norm_eps"]),
 ];
 
-/// The `model_type` of the family that a `config.json` is of.
+/// Returns the `model_type` of the family of a `config.json`.
 fn family(keys: &Value) -> Result<&'static str> {
     let refused = |got: String| {
         let known = FAMILIES.map(|(family, ..)| family).join(", ");
@@ -387,7 +388,7 @@ fn family(keys: &Value) -> Result<&'static str> {
     match (class.and_then(by_class).or_else(by_keys), class) {
         (Some((family, ..)), _) => Ok(family),
         (None, Some(class)) => Err(refused(format!("the architecture {class:?}"))),
-        // What is no object is told by what reads it.
+        // The family's reader reports JSON that is not an object.
         (None, None) if keys.as_object().is_none_or(|keys| keys.is_empty()) => Ok("gpt2"),
         (None, None) => Err(refused("no model_type".into())),
     }

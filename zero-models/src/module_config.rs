@@ -1,4 +1,4 @@
-//! Any module, by its parameters: what exporting one of no known family takes.
+//! Modules of unknown families, described by their parameters for export.
 
 use std::collections::BTreeSet;
 
@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::{KeyMap, ModelError, ModelParam, Result};
 
-/// A module of any family. It is data, so that a checkpoint which has it in its state is exported without the program that made it.
+/// A module of any family. It is data, so a checkpoint that contains it is exported without the program that wrote it.
 ///
 /// ```
 /// use zero_models::{KeyMap, ModuleConfig};
@@ -21,10 +21,10 @@ use crate::{KeyMap, ModelError, ModelParam, Result};
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ModuleConfig {
-    /// The class in whose checkpoints the parameters have these names, for `config.json`.
+    /// The class whose checkpoints have these parameter names, for `config.json`.
     #[serde(default)]
     pub architecture: Option<String>,
-    /// What `config.json` holds besides; none is written if this is null and there is no architecture.
+    /// Other contents of `config.json`. If this is null and there is no architecture, the file is not written.
     #[serde(default)]
     pub config: Value,
     /// Every parameter, in the order in which the module visits them.
@@ -32,17 +32,17 @@ pub struct ModuleConfig {
 }
 
 impl ModuleConfig {
-    /// Parameters by path and shape, which keep their names.
+    /// Creates a module from the paths and shapes of its parameters; names are the paths.
     pub fn new(parameters: impl IntoIterator<Item = (String, Vec<usize>)>) -> Self {
         let param =
             |(path, shape): (String, Vec<usize>)| ModelParam { name: path.clone(), path, shape, transposed: false };
         Self { parameters: parameters.into_iter().map(param).collect(), ..Self::default() }
     }
 
-    /// With other names.
+    /// Renames the parameters.
     ///
     /// # Errors
-    /// [`ModelError::KeyMap`] when two parameters come to one name.
+    /// [`ModelError::KeyMap`] if two parameters get the same name.
     pub fn renamed(mut self, map: &KeyMap) -> Result<Self> {
         let mut names = BTreeSet::new();
         for param in &mut self.parameters {

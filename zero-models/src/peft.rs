@@ -1,4 +1,4 @@
-//! Which layers are adapted, and how: PEFT's `adapter_config.json`.
+//! PEFT's `adapter_config.json`, which selects the adapted layers and sets the adapters' rank and scale.
 
 use std::path::Path;
 
@@ -8,36 +8,36 @@ use serde_json::{Map, Value};
 use crate::error::{check_each, io_at};
 use crate::{ModelError, Result};
 
-/// The file of PEFT that describes an adapter.
+/// PEFT's file that describes an adapter.
 pub(crate) const CONFIG: &str = "adapter_config.json";
-/// What names of an adapter's tensors begin with.
+/// Prefix of the names of an adapter's tensors.
 pub(crate) const PREFIX: &str = "base_model.model.";
-/// In place of the names of layers: all linear layers but the head.
+/// All linear layers except the head, in place of the names of layers.
 pub(crate) const ALL: &str = "all-linear";
 
-/// Which layers are adapted, and how. Keys and defaults are those of PEFT's `LoraConfig`.
+/// Settings of LoRA adapters. Keys and defaults are those of PEFT's `LoraConfig`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct LoraConfig {
-    /// The rank of what is added.
+    /// Rank of the adapters.
     pub r: usize,
-    /// What is added is multiplied by `lora_alpha / r`.
+    /// The adapter's output is multiplied by `lora_alpha / r`.
     pub lora_alpha: f64,
-    /// The probability with which an element of an adapter's input is dropped out.
+    /// Dropout probability of an adapter's input.
     pub lora_dropout: f64,
-    /// Linear layers, and tables of embeddings, by their names in Hugging Face's model or the ends of these: `c_attn` is every `transformer.h.*.attn.c_attn`.
-    /// One name alone may be a regular expression for the whole name, or `all-linear`. If empty, those that PEFT takes for the
-    /// family.
+    /// Linear layers and embedding tables, by their names in Hugging Face's model or the ends of these: `c_attn` selects every
+    /// `transformer.h.*.attn.c_attn`. A single entry may be `all-linear`, or a regular expression for the full name. If empty, PEFT's
+    /// default for the family.
     #[serde(with = "one_or_more")]
     pub target_modules: Vec<String>,
-    /// Rank-stabilised, <https://arxiv.org/abs/2312.03732>: multiplied by `lora_alpha / sqrt(r)`.
+    /// True for rank-stabilized LoRA, <https://arxiv.org/abs/2312.03732>: the factor is `lora_alpha / sqrt(r)`.
     pub use_rslora: bool,
-    /// Modules that are trained whole besides, and saved with the adapter: a fresh head.
+    /// Modules that are trained in full, and saved with the adapter, such as a new head.
     #[serde(with = "one_or_more")]
     pub modules_to_save: Vec<String>,
 }
 
-/// A list that may be null, or one text.
+/// Serialization of a list that may be null or a single string.
 mod one_or_more {
     use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -66,7 +66,7 @@ mod one_or_more {
     }
 }
 
-/// What only regular expressions have.
+/// Characters that only regular expressions contain.
 pub(crate) const REGEX: [char; 8] = ['*', '+', '(', '|', '[', '\\', '^', '$'];
 
 impl Default for LoraConfig {
@@ -83,7 +83,7 @@ impl Default for LoraConfig {
 }
 
 impl LoraConfig {
-    /// What an adapter's part is multiplied by.
+    /// Returns the factor of an adapter's output.
     pub fn scale(&self) -> f64 {
         let r = self.r as f64;
         self.lora_alpha / if self.use_rslora { r.sqrt() } else { r }
@@ -92,7 +92,7 @@ impl LoraConfig {
     /// Reads the `adapter_config.json` in a folder.
     ///
     /// # Errors
-    /// When there is none, or it asks for what would give other results.
+    /// If there is none, or a setting is not implemented and would change the results.
     pub fn from_dir(dir: &Path) -> Result<Self> {
         let path = dir.join(CONFIG);
         let text = std::fs::read_to_string(&path).map_err(io_at("read", &path))?;
@@ -118,7 +118,7 @@ impl LoraConfig {
     }
 }
 
-/// Keys of PEFT that are this configuration's, or change nothing here: where an adapter comes from, and how fresh ones are drawn.
+/// Keys of PEFT that this configuration has, or that have no effect here: the origin of an adapter, and initialization.
 const KEYS: [&str; 18] = [
     "r",
     "lora_alpha",
@@ -140,12 +140,12 @@ const KEYS: [&str; 18] = [
     "ensure_weight_tying",
 ];
 
-/// Refuses all other keys that are not empty: they would give other results.
+/// Rejects all other keys that are not empty: they would change the results.
 fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
     let implemented = |key: &str, value: &Value| match (key, value) {
         ("peft_type", value) => value == "LORA",
         ("bias", value) => value == "none",
-        // How fresh ones are drawn. Others change the base too.
+        // The initialization of new adapters. Other methods change the base too.
         ("init_lora_weights", value) => match value.as_str() {
             Some(how) => ["gaussian", "orthogonal", "eva"].contains(&how),
             None => value.is_boolean() || value.is_null(),
@@ -174,7 +174,7 @@ fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
     }
 }
 
-/// PEFT's name of a field of the adapter of a layer, or of a table of embeddings.
+/// Returns PEFT's name of an adapter's field, for a layer or an embedding table.
 pub(crate) fn peft_name(layer: &str, field: &str, is_table: bool) -> String {
     let field = field.to_uppercase();
     if is_table {

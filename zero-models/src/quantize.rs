@@ -1,9 +1,8 @@
-//! Weights in 8 or 4 bit: of a model that is not trained, or of the base that an adapter is trained for (*QLoRA*,
-//! <https://arxiv.org/abs/2305.14314>).
+//! Weights in 8 or 4 bits, for a model that is not trained, or for the base of an adapter (*QLoRA*, <https://arxiv.org/abs/2305.14314>).
 //!
-//! Linear layers are quantised as they are loaded, block by block; embeddings, norms, biases and heads stay as they are. Over a backend
-//! that shards parameters, shards are quantised: they are what is kept, read from a disk and gathered. What a weight stands for is
-//! made where it is used.
+//! Linear layers are quantized block by block as they are loaded; embeddings, norms, biases and heads stay unquantized. On a backend
+//! that shards parameters, the shards are quantized, and are stored, read from disk and gathered in this form. A weight is dequantized
+//! where it is used.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -15,8 +14,8 @@ use crate::Result;
 use crate::linear::Adaptable;
 use crate::safetensors_file::Checkpoint;
 
-/// Loads a module from a folder, by `load`, with the linear layers that it lists in `format`; those whose paths `is_kept` says stay as
-/// they are, as what is trained has to. Quantised weights are frozen.
+/// Loads a module from a folder, by `load`, and quantizes its linear layers to `format`. Layers for whose paths `is_kept` returns `true`
+/// stay unquantized; trained layers must be among them. Quantized weights are frozen.
 ///
 /// ```no_run
 /// # use burn_flex::Flex;
@@ -32,7 +31,8 @@ use crate::safetensors_file::Checkpoint;
 /// ```
 ///
 /// # Errors
-/// As `load`, and when a weight that is to be quantised has an element that is not finite.
+/// The errors of `load`, and [`ModelError::NotFinite`](crate::ModelError::NotFinite) if a weight to quantize has an element that is not
+/// finite.
 pub fn load<B: FusedBackend, M: Adaptable<B>>(
     mut module: M,
     dir: &Path,
@@ -49,7 +49,7 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
         }
     });
     let mut module = load(module, &Checkpoint::open(dir)?.quantized_as(format, weights))?;
-    // A fresh head, which the folder has not.
+    // A new head, which the folder does not have, is not quantized.
     let is_loaded = |how: &Quantized, stored: usize| stored == how.format.words(how.width);
     module.linears(&mut |_, layer| {
         let [_, stored] = layer.weight.lazy_shape().dims();

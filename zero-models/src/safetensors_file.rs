@@ -1,9 +1,8 @@
-//! Reading a Hugging Face checkpoint: in goes a folder, out come its tensors by name.
+//! Reading of Hugging Face checkpoints: the tensors in a folder, by name.
 //!
-//! The folder holds `model.safetensors`, or `model.safetensors.index.json` with the shards that it names. Files are
-//! memory-mapped: opening reads the headers only and checks them in full, and elements come from disk when they are
-//! converted, any range of them, so that one tensor, or one rank's piece of it, is in memory at a time. A [`Checkpoint`]
-//! owns the maps; a [`StoredTensor`] borrows from it.
+//! The folder holds `model.safetensors`, or `model.safetensors.index.json` and the shards that it names. Files are memory-mapped:
+//! opening reads only the headers, and checks them in full. Elements are read from disk when they are converted, in any range, so only
+//! one tensor, or one rank's shard of it, is in memory at a time. A [`Checkpoint`] owns the maps; a [`StoredTensor`] borrows from it.
 
 use std::collections::{BTreeMap, HashSet};
 use std::fs::{self, File};
@@ -23,7 +22,7 @@ use crate::error::io_at;
 use crate::{ModelError, Result};
 
 pub(crate) const SINGLE: &str = "model.safetensors";
-/// What PEFT calls the file of an adapter.
+/// PEFT's name of an adapter's file.
 pub(crate) const ADAPTER: &str = "adapter_model.safetensors";
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
@@ -32,11 +31,11 @@ pub(crate) const INDEX: &str = "model.safetensors.index.json";
 pub struct Checkpoint {
     dir: PathBuf,
     files: BTreeMap<String, MappedFile>,
-    /// Name of a tensor to that of its file.
+    /// Name of each tensor's file, by the tensor's name.
     tensors: BTreeMap<String, String>,
-    /// A count and nothing else: it guards no memory, so it is relaxed.
+    /// A counter that guards no memory, hence relaxed ordering.
     converted_bytes: AtomicU64,
-    /// Parameters that are to be loaded in fewer bits ([`crate::quantize`]).
+    /// Parameters to load in fewer bits ([`crate::quantize`]).
     #[cfg_attr(not(feature = "burn"), allow(dead_code))] // Read by modules.
     pub(crate) quantized: Option<(Format, HashSet<u64>)>,
 }
@@ -44,23 +43,23 @@ pub struct Checkpoint {
 /// One tensor of a [`Checkpoint`], not yet read.
 #[derive(Clone, Copy, Debug)]
 pub struct StoredTensor<'a> {
-    /// Its name in the file.
+    /// Name in the file.
     pub name: &'a str,
-    /// The file it lies in.
+    /// The file that contains it.
     pub path: &'a Path,
-    /// Its shape.
+    /// Shape.
     pub shape: &'a [usize],
-    /// Its element type.
+    /// Element type.
     pub dtype: Dtype,
     bytes: &'a [u8],
     converted_bytes: &'a AtomicU64,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in a folder; of a single file and an index, the single file, as Hugging Face does.
+    /// Opens the checkpoint in a folder. If there are both a single file and an index, opens the single file, as Hugging Face does.
     ///
     /// # Errors
-    /// When there is no checkpoint, a file is cut short or malformed, or index and shards disagree.
+    /// If there is no checkpoint, a file is truncated or malformed, or index and shards disagree.
     pub fn open(dir: &Path) -> Result<Self> {
         let index = dir.join(INDEX);
         if dir.join(SINGLE).is_file() {
@@ -73,7 +72,7 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0), quantized: None })
     }
 
-    /// The same, of which the weights of these parameters are loaded in `format`.
+    /// Sets the weights of these parameters to be loaded in `format`.
     #[cfg(feature = "burn")]
     pub(crate) fn quantized_as(self, format: Format, weights: HashSet<u64>) -> Self {
         Self { quantized: Some((format, weights)), ..self }
@@ -87,34 +86,34 @@ impl Checkpoint {
         Ok(Self { dir: dir.to_path_buf(), files, tensors, converted_bytes: AtomicU64::new(0), quantized: None })
     }
 
-    /// The folder that was opened.
+    /// Returns the folder that was opened.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// The names of all tensors, sorted.
+    /// Returns the names of all tensors, sorted.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     pub fn get(&self, name: &str) -> Option<StoredTensor<'_>> {
         let (name, file) = self.tensors.get_key_value(name)?;
         self.files[file].tensor(name, &self.converted_bytes)
     }
 
-    /// Bytes of elements that have been converted so far, as they lie in the files. A rank that keeps a piece of each
-    /// parameter converts that piece.
+    /// Returns the number of bytes of elements that have been converted so far, in the files' types. A rank that keeps a shard of each
+    /// parameter converts only that shard.
     pub fn converted_bytes(&self) -> u64 {
         self.converted_bytes.load(Relaxed)
     }
 }
 
 impl StoredTensor<'_> {
-    /// Whether [`to_f32`](Self::to_f32) can convert this tensor.
+    /// Checks that [`to_f32`](Self::to_f32) can convert this tensor.
     ///
     /// # Errors
-    /// [`ModelError::TensorDtype`] when the elements are not 16, 32 or 64-bit floats.
+    /// [`ModelError::TensorDtype`] if the elements are not 16, 32 or 64-bit floats.
     pub fn check_dtype(&self) -> Result<()> {
         match self.dtype {
             Dtype::F32 | Dtype::F16 | Dtype::BF16 | Dtype::F64 => Ok(()),
@@ -122,28 +121,28 @@ impl StoredTensor<'_> {
         }
     }
 
-    /// Its elements as they lie in the file.
+    /// Returns the bytes of the elements in the file.
     pub(crate) fn bytes(&self) -> &[u8] {
         self.bytes
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// The elements in row-major order, as 32-bit floats.
+    /// Returns the elements in row-major order, as 32-bit floats.
     ///
     /// # Errors
-    /// As [`check_dtype`](Self::check_dtype).
+    /// Same as [`check_dtype`](Self::check_dtype).
     pub fn to_f32(&self) -> Result<Vec<f32>> {
         self.elements(0..self.numel())
     }
 
-    /// Elements `range` in row-major order, as 32-bit floats.
+    /// Returns elements `range` in row-major order, as 32-bit floats.
     ///
     /// # Errors
-    /// As [`check_dtype`](Self::check_dtype).
+    /// Same as [`check_dtype`](Self::check_dtype).
     ///
     /// # Panics
     /// If the range reaches beyond the tensor.
@@ -151,13 +150,13 @@ impl StoredTensor<'_> {
         self.convert(range, None)
     }
 
-    /// Elements `range` in row-major order of the tensor's transpose, as 32-bit floats.
+    /// Returns elements `range` in row-major order of the tensor's transpose, as 32-bit floats.
     ///
     /// # Errors
-    /// As [`check_dtype`](Self::check_dtype).
+    /// Same as [`check_dtype`](Self::check_dtype).
     ///
     /// # Panics
-    /// If the tensor is no matrix, or the range reaches beyond it.
+    /// If the tensor is not a matrix, or the range reaches beyond it.
     pub fn elements_transposed(&self, range: Range<usize>) -> Result<Vec<f32>> {
         let &[rows, columns] = self.shape else {
             panic!("tensor \"{}\" of shape {:?} has no transpose", self.name, self.shape);
@@ -165,7 +164,7 @@ impl StoredTensor<'_> {
         self.convert(range, Some((rows, columns)))
     }
 
-    /// `matrix`: the tensor's rows and columns if the elements are those of its transpose.
+    /// Converts elements `range`; those of the transpose if `matrix` holds the tensor's rows and columns.
     fn convert(&self, range: Range<usize>, matrix: Option<(usize, usize)>) -> Result<Vec<f32>> {
         self.check_dtype()?;
         assert!(
@@ -183,7 +182,7 @@ impl StoredTensor<'_> {
         })
     }
 
-    /// Safetensors data is little-endian, and need not be aligned.
+    /// Converts elements of `N` bytes. Safetensors data is little-endian, and need not be aligned.
     fn select<const N: usize>(
         &self,
         range: Range<usize>,
@@ -199,8 +198,8 @@ impl StoredTensor<'_> {
     }
 }
 
-/// Elements `range` of the transpose of a row-major `[rows, columns]`, tile by tile so that both sides stay in the cache.
-/// `element` gives the matrix's element at a flat place.
+/// Returns elements `range` of the transpose of a row-major `[rows, columns]` matrix, tile by tile so that both sides stay in the cache.
+/// `element` returns the matrix's element at a flat index.
 pub(crate) fn transposed<T: Copy + Default>(
     rows: usize,
     columns: usize,
@@ -276,7 +275,7 @@ pub const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
 type Shards = (BTreeMap<String, MappedFile>, BTreeMap<String, String>);
 
-/// The shards by name, and the name of each tensor's.
+/// Opens the shards of an index. Returns them by name, and the name of each tensor's shard.
 fn open_shards(dir: &Path, index: &Path) -> Result<Shards> {
     #[derive(Deserialize)]
     struct Index {

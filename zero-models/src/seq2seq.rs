@@ -1,7 +1,7 @@
-//! Models that make texts of texts: an encoder reads a text, a decoder makes another of it.
+//! Sequence-to-sequence models: an encoder reads a source text, and a decoder generates a target text.
 //!
-//! In go a [`Seq2SeqLm`] and token ids, out come logits, a loss, or the tokens that are made: texts are read once, then each is generated
-//! token by token, as by [`crate::generate`].
+//! A [`Seq2SeqLm`] takes token ids and returns logits, a loss, or generated tokens. Source texts are read once; then each target text is
+//! generated token by token, as by [`crate::generate`].
 //!
 //! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `v` vocabulary,
 //! `n` = `b * t` rows, `m` = `b * u` rows.
@@ -19,25 +19,25 @@ use crate::loss::IGNORED_LABEL;
 pub struct Encoded<B: FusedBackend> {
     /// `[m, d]`
     pub rows_md: Tensor<B, 2>,
-    /// 1 at tokens and 0 at padding, `[b, u]`, if there is any.
+    /// Padding mask: 1 at tokens and 0 at padding, `[b, u]`, if there is padding.
     pub mask_bu: Option<Ids<B>>,
 }
 
 /// A model with an encoder, a decoder and a language-model head.
 pub trait Seq2SeqLm<B: FusedBackend> {
-    /// The most tokens of a text that is read, and of one that is made.
+    /// Returns the maximum number of tokens of a source text, and of a target text.
     fn positions(&self) -> usize;
 
-    /// Number of tokens that it knows.
+    /// Returns the vocabulary size.
     fn vocabulary(&self) -> usize;
 
-    /// The token that fills up short rows.
+    /// Returns the padding token.
     fn pad_token(&self) -> u32;
 
-    /// The token that the decoder begins with.
+    /// Returns the first token that the decoder reads.
     fn start_token(&self) -> u32;
 
-    /// The head's weight, `[v, d]`.
+    /// Returns the head's weight, `[v, d]`.
     fn head_weight(&self) -> Tensor<B, 2>;
 
     /// Runs the encoder.
@@ -47,19 +47,20 @@ pub trait Seq2SeqLm<B: FusedBackend> {
     /// - `mask_bu`: `[b, u]`, 1 at tokens and 0 at padding; `None` if there is no padding
     ///
     /// # Panics
-    /// If `u` is more than [`positions`](Self::positions).
+    /// If `u` exceeds [`positions`](Self::positions).
     fn encode(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Encoded<B>;
 
-    /// Runs the decoder on ids `[b, t]`; returns what the head reads, `[n, d]`.
+    /// Runs the decoder on ids `[b, t]`; returns the head's input, `[n, d]`.
     ///
     /// # Panics
-    /// If `t` is more than [`positions`](Self::positions).
+    /// If `t` exceeds [`positions`](Self::positions).
     fn decode(&self, encoded: &Encoded<B>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2>;
 
-    /// As [`decode`](Self::decode) of the ids that follow those in the cache, for the last of each row: `[b, d]`.
+    /// Same as [`decode`](Self::decode), on the ids after those in the cache; returns the head's input at the last position of each row,
+    /// `[b, d]`.
     fn decode_next(&self, encoded: &Encoded<B>, decoder_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2>;
 
-    /// Logits of the token that comes next, at every position of the decoder.
+    /// Returns the logits of the next token at every position of the decoder.
     ///
     /// # Shapes
     /// - `ids_bu`, `mask_bu`: as for [`encode`](Self::encode)
@@ -67,15 +68,16 @@ pub trait Seq2SeqLm<B: FusedBackend> {
     /// - returns `[b, t, v]`
     ///
     /// # Panics
-    /// If `t` or `u` is more than [`positions`](Self::positions).
+    /// If `t` or `u` exceeds [`positions`](Self::positions).
     fn forward(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 3> {
         let sizes = decoder_ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bu, mask_bu, decoder_ids_bt);
         by_sequence(linear(hidden_nd, self.head_weight().transpose(), None, None), sizes)
     }
 
-    /// The mean cross-entropy in nats of predicting each label of a row from the text and the labels before it, as Hugging Face
-    /// computes it with `labels`. Those equal to [`IGNORED_LABEL`] do not count. A label that is padding is read as any token.
+    /// Returns the mean cross-entropy in nats of predicting each label of a row from the source text and the labels before it, as
+    /// Hugging Face computes it with `labels`. Labels equal to [`IGNORED_LABEL`] do not count. A label that is padding is treated like
+    /// any other token.
     ///
     /// # Shapes
     /// - `ids_bu`, `mask_bu`: as for [`encode`](Self::encode)
@@ -83,7 +85,7 @@ pub trait Seq2SeqLm<B: FusedBackend> {
     /// - returns `[1]`
     ///
     /// # Panics
-    /// If `t` or `u` is more than [`positions`](Self::positions).
+    /// If `t` or `u` exceeds [`positions`](Self::positions).
     fn loss(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, labels_bt: Ids<B>) -> Tensor<B, 1> {
         let [b, t] = labels_bt.dims();
         let decoder_ids_bt = self.decoder_inputs(labels_bt.clone());
@@ -91,7 +93,7 @@ pub trait Seq2SeqLm<B: FusedBackend> {
         linear_cross_entropy(hidden_nd, self.head_weight(), labels_bt.reshape([b * t]), Some(IGNORED_LABEL.into()))
     }
 
-    /// The tokens that the decoder reads to predict these labels `[b, t]`: the start token and all labels but the last.
+    /// Returns the tokens that the decoder reads to predict labels `[b, t]`: the start token and all labels but the last.
     fn decoder_inputs(&self, labels_bt: Ids<B>) -> Ids<B> {
         let [_, t] = labels_bt.dims();
         let ignored = labels_bt.clone().equal_elem(IGNORED_LABEL);
@@ -100,21 +102,21 @@ pub trait Seq2SeqLm<B: FusedBackend> {
         Tensor::cat(vec![start_b1, labels_bt.slice(s![.., 0..t - 1])], 1)
     }
 
-    /// Runs both halves; returns what the head reads, `[n, d]`.
+    /// Runs encoder and decoder; returns the head's input, `[n, d]`.
     ///
     /// # Panics
-    /// As [`forward`](Self::forward).
+    /// Same as [`forward`](Self::forward).
     fn hidden_rows(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2> {
         assert_eq!(ids_bu.dims()[0], decoder_ids_bt.dims()[0], "as many texts must be read as are made");
         self.decode(&self.encode(ids_bu, mask_bu), decoder_ids_bt)
     }
 }
 
-/// The tokens that are made of each text. Beside others, a text is filled up with padding, which nothing looks at.
+/// Generates the target text of each source text. Shorter source texts are padded, and the padding is masked.
 ///
 /// # Errors
-/// When a text is empty, longer than the model's positions, or has a token that the model does not know; when `max_new_tokens` is
-/// not below the positions, or [`Sampling`] holds a value that is none.
+/// If a text is empty, longer than the model's positions, or has a token outside the vocabulary; if `max_new_tokens` is not below the
+/// positions, or [`Sampling`] holds an invalid value.
 pub fn generate<B: FusedBackend>(
     model: &impl Seq2SeqLm<B>,
     texts: &[Vec<u32>],
@@ -124,10 +126,10 @@ pub fn generate<B: FusedBackend>(
     generate::alone(|hooks| generate_with(model, texts, how, device, hooks))
 }
 
-/// As [`generate()`], with [`Hooks`].
+/// Same as [`generate()`], with [`Hooks`].
 ///
 /// # Errors
-/// As [`generate()`].
+/// Same as [`generate()`].
 pub fn generate_with<B: FusedBackend>(
     model: &impl Seq2SeqLm<B>,
     texts: &[Vec<u32>],
@@ -148,7 +150,7 @@ pub fn generate_with<B: FusedBackend>(
     generate::generate_with(&decoder, &vec![vec![model.start_token()]; texts.len()], how, device, hooks)
 }
 
-/// A model with the texts that it has read, of which each row makes one.
+/// A model with the encoded source texts; each row generates the target text of one.
 struct Decoder<'a, B: FusedBackend, M> {
     model: &'a M,
     encoded: Encoded<B>,

@@ -1,6 +1,6 @@
-//! "Did you mean": in goes what a user wrote and what is known, out comes the known word that is close to it.
+//! "Did you mean" suggestions: the known word that is closest to a user's.
 
-/// The entry of `known` with the fewest edits from `got`, if that is few for a word of this length.
+/// Returns the entry of `known` with the fewest edits from `got`, if there are few for a word of this length.
 pub(crate) fn closest<'a>(got: &str, known: &[&'a str]) -> Option<&'a str> {
     let allowed = (got.chars().count() / 3).max(2);
     known

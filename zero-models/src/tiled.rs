@@ -1,4 +1,4 @@
-//! A linear layer in tiles, of which one at a time is whole (memory-centric tiling, Rajbhandari et al. 2021, section 5.1.3,
+//! A linear layer in tiles that are gathered one at a time (memory-centric tiling, Rajbhandari et al. 2021, section 5.1.3,
 //! <https://arxiv.org/abs/2104.07857>).
 
 use burn::module::{Module, Param};
@@ -9,13 +9,14 @@ use zero_ops::FusedBackend;
 
 use crate::linear::over_rows;
 
-/// A linear layer `[.., d_in]` to `[.., d_out]` whose weight is cut along `d_out` into parameters of their own. At stage 3 each is
-/// gathered for its part of the result and dropped before the next, forward and backward, and its gradient is reduced and moved out
-/// before the next one's is made: a layer larger than memory trains with state on a disk (`zero_burn::config::Offload`), on two ranks
-/// or more.
+/// A linear layer from `[.., d_in]` to `[.., d_out]` whose weight is split along `d_out` into separate parameters. At stage 3, each tile
+/// is gathered for its part of the result and released before the next, forward and backward. Its gradient is reduced and offloaded
+/// before the next tile's is computed. A layer larger than memory can be trained this way, with state on a disk
+/// (`zero_burn::config::Offload`), on two or more ranks.
 ///
-/// Results and the gradients of weights and biases have the bits of one layer's, as far as the backend multiplies a column alone as it
-/// does among others; the gradient of the input is a sum over tiles, which one product adds in another order.
+/// Results and the gradients of weights and biases are bitwise equal to those of a single layer, as far as the backend computes a column
+/// of a product independently of the others. The gradient of the input is a sum over tiles, which a single product adds in another
+/// order.
 ///
 /// ```
 /// use burn::tensor::Tensor;
@@ -29,25 +30,25 @@ use crate::linear::over_rows;
 /// ```
 #[derive(Module, Debug)]
 pub struct TiledLinear<B: Backend> {
-    /// `[d_in, ..]` each, in the order of the result's columns.
+    /// Tiles `[d_in, ..]`, in the order of the result's columns.
     pub tiles: Vec<Linear<B>>,
 }
 
-/// Columns of each of `tiles` tiles of `d_out`: as equal as may be, none empty.
+/// Returns the columns of each of `tiles` tiles of `d_out`: as equal as possible, none empty.
 fn widths(d_out: usize, tiles: usize) -> impl Iterator<Item = usize> {
     let tiles = tiles.clamp(1, d_out.max(1));
     (0..tiles).map(move |tile| d_out * (tile + 1) / tiles - d_out * tile / tiles)
 }
 
 impl<B: Backend> TiledLinear<B> {
-    /// A layer `[d_in, d_out]` in `tiles` tiles (at most `d_out`), with Burn's initial values of a linear layer: they depend on `d_in`
-    /// alone.
+    /// Creates a layer `[d_in, d_out]` of `tiles` tiles (at most `d_out`), with Burn's initial values of a linear layer, which depend on
+    /// `d_in` alone.
     pub fn new([d_in, d_out]: [usize; 2], tiles: usize, bias: bool, device: &B::Device) -> Self {
         let tile = |width| LinearConfig::new(d_in, width).with_bias(bias).init(device);
         Self { tiles: widths(d_out, tiles).map(tile).collect() }
     }
 
-    /// `layer` cut into `tiles` tiles. Its weight is read whole, once.
+    /// Splits `layer` into `tiles` tiles. The full weight is read once.
     pub fn from_linear(layer: Linear<B>, tiles: usize) -> Self {
         let (weight, bias) = (layer.weight.val(), layer.bias.map(|bias| bias.val()));
         let [d_in, d_out] = weight.dims();
@@ -64,7 +65,7 @@ impl<B: Backend> TiledLinear<B> {
 }
 
 impl<B: FusedBackend> TiledLinear<B> {
-    /// The layer of `[.., d_in]`; returns `[.., d_out]`.
+    /// Applies the layer to `[.., d_in]`; returns `[.., d_out]`.
     ///
     /// # Panics
     ///

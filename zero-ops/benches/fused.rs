@@ -1,20 +1,21 @@
 //! `cargo bench -p zero-ops --bench fused`
 //!
-//! The kernels of `zero_ops::cpu` at the sizes of GPT-2 124M: [`N`] rows (one sequence), [`D`] features, [`F`] in the
-//! middle of the MLP, [`HEADS`] heads, [`V`] tokens. There are two tables, of a rayon pool of 1 thread and of one of 2.
-//! The measuring loop runs on a worker of that pool, as a rank does, so no hand-over between threads is in a time.
+//! The kernels of `zero_ops::cpu` at the sizes of GPT-2 124M: [`N`] rows (one sequence), [`D`] features, [`F`] in the middle of the MLP,
+//! [`HEADS`] heads, [`V`] tokens. There are two tables, for a rayon pool of 1 thread and one of 2. The measuring loop runs on a worker of
+//! that pool, as a rank does, so times include no hand-over between threads.
 //!
-//! Beside other programs `fastest` is the column to trust, above all of 2 threads.
+//! If other programs are running, `fastest` is the column to trust, above all with 2 threads.
 //!
-//! - `items/s` are FLOP/s: the multiplications and additions of the products that an operation is defined by (for
-//!   attention those with keys that a query may see). Bias, softmax and what causality wastes count as nothing.
-//! - `B/s` are bytes of activations, each array that is read or written counted once. These arrays (0.75 MiB to 3 MiB)
-//!   stay in the caches from one iteration to the next: the number is no bandwidth of memory.
+//! - `items/s` are FLOP/s: multiplications and additions of the products that define an operation (for attention, those with keys that a
+//!   query may see). Bias, softmax and work wasted by causal masking are not counted.
+//! - `B/s` are bytes of activations, with each array read or written counted once. These arrays (0.75 MiB to 3 MiB) stay in the caches
+//!   between iterations, so the number is not a memory bandwidth.
 //!
-//! `codec` is of arrays that no cache holds, 64 MiB of fp32, beside a copy of as much: its `B/s` are of memory, of fp32 and codes.
+//! `codec` uses arrays larger than any cache, 64 MiB of fp32, and compares with a copy of the same size: its `B/s` are memory traffic, of
+//! fp32 and codes.
 //!
-//! Buffers are allocated and touched before the loop; only what a kernel allocates itself is in its time (the chunk of
-//! logits of `cross_entropy`, partial sums, lists of tasks). For one group: `... --bench fused -- attention`.
+//! Buffers are allocated and touched before the loop. Times include only a kernel's own allocations (the logits chunk of `cross_entropy`,
+//! partial sums, task lists). For one group: `... --bench fused -- attention`.
 
 #[path = "../../zero-kernels/tests/shared/mod.rs"]
 mod shared;
@@ -28,15 +29,15 @@ use zero_ops::cpu::Matrix;
 
 use shared::numbers;
 
-/// Rows: one sequence.
+/// Number of rows: one sequence.
 const N: usize = 256;
-/// Features of a row.
+/// Number of features of a row.
 const D: usize = 768;
-/// Features between the two linear layers of an MLP.
+/// Number of features between the two linear layers of an MLP.
 const F: usize = 4 * D;
-/// Heads of attention.
+/// Number of attention heads.
 const HEADS: usize = 12;
-/// Tokens.
+/// Size of the vocabulary.
 const V: usize = 50257;
 
 fn main() {
@@ -47,17 +48,17 @@ fn main() {
     }
 }
 
-/// Tokens far apart in the vocabulary, one for each row.
+/// Returns tokens far apart in the vocabulary, one for each row.
 fn tokens() -> Vec<i64> {
     (0..N).map(|row| (row * 7919 % V) as i64).collect()
 }
 
-/// Bytes of `arrays` arrays of `[N, width]`.
+/// Returns the bytes of `arrays` arrays of `[N, width]`.
 fn bytes(arrays: usize, width: usize) -> BytesCount {
     BytesCount::of_many::<f32>(arrays * N * width)
 }
 
-/// The floating-point operations of `products` products with `multiplications` each.
+/// Returns the floating-point operations of `products` products with `multiplications` each.
 fn flop(products: usize, multiplications: usize) -> ItemsCount {
     ItemsCount::new(2 * products * multiplications)
 }
@@ -66,7 +67,7 @@ fn flop(products: usize, multiplications: usize) -> ItemsCount {
 mod linear {
     use super::*;
 
-    /// The features that go into a layer, and those that come out.
+    /// Input and output features of a layer.
     struct Widths(usize, usize);
 
     impl fmt::Display for Widths {
@@ -78,7 +79,7 @@ mod linear {
     /// The layers of an MLP.
     const LAYERS: [Widths; 2] = [Widths(D, F), Widths(F, D)];
 
-    /// With bias and, for the layer that ends an MLP, the residual.
+    /// Has bias and, for the last layer of an MLP, the residual.
     #[divan::bench(args = LAYERS)]
     fn forward(bencher: Bencher, &Widths(k, m): &Widths) {
         let (x, w, bias, residual) = (numbers(N * k, 1), numbers(k * m, 2), numbers(m, 3), numbers(N * m, 4));
@@ -143,7 +144,7 @@ mod gelu {
 
     const KINDS: [Gelu; 2] = [Gelu::Tanh, Gelu::Erf];
 
-    /// What goes in: `[N, F]` in `[-4, 4)`, where the formulas are neither 0 nor the identity.
+    /// Returns inputs `[N, F]` in `[-4, 4)`, where the formulas are neither 0 nor the identity.
     fn inputs() -> Vec<f32> {
         numbers(N * F, 1).into_iter().map(|x| 4.0 * x).collect()
     }
@@ -164,7 +165,7 @@ mod gelu {
     }
 }
 
-/// Causal, over queries, keys and values that lie side by side in one buffer, as a GPT-2 block leaves them.
+/// Causal attention, over queries, keys and values packed in one buffer, as in a GPT-2 block.
 #[divan::bench_group(min_time = 0.2, max_time = 1)]
 mod attention {
     use zero_ops::cpu::attention::{Inputs, Results, Rows, RowsMut, Shape};
@@ -183,10 +184,10 @@ mod attention {
         Inputs { shape: shape(), q, k, v, key_mask: None }
     }
 
-    /// Multiplications of queries with the keys that they see, over all heads.
+    /// Number of multiplications of queries with the keys that they see, over all heads.
     const MULTIPLICATIONS: usize = N * (N + 1) / 2 * D;
 
-    /// Two products: scores, and what they weigh.
+    /// Two products: scores, and the weighted sum of values.
     #[divan::bench]
     fn forward(bencher: Bencher) {
         let qkv = numbers(3 * N * D, 1);
@@ -196,7 +197,7 @@ mod attention {
             .bench_local(|| cpu::attention::forward(inputs(&qkv), &mut out, &mut lse));
     }
 
-    /// Five products: scores again, their gradients, and those of queries, keys and values.
+    /// Five products: recomputed scores, their gradients, and the gradients of queries, keys and values.
     #[divan::bench]
     fn backward(bencher: Bencher) {
         let (qkv, g) = (numbers(3 * N * D, 1), numbers(N * D, 2));
@@ -245,7 +246,7 @@ mod embedding {
         bencher.counter(bytes(2, D)).bench_local(|| cpu::embedding::forward(&table, &ids, &mut out));
     }
 
-    /// Reads the gradient, reads and writes rows of the table's.
+    /// Reads the gradient; reads and writes rows of the table's gradient.
     #[divan::bench]
     fn backward(bencher: Bencher) {
         let (ids, g, mut dtable) = (tokens(), numbers(N * D, 1), numbers(V * D, 2));
@@ -253,13 +254,13 @@ mod embedding {
     }
 }
 
-/// What ranks send one another in 8 or 4 bit ([`zero_ops::quantized`]).
+/// Encoding of data that ranks exchange in 8 or 4 bit ([`zero_ops::quantized`]).
 #[divan::bench_group]
 mod codec {
     use super::*;
     use zero_ops::quantized::Format;
 
-    /// Elements.
+    /// Number of elements.
     const LARGE: usize = 16 << 20;
 
     #[divan::bench]

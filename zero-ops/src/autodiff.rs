@@ -1,7 +1,7 @@
-//! The backward passes: nodes of Burn's autodiff graph that call the inner backend's backward methods.
+//! Backward passes: nodes of Burn's autodiff graph that call the inner backend's backward methods.
 //!
-//! What a node saves are handles of the inner backend: under `Zero<B>` a saved parameter is a handle that is gathered
-//! again, not its values. Saved activations share the memory of the tensors that the model made.
+//! A node saves handles of the inner backend's tensors. Under `Zero<B>` a saved parameter is a handle that is gathered again, not its
+//! values. Saved activations share the memory of the model's tensors.
 
 use std::fmt::Debug;
 use std::marker::PhantomData;
@@ -20,11 +20,11 @@ use crate::backend::{FusedBackend, implement, ty};
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
 
-/// What makes the gradients of the parents from what was saved and the gradient of the output.
+/// Computes the gradients of the parents from the saved state and the gradient of the output.
 #[derive(Debug)]
 struct Node<B: Backend, S>(fn(S, FloatTensor<B>, &mut Parents<'_, B>));
 
-/// The parents, and where those that want a gradient get it.
+/// The parents of a node, with a slot for the gradient of each one that wants it.
 struct Parents<'a, B> {
     wanting: Vec<Option<NodeId>>,
     grads: &'a mut Gradients,
@@ -32,7 +32,7 @@ struct Parents<'a, B> {
 }
 
 impl<B: Backend> Parents<'_, B> {
-    /// Registers the gradient of the parent of number `index`, if there is one that wants it; made only then.
+    /// Registers the gradient of parent `index` if that parent exists and wants one. Computes it only then.
     fn give(&mut self, index: usize, gradient: impl FnOnce() -> FloatTensor<B>) {
         if let Some(parent) = self.wanting.get(index).copied().flatten() {
             self.grads.register::<B>(parent, gradient());
@@ -41,7 +41,7 @@ impl<B: Backend> Parents<'_, B> {
 }
 
 impl<B: Backend, S> Node<B, S> {
-    /// For a state like this one.
+    /// Creates a node whose state has the type of `_state`.
     fn of(_state: &S, backward: fn(S, FloatTensor<B>, &mut Parents<'_, B>)) -> Self {
         Self(backward)
     }
@@ -58,7 +58,7 @@ impl<B: Backend, S: Clone + Send + Debug + 'static, const N: usize> Backward<B, 
     }
 }
 
-/// The output as a tensor of the graph, with state if any parent wants a gradient.
+/// Returns the output as a tensor of the graph, with state if any parent wants a gradient.
 fn finish<B: Backend, C: CheckpointStrategy, S: Clone + Send + Debug + 'static, const N: usize>(
     prepared: OpsPrep<Node<B, S>, B, S, C, N>,
     state: S,
@@ -74,7 +74,7 @@ implement! {
     [B: FusedBackend, C: CheckpointStrategy] Autodiff<B, C>;
 
     fn fused_linear(x: float, weight: float, bias: opt_float, residual: opt_float) -> float {
-        // Operands are `None` where nobody reads them: saving one would keep it in memory.
+        // Operands that the backward pass does not read are `None`: saving one would keep it in memory.
         let state = (
             weight.is_tracked().then(|| x.primitive.clone()),
             x.is_tracked().then(|| weight.primitive.clone()),
@@ -221,7 +221,7 @@ implement! {
     }
 
     fn fused_embedding(table: float, ids: int) -> float {
-        // The ids, and the number of the table's rows: the table itself is not read again.
+        // Saves the ids and the number of the table's rows: the backward pass does not read the table.
         let state = (ids.clone(), table.shape()[0]);
         let out = B::fused_embedding(table.primitive, ids);
         let node = Node::<B, _>::of(&state, |(ids, rows), grad, parents| {
@@ -231,9 +231,9 @@ implement! {
     }
 
     fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
-        // The gradients of the mean, made in the forward pass, and the types of what they are gradients of. A frozen weight has none.
+        // Gradients of the mean, computed in the forward pass, with the types of their operands. A frozen weight has none.
         let node = Node::<B, [Option<(FloatTensor<B>, FloatDType)>; 2]>(|gradients, grad, parents| {
-            // The larger one first: it is the first to go.
+            // The larger gradient first, so that it is freed first.
             for (parent, gradient) in gradients.into_iter().enumerate().rev() {
                 if let Some((gradient, dtype)) = gradient {
                     parents.give(parent, || B::scaled_by(gradient, grad.clone(), dtype));

@@ -1,4 +1,4 @@
-//! Activation checkpointing as a model asks for it (Chen et al. 2016, <https://arxiv.org/abs/1604.06174>).
+//! Activation checkpointing, requested by the model (Chen et al. 2016, <https://arxiv.org/abs/1604.06174>).
 
 use burn::tensor::{Int, Tensor, TensorPrimitive};
 use burn_backend::Backend;
@@ -6,12 +6,12 @@ use burn_backend::tensor::{Device, FloatTensor};
 
 use crate::backend::FusedBackend;
 
-/// What a block gives: a tensor, or several.
+/// The output of a block: one tensor, or several.
 pub trait Outputs {
     /// The backend of the tensors.
     type Backend: FusedBackend;
 
-    /// Handles on its float tensors.
+    /// Returns handles to its float tensors.
     fn floats(&self) -> Vec<FloatTensor<Self::Backend>>;
 }
 
@@ -58,12 +58,12 @@ impl<T: Outputs, U: Outputs<Backend = T::Backend>> Outputs for (T, U) {
     }
 }
 
-/// `block(inputs)`, of which only the inputs and the outputs stay in memory: what it computes in between is dropped, and
-/// computed again when the backward pass asks for it. Dropout has the same masks, sharded parameters are gathered again, and the
-/// gradients have the same bits. It costs one more forward pass of the block.
+/// Runs `block(inputs)` and keeps only its inputs and outputs in memory. Intermediate tensors are dropped, and recomputed when the backward
+/// pass needs them. Dropout uses the same masks, sharded parameters are gathered again, and the gradients have the same bits. The cost is
+/// one more forward pass of the block.
 ///
-/// `block` may use what it likes, such as the parameters of its module. Within a block a call does nothing of its own, and neither
-/// does one without autodiff, or on a backend that makes nothing again: those but `Zero<B>`.
+/// `block` may use anything, such as the parameters of its module. The call only runs `block` within another block, without autodiff, or on
+/// backends that recompute nothing, which are all but `Zero<B>`.
 ///
 /// ```
 /// # use burn_flex::Flex;
@@ -79,8 +79,8 @@ pub fn checkpoint<I, O: Outputs>(block: impl FnOnce(I) -> O, inputs: I) -> O {
     within(false, block, inputs)
 }
 
-/// As [`checkpoint`], if the run is so configured: what a model that others train calls around each of its layers, in their order.
-/// `zero_burn::config::ZeroConfig::checkpointed_blocks` says how many of the first are checkpointed; none by default.
+/// Calls [`checkpoint`] if the run's configuration asks for it. A model for others to train calls this for each of its layers, in order.
+/// `zero_burn::config::ZeroConfig::checkpointed_blocks` is the number of leading blocks that are checkpointed; 0 by default.
 pub fn checkpoint_block<I, O: Outputs>(block: impl FnOnce(I) -> O, inputs: I) -> O {
     within(true, block, inputs)
 }
@@ -90,7 +90,7 @@ fn within<I, O: Outputs>(if_configured: bool, block: impl FnOnce(I) -> O, inputs
     if !is_followed || !O::Backend::begin_checkpoint(if_configured) {
         return block(inputs);
     }
-    // Ends the block, also one that panics.
+    // Ends the block even if it panics.
     let mut begun = scopeguard::guard(Vec::new(), O::Backend::end_checkpoint);
     let outputs = block(inputs);
     *begun = outputs.floats();

@@ -1,5 +1,5 @@
-//! Rows of any backend's numbers in 8 or 4 bit ([`crate::quantized`]), as what ranks send one another: on a device where CubeCL computes,
-//! by way of the host elsewhere.
+//! Quantization of any backend's rows to 8 or 4 bit ([`crate::quantized`]) for exchange between ranks: on the device with CubeCL, otherwise
+//! through the host.
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorData, TensorMetadata};
@@ -10,7 +10,7 @@ use crate::fallback;
 use crate::kinds::STORED_AS;
 use crate::quantized::{Format, Quantized};
 
-/// Rows `[n, width]` as codes `[n, words]`, numbers of 16 bit that mean nothing by themselves.
+/// Quantizes rows `[n, width]` to codes `[n, words]`, stored in 16-bit numbers that have no meaning by themselves.
 pub fn to_codes<B: Backend>(x: FloatTensor<B>, format: Format) -> FloatTensor<B> {
     let [n, width] = x.shape().dims();
     let shape = Shape::new([n, format.words(width)]);
@@ -29,7 +29,7 @@ pub fn to_codes<B: Backend>(x: FloatTensor<B>, format: Format) -> FloatTensor<B>
     B::float_from_data(TensorData::from_bytes_vec(bytes, shape, STORED_AS), &device)
 }
 
-/// The rows `[n, how.width]` of type `dtype` that `codes` stand for.
+/// Dequantizes `codes` to rows `[n, how.width]` of type `dtype`.
 pub fn from_codes<B: Backend>(codes: FloatTensor<B>, how: Quantized, dtype: DType) -> FloatTensor<B> {
     #[cfg(feature = "cubecl")]
     if crate::cube::computes::<B>(dtype) && codes.dtype() == STORED_AS {

@@ -1,5 +1,5 @@
-//! Devices: whether they can be had, asked before anything is computed on them, since CubeCL panics where a driver is
-//! missing; and their memory.
+//! Devices: their memory, and whether they are available. Programs check that before they compute, since CubeCL panics if a driver is
+//! missing.
 
 #[cfg(feature = "cuda")]
 mod kernel_cache;
@@ -14,17 +14,17 @@ use cudarc::driver::{DriverError, result, sys::CUdevice_attribute};
 #[cfg(feature = "cuda")]
 pub use kernel_cache::cache_kernels;
 
-/// Memory of a device.
+/// Memory usage of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
     /// Bytes that tensors of the calling thread's stream hold.
     pub in_use: u64,
-    /// Bytes taken from the device: by all its users, as the driver of an NVIDIA GPU says; elsewhere by the calling thread's
-    /// stream, for what it holds and what it keeps for later.
+    /// Bytes allocated on the device: by all its users, as the driver of an NVIDIA GPU reports; elsewhere by the calling thread's stream,
+    /// including memory that it keeps for later.
     pub reserved: u64,
 }
 
-/// The memory of a device of `B`; `None` if it computes in the host's memory, or does not answer.
+/// Returns the memory usage of a device of `B`; `None` if it computes in host memory, or does not answer.
 pub fn memory<B: Backend>(device: &B::Device) -> Option<DeviceMemory> {
     let device: &dyn Any = device;
     #[cfg(feature = "cuda")]
@@ -40,7 +40,7 @@ pub fn memory<B: Backend>(device: &B::Device) -> Option<DeviceMemory> {
     None
 }
 
-/// The number of a device of `B` among the NVIDIA GPUs that the process sees, if it is one.
+/// Returns the index of a device of `B` among the NVIDIA GPUs that the process sees, if it is one.
 pub fn cuda_ordinal<B: Backend>(device: &B::Device) -> Option<usize> {
     let device: &dyn Any = device;
     #[cfg(feature = "cuda")]
@@ -51,18 +51,18 @@ pub fn cuda_ordinal<B: Backend>(device: &B::Device) -> Option<usize> {
     None
 }
 
-/// What the driver calls a device of `B`, if it is an NVIDIA GPU.
+/// Returns the driver's name for a device of `B`, if it is an NVIDIA GPU.
 #[cfg(feature = "cuda")]
 pub fn cuda_name<B: Backend>(device: &B::Device) -> Option<String> {
     let device = result::device::get(i32::try_from(cuda_ordinal::<B>(device)?).ok()?).ok()?;
     result::device::get_name(device).ok()
 }
 
-/// An attribute of an NVIDIA GPU.
+/// Returns an attribute of an NVIDIA GPU.
 #[cfg(feature = "cuda")]
 pub(crate) fn attribute(ordinal: i32, attribute: CUdevice_attribute) -> Result<i32, DriverError> {
     let device = result::device::get(ordinal)?;
-    // SAFETY: a device of the driver's.
+    // SAFETY: the driver returned the device.
     unsafe { result::device::get_attribute(device, attribute) }
 }
 
@@ -71,12 +71,12 @@ fn usage<R: cubecl::Runtime>(device: &R::Device) -> Option<DeviceMemory> {
     Some(DeviceMemory { in_use: usage.bytes_in_use, reserved: usage.bytes_reserved })
 }
 
-/// What the driver says is taken of a GPU, by whomever.
+/// Returns the memory in use on a GPU by any process, as the driver reports it.
 #[cfg(feature = "cuda")]
 fn cuda_memory_in_use(ordinal: usize) -> Option<u64> {
     let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
-    // SAFETY: the device is the driver's own, and its primary context is retained by CubeCL, which computes there, for as
-    // long as the process lives; making it current is what CubeCL does on the threads that it uses.
+    // SAFETY: the driver returned the device, and CubeCL, which computes there, retains its primary context for the life of the process;
+    // CubeCL makes it current on its threads in the same way.
     let (free, total) = unsafe {
         let context = result::primary_ctx::retain(device).ok()?;
         result::ctx::set_current(context).ok()?;
@@ -87,11 +87,11 @@ fn cuda_memory_in_use(ordinal: usize) -> Option<u64> {
     Some((total - free) as u64)
 }
 
-/// Bytes of memory of each NVIDIA GPU that the process may use.
+/// Returns the bytes of memory of each NVIDIA GPU that the process may use.
 ///
 /// # Errors
 ///
-/// What is missing, and what to do.
+/// Returns what is missing, and a remedy.
 #[cfg(feature = "cuda")]
 pub fn cuda() -> Result<Vec<u64>, String> {
     use cubecl::cuda::install::{cccl_include_path, cuda_path, include_path};
@@ -99,7 +99,7 @@ pub fn cuda() -> Result<Vec<u64>, String> {
 
     const OR: &str = "or compute on another backend (cpu)";
     let version = |error: driver::DriverError| format!("the NVIDIA driver answers {error:?}: update it, {OR}");
-    // SAFETY: opens and closes a library, which runs its initialisers as any program that uses it does.
+    // SAFETY: opens and closes a library, which runs its initializers as any program that uses it does.
     if !unsafe { driver::sys::is_culib_present() } {
         return Err(format!("no NVIDIA driver was found (libcuda.so): install it, {OR}"));
     }
@@ -110,7 +110,7 @@ pub fn cuda() -> Result<Vec<u64>, String> {
              install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, {OR}"
         ));
     }
-    // What kernels include; the last is in a folder of its own since CUDA 13.
+    // Headers that kernels include; the last is in a separate folder since CUDA 13.
     let lacks = ["cuda_fp16.h", "cuda_bf16.h", "cuda/barrier"]
         .into_iter()
         .find(|name| ![include_path(), cccl_include_path()].iter().any(|folder| folder.join(name).exists()));
@@ -123,7 +123,7 @@ pub fn cuda() -> Result<Vec<u64>, String> {
         ));
     }
     let (mut major, mut minor, mut takes) = (0, 0, 0);
-    // SAFETY: both write the numbers that they are given.
+    // SAFETY: both write the numbers passed to them.
     unsafe {
         nvrtc::sys::nvrtcVersion(&mut major, &mut minor);
         driver::sys::cuDriverGetVersion(&mut takes).result().map_err(version)?;
@@ -146,21 +146,21 @@ pub fn cuda() -> Result<Vec<u64>, String> {
     (0..count)
         .map(|ordinal| {
             let device = driver::result::device::get(ordinal).map_err(version)?;
-            // SAFETY: the device is the driver's own.
+            // SAFETY: the driver returned the device.
             let bytes = unsafe { driver::result::device::total_mem(device) }.map_err(version)?;
             Ok(bytes as u64)
         })
         .collect()
 }
 
-/// How a failure for want of memory begins.
+/// Beginning of the message of an out-of-memory failure.
 pub const OUT_OF_MEMORY: &str = "the device is out of memory";
 
-/// What first failed on a thread that gives work to a device, since [`watch`] was called.
+/// First failure on a thread that submits work to a device, since [`watch`] was called.
 static FAILED: OnceLock<String> = OnceLock::new();
 
-/// Remembers what fails on the threads that give work to devices, and what reads are told of it, for [`failure`]: CubeCL goes on
-/// without what could not be launched, and results are wrong from there on. It is not printed here: who asks tells it, once.
+/// Records failures on threads that submit work to devices, and the errors that reads get for them, for [`failure`]. CubeCL continues
+/// without work that it could not launch, and later results are wrong. Nothing is printed here: the caller of [`failure`] reports it, once.
 pub fn watch() {
     static WATCHES: Once = Once::new();
     WATCHES.call_once(|| {
@@ -169,7 +169,7 @@ pub fn watch() {
             let payload = panic.payload();
             let text = payload.downcast_ref::<String>().map(String::as_str);
             let text = text.or_else(|| payload.downcast_ref().copied()).unwrap_or("no message");
-            // As CubeCL names its threads, and the error of whoever reads what was not made.
+            // CubeCL's thread names, and the error of a read whose tensor was not computed.
             let is_devices = std::thread::current().name().is_some_and(|name| name.starts_with("DSD-"));
             let is_told =
                 ["ServerUnhealthy", "The server is in an invalid state"].iter().any(|words| text.contains(words));
@@ -178,22 +178,22 @@ pub fn watch() {
     });
 }
 
-/// Remembers a device's failure, if it is the first.
+/// Records a device's failure, if it is the first.
 pub(crate) fn failed(text: &str) {
     FAILED.get_or_init(|| explained(text));
 }
 
-/// What failed on a device's thread, and what would help; nothing computed since then can be trusted.
+/// Returns the failure on a device's thread, and a remedy. No result computed after it can be trusted.
 pub fn failure() -> Option<&'static str> {
     FAILED.get().map(String::as_str)
 }
 
-/// A failure's words with what would help.
+/// Returns a failure's message with a remedy.
 fn explained(text: &str) -> String {
     let first = text.lines().next().unwrap_or_default();
     let has = |words: &[&str]| words.iter().any(|word| text.contains(word));
     if has(&["OUT_OF_MEMORY", "allocate buffer", "BufferTooBig"]) {
-        // CubeCL knows no tensors, only bytes.
+        // CubeCL reports bytes, not tensors.
         let asked = first.rsplit(' ').next().and_then(|bytes| bytes.parse::<u64>().ok());
         let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were asked for", bytes >> 20));
         return format!(
@@ -207,7 +207,7 @@ fn explained(text: &str) -> String {
         );
     }
     if has(&["Compilation", "PTX"]) {
-        // CubeCL tells the compiler's words and the whole source: `.. void __launch_bounds__(256)name (..`.
+        // CubeCL reports the compiler's output and the full source: `.. void __launch_bounds__(256)name (..`.
         let name = text.split_once("__launch_bounds__(").and_then(|(_, rest)| rest.split_once(')'));
         let name = name.and_then(|(_, rest)| rest.split_once('(')).map_or("a kernel", |(name, _)| name.trim());
         let why = text.lines().map(str::trim).find(|line| line.contains("error: ") || line.contains("CUDA_ERROR"));
@@ -224,7 +224,7 @@ fn explained(text: &str) -> String {
 ///
 /// # Errors
 ///
-/// What is missing, and what to do.
+/// Returns what is missing, and a remedy.
 #[cfg(feature = "vulkan")]
 pub fn vulkan() -> Result<(), String> {
     use std::panic::catch_unwind;
@@ -232,7 +232,7 @@ pub fn vulkan() -> Result<(), String> {
     use cubecl::Runtime;
     use cubecl::wgpu::WgpuRuntime;
 
-    // The one way to ask is to try, and trying panics.
+    // The only way to find out is to try, and a failed attempt panics.
     let hook = take_hook();
     set_hook(Box::new(|_| {}));
     let opened = catch_unwind(|| drop(WgpuRuntime::client(&Default::default())));

@@ -1,5 +1,4 @@
-//! The fused operations from Burn's own: what a backend without kernels of its own runs, and what kernels are tested
-//! against.
+//! The fused operations in terms of Burn's own: the implementation for backends without kernels, and the reference in tests of kernels.
 
 use burn::tensor::{Bool, FloatDType, Int, Tensor, TensorPrimitive, activation, s};
 use burn_backend::tensor::{FloatTensor, IntTensor};
@@ -10,10 +9,10 @@ use crate::kinds::ty;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
 
-/// The score of a key that comes after a row: far below those that a mask hides, and finite in 16 bit too.
+/// Score of a key after its query: far below those that a mask hides, and finite in 16 bit too.
 const FUTURE: f64 = -6.5e4;
 
-/// Operations of any backend, written as in the trait.
+/// Defines operations of any backend, written as in the trait.
 macro_rules! bodies {
     ($($(#[$meta:meta])* fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $body:block)*) => {
         $($(#[$meta])* pub(crate) fn $name<B: Backend>($($arg: ty!($kind, B)),*) -> ty!($ret, B) $body)*
@@ -30,7 +29,7 @@ bodies! {
     }
 
     fn dequantized(weight: float, how: (Quantized), dtype: (FloatDType)) -> float {
-        // By way of the host: there is no operation on the bits of a float.
+        // Through the host: there is no operation on the bits of a float.
         let (device, [d, _]) = (B::float_device(&weight), weight.shape().dims());
         let data = try_read_sync(B::float_into_data(weight)).expect("the backend reads synchronously");
         let data = data.unwrap_or_else(|error| panic!("reading a quantised weight failed: {error}"));
@@ -214,7 +213,7 @@ fn row<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
     wrap::<B, 1>(x).unsqueeze::<2>()
 }
 
-/// `x - mean`, and mean and reciprocal standard deviation as columns.
+/// Returns `x - mean`, and mean and reciprocal standard deviation as columns.
 fn normed<B: Backend>(x: Tensor<B, 2>, epsilon: f64) -> (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>) {
     let mean = x.clone().mean_dim(1);
     let centred = x - mean.clone();
@@ -234,13 +233,13 @@ fn biased<B: Backend>(x: FloatTensor<B>, bias: Option<FloatTensor<B>>) -> Tensor
     }
 }
 
-/// `0.5 (1 + tanh(y)) = sigmoid(2 y)` of the tanh formula.
+/// Returns `0.5 (1 + tanh(y)) = sigmoid(2 y)` of the tanh formula.
 fn gate<B: Backend>(x: Tensor<B, 2>) -> Tensor<B, 2> {
     let slope = (x.clone() * x.clone()) * (2.0 * CUBIC * SQRT_2_OVER_PI) + 2.0 * SQRT_2_OVER_PI;
     activation::sigmoid(x * slope)
 }
 
-/// Rows `[n, 3 d]` to three times `[n, d]`.
+/// Splits rows `[n, 3 d]` into three of `[n, d]`.
 pub(crate) fn unpack<B: Backend>(qkv: FloatTensor<B>) -> [FloatTensor<B>; 3] {
     let qkv: Tensor<B, 2> = wrap(qkv);
     let [_, width] = qkv.dims();
@@ -248,26 +247,26 @@ pub(crate) fn unpack<B: Backend>(qkv: FloatTensor<B>) -> [FloatTensor<B>; 3] {
     [0, 1, 2].map(|i| unwrap(qkv.clone().slice(s![.., i * d..(i + 1) * d])))
 }
 
-/// Rows `[n, h e]` to heads `[b, h, t, e]` of this width.
+/// Splits rows `[n, h e]` into heads `[b, h, t, e]` of width `e`.
 fn split<B: Backend>(x: FloatTensor<B>, e: usize, options: AttentionOptions) -> Tensor<B, 4> {
     let x: Tensor<B, 2> = wrap(x);
     let [n, width] = x.dims();
     x.reshape([options.batch, n / options.batch, width / e, e]).swap_dims(1, 2)
 }
 
-/// Heads `[b, h, t, e]` to rows `[n, d]`.
+/// Joins heads `[b, h, t, e]` to rows `[n, d]`.
 fn join<B: Backend>(x: Tensor<B, 4>) -> FloatTensor<B> {
     let [b, h, t, e] = x.dims();
     unwrap(x.swap_dims(1, 2).reshape([b * t, h * e]))
 }
 
-/// What belongs to heads of queries, `[b, h, t, _]`, one after the other where they share one of `kv` heads of keys.
+/// Concatenates those of the queries' heads `[b, h, t, _]` that share one of `kv` heads of keys.
 fn by_key<B: Backend>(x: Tensor<B, 4>, kv: usize) -> Tensor<B, 4> {
     let [b, h, t, width] = x.dims();
     if h == kv { x } else { x.reshape([b, kv, h / kv * t, width]) }
 }
 
-/// As it was before [`by_key`] of `h` heads.
+/// Inverts [`by_key`] for `h` heads.
 fn by_query<B: Backend>(x: Tensor<B, 4>, h: usize) -> Tensor<B, 4> {
     let [b, kv, rows, width] = x.dims();
     if h == kv { x } else { x.reshape([b, h, rows * kv / h, width]) }
@@ -297,14 +296,14 @@ fn scores<B: Backend>(
     scores
 }
 
-/// Whether keys are as many rows as the queries, of fewer heads, which some of the queries' share.
+/// Returns whether there are as many keys as queries with fewer heads, so that heads of queries share those of keys.
 #[cfg(feature = "cubecl")]
 pub(crate) fn shares_heads<B: Backend>(q: &FloatTensor<B>, k: &FloatTensor<B>) -> bool {
     let ([n, d], [m, c]): ([usize; 2], [usize; 2]) = (q.shape().dims(), k.shape().dims());
     n == m && c < d
 }
 
-/// Rows `[m, c]` of heads of `e` with a head for each of the queries', `[m, d]`: shared ones are repeated.
+/// Repeats shared heads of width `e` in rows `[m, c]` so that each query head has its own, `[m, d]`.
 #[cfg(feature = "cubecl")]
 pub(crate) fn with_all_heads<B: Backend>(x: FloatTensor<B>, d: usize, e: usize) -> FloatTensor<B> {
     let x: Tensor<B, 2> = wrap(x);
@@ -312,7 +311,7 @@ pub(crate) fn with_all_heads<B: Backend>(x: FloatTensor<B>, d: usize, e: usize) 
     unwrap::<B, 2>(x.reshape([m, c / e, 1, e]).repeat_dim(2, d / c).reshape([m, d]))
 }
 
-/// The gradient of [`with_all_heads`]: of a shared head the sum.
+/// Returns the gradient of [`with_all_heads`]: the sum over the copies of a shared head.
 #[cfg(feature = "cubecl")]
 pub(crate) fn of_shared_heads<B: Backend>(grad: FloatTensor<B>, c: usize, e: usize) -> FloatTensor<B> {
     let grad: Tensor<B, 2> = wrap(grad);
@@ -320,7 +319,7 @@ pub(crate) fn of_shared_heads<B: Backend>(grad: FloatTensor<B>, c: usize, e: usi
     unwrap::<B, 2>(grad.reshape([m, c / e, d / c, e]).sum_dim(2).reshape([m, c]))
 }
 
-/// Probabilities, or their gradients, without those that are dropped.
+/// Applies dropout to probabilities, or to their gradients.
 fn dropped<B: Backend>(x: Tensor<B, 4>, options: AttentionOptions) -> Tensor<B, 4> {
     let Some(dropout) = options.dropout else { return x };
     let shape = x.dims();
@@ -330,19 +329,19 @@ fn dropped<B: Backend>(x: Tensor<B, 4>, options: AttentionOptions) -> Tensor<B, 
     x * shares.cast(dtype)
 }
 
-/// The width of a head of these rows of queries.
+/// Returns the width of a head of these rows of queries.
 pub(crate) fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptions) -> usize {
     q.shape()[1] / options.heads
 }
 
-/// What a row's loss and its gradient are made of.
+/// Intermediate results for the rows' losses and their gradients.
 struct Predictions<B: Backend> {
     /// Logits in fp32: a mean over thousands of rows needs more digits than 16 bit have.
     logits: Tensor<B, 2>,
     lse: Tensor<B, 2>,
     /// Targets `[n, 1]`, 0 where ignored.
     targets: Tensor<B, 2, Int>,
-    /// 1 where a row counts, 0 where not, `[n, 1]`.
+    /// 1 if a row counts, otherwise 0, `[n, 1]`.
     counts: Tensor<B, 2>,
 }
 

@@ -1,7 +1,7 @@
-//! burn-flex: the kernels of [`crate::cpu`] on its tensors.
+//! Implementation for burn-flex: the kernels of [`crate::cpu`] on its tensors.
 //!
-//! Tensors in 16 bit are computed in fp32 and rounded once, at the end of an operation; products of bfloat16 are made as
-//! they are (`bf16`). Tensors of other types take the default bodies.
+//! Tensors in 16 bit are computed in fp32 and rounded once, at the end of an operation; products of bfloat16 are computed directly
+//! (`bf16`). Tensors of other types use the default bodies.
 
 mod bf16;
 mod elements;
@@ -27,17 +27,17 @@ use crate::quantized::Quantized;
 pub use elements::{cast, elements, is_host, sum_of_squares};
 pub use lent::Lent;
 
-/// Whether all tensors are of one type.
+/// Returns whether all tensors have type `dtype`.
 fn are<'a>(dtype: DType, tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
     tensors.into_iter().all(|tensor| tensor.dtype() == dtype)
 }
 
-/// Whether the kernels of fp32 can take these tensors.
+/// Returns whether the fp32 kernels can take these tensors.
 fn are_f32<'a>(tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
     are(DType::F32, tensors)
 }
 
-/// A tensor of elements `E` in row-major order without gaps; a copy only if it is not.
+/// Returns a tensor of elements `E` in row-major order without gaps; copies only if it is not so already.
 fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
     if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
 }
@@ -46,7 +46,7 @@ fn packed(x: FlexTensor) -> FlexTensor {
     packed_of::<f32>(x)
 }
 
-/// The elements of a packed tensor.
+/// Returns the elements of a packed tensor.
 fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
     x.as_slice().expect("a packed tensor is a slice of its elements")
 }
@@ -59,12 +59,12 @@ fn tensor_of<E: Element + Pod>(data: Vec<E>, shape: Shape) -> FlexTensor {
     FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape), E::dtype())
 }
 
-/// The type of a tensor in 16 bit.
+/// Returns the type of a 16-bit tensor.
 fn sixteen_bit(x: &FlexTensor) -> Option<DType> {
     matches!(x.dtype(), DType::F16 | DType::BF16).then(|| x.dtype())
 }
 
-/// The tensor in fp32, from 16 bit or as it is.
+/// Widens a 16-bit tensor to fp32, and returns any other unchanged.
 fn widen(x: FlexTensor) -> FlexTensor {
     fn converted<H: Half + Element + Pod>(x: FlexTensor) -> FlexTensor {
         let x = packed_of::<H>(x);
@@ -77,7 +77,7 @@ fn widen(x: FlexTensor) -> FlexTensor {
     }
 }
 
-/// An fp32 tensor, rounded to 16 bit.
+/// Rounds an fp32 tensor to 16 bit.
 fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
     let x = packed(x);
     match dtype {
@@ -86,7 +86,7 @@ fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
     }
 }
 
-/// A matrix as it lies, transposed or not. `None` if it runs backwards.
+/// Returns a matrix in place, transposed or not. `None` if a stride is negative.
 fn matrix<E: Element + Pod>(x: &FlexTensor) -> Option<Matrix<'_, E>> {
     let layout = x.layout();
     let [rows, columns] = dims(x);
@@ -97,7 +97,7 @@ fn matrix<E: Element + Pod>(x: &FlexTensor) -> Option<Matrix<'_, E>> {
     Some(Matrix::strided(data, rows, columns, row_stride, column_stride))
 }
 
-/// Rows of a wider matrix, as a slice of columns leaves them; a copy only if a row has gaps.
+/// Returns rows of a wider matrix, such as a slice of columns; copies only if a row has gaps.
 fn with_whole_rows(x: FlexTensor) -> FlexTensor {
     let strides = x.layout().strides();
     let whole = strides[1] == 1 && strides[0] >= dims::<2>(&x)[1] as isize;
@@ -195,7 +195,7 @@ implement! {
         let _span = tracing::trace_span!("layer norm").entered();
         if let Some(dtype) = sixteen_bit(&x) {
             let (out, mean, rstd) = Self::layer_norm_forward(widen(x), widen(gamma), beta.map(widen), epsilon);
-            // What is saved stays in fp32: it is small, and all gradients depend on it.
+            // Saved values stay in fp32: they are small, and all gradients depend on them.
             return (narrow(out, dtype), mean, rstd);
         }
         if !are_f32([&x, &gamma].into_iter().chain(&beta)) {
@@ -412,7 +412,7 @@ implement! {
 
     fn scaled_by(x: float, factor: float, dtype: (FloatDType)) -> float {
         let _span = tracing::trace_span!("scale").entered();
-        // The usual factor: nothing was done to the loss.
+        // Usually 1: the loss was not scaled.
         let unscaled = widen(factor.clone()).to_contiguous().as_slice::<f32>() == Some(&[1.0]);
         let own = x.dtype().into();
         let x = if unscaled { x } else { fallback::scaled_by::<Self>(x, factor, own) };
@@ -424,7 +424,7 @@ implement! {
     }
 }
 
-/// The gradient of a table in 16 bit.
+/// Returns the gradient of a table in 16 bit.
 fn embedding_backward_of<H: Half + Element + Pod>(
     indices: FlexTensor,
     grad: FlexTensor,
@@ -437,7 +437,7 @@ fn embedding_backward_of<H: Half + Element + Pod>(
     tensor(table, [table_rows, d])
 }
 
-/// The loss, and its gradients if there is where to put them.
+/// Returns the loss, and computes its gradients if there are buffers for them.
 fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
     x: FlexTensor,
     weight: FlexTensor,
@@ -453,7 +453,7 @@ fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
     tensor(vec![loss], [1])
 }
 
-/// The loss with the gradients of `x` and, if it is wanted, of `weight` (else an empty tensor), if a kernel can take these types.
+/// Returns the loss with the gradients of `x` and, with `of_weight`, of `weight` (else an empty tensor), if a kernel supports these types.
 fn cross_entropy_with(
     x: &FlexTensor,
     weight: &FlexTensor,
@@ -478,7 +478,7 @@ fn cross_entropy_with(
     Some((loss, tensor(dx, [n, d]), tensor(d_weight, [v, d])))
 }
 
-/// Of query, key and value, or of all three in packed rows.
+/// Computes attention of query, key and value, or of all three in packed rows.
 fn attention_forward<const N: usize>(
     parts: [FlexTensor; N],
     mask: Option<FlexTensor>,
@@ -502,8 +502,7 @@ fn attention_forward<const N: usize>(
     (tensor(out, [n, d]), tensor(lse, [shape.batch, shape.heads, shape.queries]))
 }
 
-/// The gradients of what [`attention_forward`] was given; `saved` are the output, the logarithms of sums and the output's
-/// gradient.
+/// Returns the gradients of the `parts` of [`attention_forward`]. `saved`: the output, the logarithms of sums and the output's gradient.
 fn attention_backward<const N: usize>(
     parts: [FlexTensor; N],
     mask: Option<FlexTensor>,
@@ -542,12 +541,12 @@ fn apart<const N: usize>(parts: [FlexTensor; N]) -> [FlexTensor; 3] {
     parts.unwrap_or_else(|packed: Vec<FlexTensor>| fallback::unpack::<Flex>(packed[0].clone()))
 }
 
-/// What makes of a part what [`heads`] can take.
+/// Returns the function that gives a part a layout that [`inputs`] can take.
 fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
     if N == 1 { packed } else { with_whole_rows }
 }
 
-/// The sizes, and where queries, keys and values lie.
+/// Returns the sizes, and where queries, keys and values are in memory.
 fn inputs<'a, const N: usize>(
     parts: &'a [FlexTensor; N],
     key_mask: Option<&'a [f32]>,
@@ -556,7 +555,7 @@ fn inputs<'a, const N: usize>(
     let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
     let [n, width] = dims(&parts[0]);
     let d = if N == 1 { width / 3 } else { width };
-    // Of packed rows, keys are as many and as wide as queries.
+    // In packed rows there are as many keys as queries, of the same width.
     let [m, c] = parts.get(1).map_or([n, d], dims);
     let head_width = d / heads;
     let shape = attention::Shape {

@@ -1,4 +1,4 @@
-//! What a model calls: the fused operations on Burn's tensors, with their shapes checked.
+//! Functions for models: the fused operations on Burn's tensors, with shape checks.
 
 use std::ops::Range;
 
@@ -12,7 +12,7 @@ use crate::kinds::STORED_AS;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::{Format, Quantized};
 
-/// Panics unless all operands, and of those after a semicolon all that there are, have the type of the first.
+/// Panics unless all operands, and those present of the ones after a semicolon, have the type of the first.
 macro_rules! check_types {
     ($op:literal, $($x:ident),+ $(; $($some:ident),+)?) => {
         check_types($op, &[
@@ -34,7 +34,7 @@ fn check_types(op: &str, operands: &[(&str, Option<DType>)]) {
     }
 }
 
-/// `x weight + bias + residual`: the residual connection costs nothing beside the product.
+/// Computes `x weight + bias + residual`: the residual connection is fused into the product.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
@@ -60,8 +60,8 @@ pub fn linear<B: FusedBackend>(
     wrap(B::fused_linear(unwrap(x), unwrap(weight), bias.map(unwrap), residual.map(unwrap)))
 }
 
-/// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
-/// biased variance.
+/// Applies layer norm to rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the biased
+/// variance.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `gamma`, `beta`: `[d]`
@@ -84,7 +84,7 @@ pub fn layer_norm<B: FusedBackend>(
     wrap(B::fused_layer_norm(unwrap(x), unwrap(gamma), beta.map(unwrap), epsilon))
 }
 
-/// `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
+/// Computes `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
 ///
 /// # Shapes
 /// - `x`: `[n, f]`, `bias`: `[f]`
@@ -101,7 +101,7 @@ pub fn gelu<B: FusedBackend>(kind: Gelu, x: Tensor<B, 2>, bias: Option<Tensor<B,
     wrap(B::fused_gelu(kind, unwrap(x), bias.map(unwrap)))
 }
 
-/// Of queries and of keys `[rows, width]`. Gives the options without a window that hides nothing.
+/// Checks the shapes of queries and keys `[rows, width]`. Returns the options without a window that hides nothing.
 fn check_attention<B: FusedBackend>(
     [n, d]: [usize; 2],
     [keys, kv_width]: [usize; 2],
@@ -133,15 +133,15 @@ fn check_attention<B: FusedBackend>(
     AttentionOptions { window: window.filter(|&window| window < keys / batch), ..options }
 }
 
-/// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
+/// Computes scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without storing the scores of all pairs,
 /// <https://arxiv.org/abs/2307.08691>.
 ///
 /// # Shapes
 /// - `q`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
-/// - `k`, `v`: `[m, c]`, as many sequences. Without `causal` they may be longer or shorter than the queries'. With fewer heads,
+/// - `k`, `v`: `[m, c]`, the same number of sequences. Without `causal` their length may differ from the queries'. With fewer heads,
 ///   `c = d / g`, head `i` of the queries sees head `i / g`
-/// - `mask`: `[batch, m / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. Infinities
-///   give NaN where they hide all of a row. No gradient flows into it.
+/// - `mask`: `[batch, m / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. Infinities give NaN if they
+///   hide all keys of a row. No gradient flows into it.
 /// - returns `[n, d]`
 ///
 /// # Panics
@@ -159,7 +159,7 @@ pub fn attention<B: FusedBackend>(
     wrap(B::fused_attention(unwrap(q), unwrap(k), unwrap(v), mask.map(unwrap), options))
 }
 
-/// As [`attention`] of rows that hold query, key and value side by side, which are never taken apart.
+/// Computes [`attention`] of rows that hold query, key and value one after the other, without splitting them.
 ///
 /// # Shapes
 /// - `qkv`: `[n, 3 d]`
@@ -179,7 +179,7 @@ pub fn packed_attention<B: FusedBackend>(
     wrap(B::fused_packed_attention(unwrap(qkv), mask.map(unwrap), options))
 }
 
-/// Rows divided by their root mean square, `x / sqrt(mean(x^2) + epsilon) * gamma`, <https://arxiv.org/abs/1910.07467>.
+/// Divides rows by their root mean square, `x / sqrt(mean(x^2) + epsilon) * gamma`, <https://arxiv.org/abs/1910.07467>.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `gamma`: `[d]`
@@ -194,12 +194,12 @@ pub fn rms_norm<B: FusedBackend>(x: Tensor<B, 2>, gamma: Tensor<B, 1>, epsilon: 
     wrap(B::fused_rms_norm(unwrap(x), unwrap(gamma), epsilon))
 }
 
-/// Rotary positions, <https://arxiv.org/abs/2104.09864>: elements `i` and `i + e / 2` of each head, of width `e`, are turned as
-/// a pair by the angle whose cosine and sine are `cos[.., i]` and `sin[.., i]`. No gradient flows into the angles.
+/// Applies rotary position embedding, <https://arxiv.org/abs/2104.09864>: rotates elements `i` and `i + e / 2` of each head, of width `e`,
+/// as a pair by the angle with cosine `cos[.., i]` and sine `sin[.., i]`. No gradient flows into the angles.
 ///
 /// # Shapes
-/// - `x`: `[n, d]`, heads side by side
-/// - `cos`, `sin`: `[t, e / 2]`; row `r` of `x` is turned by row `r % t`
+/// - `x`: `[n, d]`, heads one after the other
+/// - `cos`, `sin`: `[t, e / 2]`; row `r` of `x` is rotated by row `r % t`
 /// - returns `[n, d]`
 ///
 /// # Panics
@@ -213,7 +213,7 @@ pub fn rotary<B: FusedBackend>(x: Tensor<B, 2>, cos: Tensor<B, 2>, sin: Tensor<B
     wrap(B::fused_rotary(unwrap(x), unwrap(cos), unwrap(sin), false))
 }
 
-/// `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`, the gated unit of <https://arxiv.org/abs/2002.05202>.
+/// Computes `silu(gate) * up` with `silu(x) = x / (1 + exp(-x))`, the gated unit of <https://arxiv.org/abs/2002.05202>.
 ///
 /// # Shapes
 /// - `gate`, `up`: `[n, f]`
@@ -227,7 +227,7 @@ pub fn swiglu<B: FusedBackend>(gate: Tensor<B, 2>, up: Tensor<B, 2>) -> Tensor<B
     wrap(B::fused_swiglu(unwrap(gate), unwrap(up)))
 }
 
-/// The rows of a table.
+/// Returns the rows `ids` of a table.
 ///
 /// # Shapes
 /// - `table`: `[v, d]`, `ids`: `[n]`, each in `0..v`
@@ -239,12 +239,12 @@ pub fn embedding<B: FusedBackend>(table: Tensor<B, 2>, ids: Tensor<B, 1, Int>) -
     wrap(B::fused_embedding(unwrap(table), ids.into_primitive()))
 }
 
-/// The mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not
-/// `ignored`; 0 if there are none.
+/// Returns the mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not `ignored`; 0
+/// if there are none.
 ///
-/// Logits are made for some rows at a time and never held for all. Under autodiff the gradients are made beside them, in
-/// the forward pass, and only scaled in the backward pass; a forward pass that no backward pass follows should run on the
-/// inner backend (`model.valid()`), where they are not made.
+/// Logits are computed for some rows at a time and never stored for all. Under autodiff the gradients are computed along with them in the
+/// forward pass, and only scaled in the backward pass. A forward pass without a backward pass should run on the inner backend
+/// (`model.valid()`), which computes no gradients.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `weight`: `[v, d]`, `targets`: `[n]`, each in `0..v` or `ignored`
@@ -265,12 +265,12 @@ pub fn linear_cross_entropy<B: FusedBackend>(
     wrap(B::fused_linear_cross_entropy(unwrap(x), unwrap(weight), targets.into_primitive(), ignored))
 }
 
-/// A parameter of the device's float type with elements from `elements`, which is asked for the flat ranges (row-major) that
-/// are kept here: for everything once, or for this rank's piece where parameters are sharded. Every rank calls it for the
-/// same parameters in the same order.
+/// Creates a parameter of the device's float type. `elements` is called for the flat, row-major ranges that are stored here: once for the
+/// full parameter or, if parameters are sharded, for this rank's shard. Every rank must call this function for the same parameters in the
+/// same order.
 ///
 /// # Panics
-/// If `elements` gives another number of values than the range has.
+/// If `elements` returns a number of values other than the range's length.
 ///
 /// ```
 /// use burn::tensor::Tensor;
@@ -293,8 +293,8 @@ pub fn parameter_from<B: FusedBackend, const D: usize>(
     wrap(B::parameter_from(Shape::new(shape), device, dtype, &mut checked))
 }
 
-/// As [`parameter_from`], a weight `[d, f]` in 8 or 4 bit, whose elements are asked for by the blocks that are kept here. It is to be
-/// frozen, and used by [`quantized_linear`].
+/// Calls [`parameter_from`] for a weight `[d, f]` in 8 or 4 bit, whose elements are requested in the blocks that are stored here. It must
+/// be frozen, and used by [`quantized_linear`].
 pub fn quantized_parameter<B: FusedBackend>(
     [d, f]: [usize; 2],
     format: Format,
@@ -309,14 +309,14 @@ pub fn quantized_parameter<B: FusedBackend>(
     wrap(B::parameter_from(shape, device, STORED_AS.into(), &mut rows))
 }
 
-/// As [`linear`], with a weight in 8 or 4 bit ([`crate::quantized`]).
+/// Computes [`linear`] with a weight in 8 or 4 bit ([`crate::quantized`]).
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `weight`: `[d, words]` for `[d, f]`, `bias`: `[f]`, `residual`: `[n, f]`
 /// - returns `[n, f]`
 ///
 /// # Panics
-/// If the shapes do not fit, the operands differ in type, or the weight wants a gradient: it has none.
+/// If the shapes do not fit, the operands differ in type, or the weight requires a gradient: it has none.
 pub fn quantized_linear<B: FusedBackend>(
     x: Tensor<B, 2>,
     weight: Tensor<B, 2>,

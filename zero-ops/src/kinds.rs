@@ -1,11 +1,11 @@
-//! What the trait and the bodies that it calls share: the words in which signatures of fused operations are written.
+//! Shared by the trait and its default bodies: the kinds in which signatures of fused operations are written.
 
 use burn_std::DType;
 
-/// What quantised rows are held as.
+/// Type in which quantized rows are stored.
 pub(crate) const STORED_AS: DType = DType::F16;
 
-/// The type of an operand or result by its kind, and its backend.
+/// The type of an operand or result, given its kind and its backend.
 macro_rules! ty {
     (float, $of:ty) => { FloatTensor<$of> };
     (opt_float, $of:ty) => { Option<FloatTensor<$of>> };

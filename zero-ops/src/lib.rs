@@ -1,16 +1,15 @@
-//! The operations of transformers that are worth more than a chain of elementary ones: each with a forward and a backward
-//! pass written by hand, as an extension of Burn's backends.
+//! Fused operations of transformers, for which a chain of elementary ones costs more: each with a forward and a backward pass written by
+//! hand, as an extension of Burn's backends.
 //!
-//! - [`FusedBackend`] is the extension. Every method has a body made of Burn's own operations, so that a backend needs
-//!   `impl FusedBackend for It {}` and no more; burn-flex has SIMD kernels ([`cpu`]), [`Autodiff`](burn_autodiff::Autodiff)
-//!   the backward passes.
-//! - The functions [`linear`], [`layer_norm`], [`rms_norm`], [`gelu`], [`swiglu`], [`rotary`], [`attention`],
-//!   [`packed_attention`], [`embedding`], [`linear_cross_entropy`] and [`quantized_linear`] are what a model calls.
-//! - [`parameter_from`] makes a parameter of elements that are asked for by range, so that a rank with a piece of it reads
-//!   its piece; [`quantized_parameter`] one in 8 or 4 bit ([`quantized`]).
-//! - [`checkpoint`] keeps of a block of layers its inputs alone, and computes the rest again in the backward pass.
+//! - [`FusedBackend`] is the extension. Every method has a body of Burn's own operations, so that a backend needs only
+//!   `impl FusedBackend for It {}`. burn-flex has SIMD kernels ([`cpu`]), and [`Autodiff`](burn_autodiff::Autodiff) the backward passes.
+//! - Models call the functions [`linear`], [`layer_norm`], [`rms_norm`], [`gelu`], [`swiglu`], [`rotary`], [`attention`],
+//!   [`packed_attention`], [`embedding`], [`linear_cross_entropy`] and [`quantized_linear`].
+//! - [`parameter_from`] creates a parameter from elements that it requests by range, so that a rank reads only its shard.
+//!   [`quantized_parameter`] creates one in 8 or 4 bit ([`quantized`]).
+//! - [`checkpoint`] keeps only the inputs and outputs of a block of layers, and recomputes the rest in the backward pass.
 //!
-//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only.
+//! Activations are rows `[n, d]`: only attention distinguishes sequence and batch.
 
 mod autodiff;
 mod backend;

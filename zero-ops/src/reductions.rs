@@ -1,8 +1,8 @@
-//! Burn's reductions along a dimension, by themselves: on CubeCL's backends each is an operation that fusion does not join to others.
+//! Burn's reductions along a dimension, run separately: on CubeCL's backends fusion does not join them to other operations.
 //!
-//! burn-cubecl-fusion 0.21 makes one kernel of a reduction and what comes before, beside and after it. It looks for the strides of the kernel's
-//! layout among its inputs, also where the layout is that of an output, as it is if the result of an unrelated operation is kept. Then
-//! the device's thread panics (<https://github.com/tracel-ai/burn/issues/5292>), or the strides of another tensor are taken.
+//! burn-cubecl-fusion 0.21 compiles a reduction and the operations before, alongside and after it into one kernel. It looks for the strides
+//! of the kernel's layout among its inputs, even if the layout is an output's, which happens if the result of an unrelated operation is
+//! kept. Then the device's thread panics (<https://github.com/tracel-ai/burn/issues/5292>), or it uses another tensor's strides.
 
 #[cfg(feature = "cubecl")]
 use burn_backend::TensorMetadata;
@@ -23,17 +23,17 @@ use crate::cube::{
     tensor::Plain,
 };
 
-/// The shape and the type that an operation makes.
+/// Shape and type of an operation's result.
 #[cfg(feature = "cubecl")]
 type About = (Shape, DType);
 
-/// Runs `body` on `x` by itself; both are of a type that [`any::run`] takes for tensors of `B`.
+/// Runs `body` on `x` separately; `x` and the result have types that [`any::run`] takes for tensors of `B`.
 #[cfg(feature = "cubecl")]
 fn alone<B: Backend, X: 'static, Y: 'static>(name: &'static str, x: X, about: About, body: impl Body) -> Y {
     same(any::run::<B>(name, vec![same::<X, FloatTensor<B>>(x)], vec![about], body).swap_remove(0))
 }
 
-/// `x` with one element along `dim`.
+/// Returns the shape of `x` with one element along `dim`.
 #[cfg(feature = "cubecl")]
 fn along(x: &impl TensorMetadata, dim: usize) -> Shape {
     let mut shape = x.shape();
@@ -47,10 +47,10 @@ macro_rules! kind {
     (bool, $of:ty) => { BoolTensor<$of> };
 }
 
-/// Operations of one tensor, with what they make.
+/// Defines operations of one tensor, with their results' shapes and types.
 macro_rules! reductions {
     ($(fn $name:ident($x:ident: $kind:ident $(, $arg:ident: $type:ty)*) -> $made:ident { $shape:expr, $dtype:expr })*) => {$(
-        #[doc = concat!("As `B::", stringify!($name), "`.")]
+        #[doc = concat!("Same as `B::", stringify!($name), "`.")]
         pub fn $name<B: Backend>($x: kind!($kind, B) $(, $arg: $type)*) -> kind!($made, B) {
             #[cfg(feature = "cubecl")]
             if crate::is_cube::<B>() {
@@ -98,7 +98,7 @@ reductions! {
     fn linear_bias_backward(x: float) -> float { Shape::new([x.shape()[x.shape().num_dims() - 1]]), x.dtype() }
 }
 
-/// As `B::layer_norm`; on CubeCL's backends by our kernel.
+/// Computes `B::layer_norm`, on CubeCL's backends by this crate's kernel.
 ///
 /// # Shapes
 /// - `x`: `[.., d]`, `gamma` and `beta`: `[d]`

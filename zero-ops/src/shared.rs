@@ -9,13 +9,12 @@ use crate::cube::any::{CudaSpan, uninit_on_cuda};
 #[cfg(feature = "cubecl")]
 use crate::cube::any::{Memory, into_memory};
 
-/// A tensor that belongs to no thread: each takes a tensor of its own from it.
+/// A tensor that belongs to no thread: each thread gets its own tensor from it.
 ///
-/// On devices the operations of a thread are collected before they are sent (by Burn's fusion in a lazy stream for each
-/// thread, by CubeCL in a queue), and burn-fusion 0.21 loses count of a tensor that two streams use: one stream's last use,
-/// or its drop, may run before another's operation on it, which then finds no memory. So what makes the tensor is sent before
-/// it is shared, and what is shared is the device's memory, which CubeCL orders between streams by itself. In the host's
-/// memory this is the tensor.
+/// On devices a thread's operations are queued before they are submitted (by Burn's fusion in a lazy stream per thread, by CubeCL in a
+/// queue). burn-fusion 0.21 miscounts the uses of a tensor on two streams: one stream's last use, or its drop, may run before another's
+/// operation on it, which then finds no memory. So the operations that compute the tensor are submitted before it is shared, and threads
+/// share the device's memory, which CubeCL orders between streams by itself. In host memory this is the tensor.
 #[derive(Debug)]
 pub struct Shared<B: Backend> {
     shape: Shape,
@@ -36,7 +35,7 @@ impl<B: Backend> Shared<B> {
         Self::many(vec![tensor]).swap_remove(0)
     }
 
-    /// Shares tensors, which costs what one does.
+    /// Shares several tensors at the cost of one.
     pub fn many(tensors: Vec<FloatTensor<B>>) -> Vec<Self> {
         let about = |tensor: &FloatTensor<B>| (tensor.shape(), tensor.dtype(), B::float_device(tensor));
         let abouts: Vec<(Shape, DType, B::Device)> = tensors.iter().map(about).collect();
@@ -49,22 +48,22 @@ impl<B: Backend> Shared<B> {
         abouts.into_iter().zip(tensors.into_iter().map(Held::Tensor)).map(of).collect()
     }
 
-    /// Keeps `tensor` as it is: no other thread may use it than the calling one.
+    /// Keeps `tensor` unshared: only the calling thread may use it.
     pub fn not(tensor: FloatTensor<B>) -> Self {
         let (shape, dtype, device) = (tensor.shape(), tensor.dtype(), B::float_device(&tensor));
         Self { shape, dtype, device, held: Held::Tensor(tensor) }
     }
 
-    /// New memory on a CUDA device, its elements whatever was there before, and where it lies: for what is copied there from
-    /// the host. None if the backend has other devices.
+    /// Allocates uninitialized memory on a CUDA device and returns its address, for copies from the host. `None` if the backend has other
+    /// devices.
     #[cfg(feature = "cuda")]
     pub fn uninit_on_cuda(device: &B::Device, shape: Shape, dtype: DType) -> Option<(Self, CudaSpan)> {
         let (memory, span) = uninit_on_cuda::<B>(device, shape.clone(), dtype)?;
         Some((Self { shape, dtype, device: device.clone(), held: Held::Memory(memory) }, span))
     }
 
-    /// Where it lies on a CUDA device, row-major without gaps, for as long as this is held; all that makes it has been given to
-    /// the device. None for what [`Shared::not`] keeps, and on other devices.
+    /// Returns its address on a CUDA device, row-major without gaps and valid while this is held. All work that computes it has been
+    /// submitted. `None` for a tensor of [`Shared::not`], and on other devices.
     #[cfg(feature = "cuda")]
     pub fn on_cuda(&self) -> Option<CudaSpan> {
         match &self.held {
@@ -73,7 +72,7 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// A tensor of the calling thread's.
+    /// Returns a tensor for the calling thread.
     pub fn tensor(&self) -> FloatTensor<B> {
         match &self.held {
             Held::Tensor(tensor) => tensor.clone(),
@@ -82,7 +81,7 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// The tensor by value: without a second handle, so that the backend may compute in place.
+    /// Returns the tensor by value: without a second handle, so that the backend may compute in place.
     pub fn into_tensor(self) -> FloatTensor<B> {
         match self.held {
             Held::Tensor(tensor) => tensor,
@@ -91,17 +90,17 @@ impl<B: Backend> Shared<B> {
         }
     }
 
-    /// Its type.
+    /// Returns its type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Its shape.
+    /// Returns its shape.
     pub fn shape(&self) -> &Shape {
         &self.shape
     }
 
-    /// Its device.
+    /// Returns its device.
     pub fn device(&self) -> &B::Device {
         &self.device
     }

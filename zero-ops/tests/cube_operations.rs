@@ -1,4 +1,4 @@
-//! The CubeCL kernels against plain loops in f64, on a device (`../src/cube/tested.rs`), for the bare backend and for the one under fusion.
+//! The CubeCL kernels against plain loops in f64, on a device (`../src/cube/tested.rs`), with fusion and without.
 //!
 //! Without a GPU the device is Mesa's lavapipe:
 //! `VK_ICD_FILENAMES=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json cargo test -p zero-ops --features vulkan --test cube_operations`
@@ -22,10 +22,10 @@ use llama::{dequantized_agrees, quantized_agrees, rms_norm_agrees, rotary_agrees
 use reference::{Gradients, column_sums, cross_entropy, gelu, gelu_backward, layer_norm, layer_norm_backward, linear};
 use shared::{assert_close, numbers};
 
-/// Widths that vectors and cubes divide and that they do not, to one that no cube keeps in registers.
+/// Widths that vectors and cubes divide and that they do not, up to one that does not fit into a cube's registers.
 const WIDTHS: [usize; 8] = [1, 2, 3, 5, 64, 1600, 5000, 9000];
 
-/// The device, or what to do about its absence.
+/// Returns the device, or panics with a remedy if there is none.
 fn device<B: Backend>() -> B::Device {
     let device = B::Device::default();
     let found = std::panic::catch_unwind(|| {
@@ -36,9 +36,9 @@ fn device<B: Backend>() -> B::Device {
     device
 }
 
-/// Rows in the middle of wider rows, as a slice that is no copy.
+/// Returns rows in the middle of wider rows, as a slice without a copy.
 fn pitched<B: Backend>(values: &[f32], [n, d]: [usize; 2]) -> Tensor<B, 2> {
-    // 64 elements are a multiple of every alignment that a slice without a copy asks for.
+    // 64 elements are a multiple of every alignment that a slice without a copy requires.
     let gap = 64;
     let mut wide = vec![f32::NAN; n * (d + 2 * gap)];
     for (row, values) in wide.chunks_mut(d + 2 * gap).zip(values.chunks(d)) {
@@ -67,7 +67,7 @@ fn primitive<B: Backend, const D: usize>(x: Tensor<B, D>) -> FloatTensor<B> {
 fn values<B: Backend, const D: usize>(x: FloatTensor<B>) -> Vec<f32> {
     let x: Tensor<B, D> = Tensor::from_primitive(TensorPrimitive::Float(x));
     let data = x.into_data().convert::<f32>();
-    // No bytes have no alignment.
+    // An empty buffer has no alignment.
     if data.num_elements() == 0 { Vec::new() } else { data.to_vec().unwrap() }
 }
 
@@ -79,7 +79,7 @@ fn layer_norm_agrees<B: FusedBackend>() {
     for d in WIDTHS {
         for n in [1, 2, 7, 45] {
             let what = format!("layer norm of [{n}, {d}]");
-            // A mean that is not 0, and rows that differ in it.
+            // A mean that is not 0, and differs between rows.
             let x: Vec<f32> = numbers(n * d, 1).iter().enumerate().map(|(i, x)| 3.0 * x + (i / d % 5) as f32).collect();
             let (gamma, beta, grad) = (numbers(d, 2), numbers(d, 3), numbers(n * d, 4));
             let expected = layer_norm(&x, &gamma, Some(&beta), d, 1e-5);
@@ -105,8 +105,8 @@ fn layer_norm_agrees<B: FusedBackend>() {
                 let (_, mean, rstd) = forward(x.clone(), Some(&beta));
                 let gamma = primitive(row::<B>(&gamma));
                 let (dx, d_gamma, d_beta) = B::layer_norm_backward(primitive(x), gamma, mean, rstd, primitive(grad));
-                // A row of one or two elements is all mean and variance: its gradient is a difference of equal numbers,
-                // multiplied by a reciprocal standard deviation of up to 300.
+                // In a row of one or two elements the gradient is a difference of equal numbers, multiplied by a reciprocal standard
+                // deviation of up to 300.
                 let tolerance = if d < 3 { 1e-3 } else { 1e-5 };
                 assert_close(&what, &values::<B, 2>(dx), &expected.dx, tolerance);
                 assert_close(&what, &values::<B, 1>(d_gamma), &expected.d_gamma, tolerance);
@@ -152,7 +152,7 @@ fn gelu_agrees<B: FusedBackend>() {
     }
 }
 
-/// Of vectors of 4 elements, and of 1.
+/// Uses vectors of 4 elements, and of 1.
 fn linear_agrees<B: FusedBackend>() {
     for [n, d, f] in [[33, 16, 24], [70, 5, 7]] {
         let (x, weight, grad) = (numbers(n * d, 30), numbers(d * f, 31), numbers(n * f, 32));
@@ -219,7 +219,7 @@ fn check_cross_entropy<B: FusedBackend>(
     assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
 }
 
-/// Few shapes, for a software device.
+/// Uses few shapes, for a software device.
 fn cross_entropy_agrees<B: FusedBackend>() {
     for [n, d, v] in [[7, 5, 3], [33, 16, 257], [6, 8, 5003], [7, 16, 5003]] {
         let x = numbers(n * d, 9);
@@ -237,7 +237,7 @@ fn cross_entropy_agrees<B: FusedBackend>() {
         let ids: Vec<i64> = some.iter().map(|id| (*id).max(0)).collect();
         check("none ignored", &ids, None);
         check("a column ignored", &ids, Some(0));
-        // No target of 32 bit is this one.
+        // No 32-bit target has this value.
         check("none to be ignored", &ids, Some(i64::MIN));
         if n == 33 {
             let operands = [&pitched::<B>(&x, [n, d]), &pitched::<B>(&weight, [v, d])];
@@ -246,7 +246,7 @@ fn cross_entropy_agrees<B: FusedBackend>() {
     }
 }
 
-/// No gradient of a column that is none, and a loss that says so.
+/// An index outside the columns makes the loss NaN and has no gradient.
 fn targets_out_of_range_are_told<B: FusedBackend>() {
     let [n, d, v] = [3, 4, 5];
     let (x, weight) = (numbers(n * d, 11), numbers(v * d, 12));
@@ -259,7 +259,7 @@ fn targets_out_of_range_are_told<B: FusedBackend>() {
     }
 }
 
-/// Sums of no rows are 0, and nothing else fails for want of rows.
+/// Sums of no rows are 0, and nothing else fails without rows.
 fn no_rows_are_no_fault<B: FusedBackend>() {
     let d = 5;
     let none = || primitive(Tensor::<B, 2>::empty([0, d], &device::<B>()));
@@ -309,9 +309,9 @@ fn bits_repeat<B: FusedBackend>() {
     }
 }
 
-/// The gradients that autodiff has from the kernels, with operations before and after that fusion may take along, against
-/// central differences of the f64 loss. Not generic: over a generic backend, autodiff asks for more where Burn's `distributed`
-/// is on, as it is when the workspace is built together.
+/// Compares autodiff's gradients from the kernels, with operations before and after that fusion may join, to central differences of the f64
+/// loss. Not generic: over a generic backend, autodiff requires more if Burn's `distributed` is on, as it is when the workspace is built
+/// together.
 macro_rules! gradients_agree_with_differences {
     ($backend:ty) => {{
         type B = $backend;
@@ -361,7 +361,7 @@ macro_rules! gradients_agree_with_differences {
     }};
 }
 
-/// In 16 bit, where the device has it: as in fp32 of the same operands, to what one rounding loses.
+/// In 16 bit, if the device supports it: equal to fp32 of the same operands, up to one rounding.
 fn sixteen_bit_agrees<B: FusedBackend>() {
     let device = device::<B>();
     for (dtype, epsilon) in [(FloatDType::F16, 2f64.powi(-11)), (FloatDType::BF16, 2f64.powi(-8))] {
@@ -370,7 +370,7 @@ fn sixteen_bit_agrees<B: FusedBackend>() {
             continue;
         }
         let [n, d, v] = [37, 72, 50];
-        // Operands that 16 bit have exactly.
+        // Operands that 16 bit represent exactly.
         let exact = |len, seed| numbers(len, seed).iter().map(|x| (x * 64.0).round() / 64.0).collect::<Vec<f32>>();
         let (x, grad, gamma, weight) = (exact(n * d, 22), exact(n * d, 23), exact(d, 24), exact(v * d, 25));
         let narrow = |x: Tensor<B, 2>| primitive(x.cast(dtype));

@@ -1,6 +1,6 @@
-//! Loads a checkpoint of a GPT-2 into its shards, and saves these again: `cargo run --example copy -- MODEL CHECKPOINT OUT`.
+//! Loads a GPT-2 checkpoint into shards and saves them again: `cargo run --example copy -- MODEL CHECKPOINT OUT`.
 //!
-//! MODEL is a folder of Hugging Face's with `config.json`. Nothing is updated: `tests/across.sh` compares the bits.
+//! MODEL is a Hugging Face folder with `config.json`. No parameter is updated: `tests/across.sh` compares the bits.
 
 // Nothing is trained.
 #[allow(dead_code)]

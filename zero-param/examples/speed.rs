@@ -1,7 +1,7 @@
-//! What sharding costs: `cargo run --release --example speed -- [WIDTH] [LAYERS] [ROWS] [ROUNDS]`.
+//! The cost of sharding: `cargo run --release --example speed -- [WIDTH] [LAYERS] [ROWS] [ROUNDS]`.
 //!
-//! A perceptron is trained by AdamW on plain Burn, by one thread on all rows, and on two ranks that are threads, each on half of
-//! them, at every stage. Runs take turns; each figure is the median of the rounds, as a ratio to plain Burn's rows a second.
+//! Trains a perceptron with AdamW: on plain Burn, with one thread on all rows, and on two ranks that are threads, each on half of the rows,
+//! at every stage. Runs alternate; each figure is the median of the rounds, relative to plain Burn's rows per second.
 
 use std::time::Instant;
 
@@ -32,7 +32,7 @@ impl Mlp {
     }
 }
 
-/// Seconds of the last of some steps.
+/// Returns the seconds of the last step.
 fn plain(width: usize, layers: usize, rows: usize) -> f64 {
     let device = Device::flex().autodiff();
     let mut model = Mlp::new(width, layers, &device);

@@ -1,6 +1,6 @@
-//! What docs/upstream.md asks of Burn, shown on Burn 0.22.1 alone: `cargo run --example upstream`, or with the name of one.
+//! Demonstrates the requests of docs/upstream.md on Burn 0.22.1 alone: `cargo run --example upstream`, or with the name of one.
 //!
-//! `deadlock` hangs on 0.22.1 and is run only when it is named; it ends itself after 20 seconds.
+//! `deadlock` hangs on 0.22.1 and runs only when named; it ends itself after 20 seconds.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::panic::catch_unwind;
@@ -19,7 +19,7 @@ const WHOLE: usize = WIDTH * WIDTH * 4;
 static ALIVE: AtomicIsize = AtomicIsize::new(0);
 static MOST: AtomicIsize = AtomicIsize::new(0);
 
-/// Counts allocations of the size of a weight, or of twice it.
+/// Counts allocations of the size of a weight, or of twice that size.
 struct Counting;
 
 fn count(bytes: usize, sign: isize) {
@@ -28,21 +28,21 @@ fn count(bytes: usize, sign: isize) {
     }
 }
 
-// SAFETY: hands every call on to the system's allocator as it is.
+// SAFETY: forwards every call unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         count(layout.size(), -1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(at, layout) }
     }
 }
@@ -58,7 +58,7 @@ fn leaf(device: &Device) -> Tensor<2> {
     Tensor::<2>::full([WIDTH, WIDTH], 0.01, device).require_grad()
 }
 
-/// Weight-sized buffers that `forward` leaves alive until its backward pass.
+/// Returns the number of weight-sized buffers that `forward` keeps alive for its backward pass.
 fn kept(forward: impl FnOnce() -> Tensor<1>) -> isize {
     let before = ALIVE.load(Relaxed);
     let loss = forward();
@@ -67,19 +67,19 @@ fn kept(forward: impl FnOnce() -> Tensor<1>) -> isize {
     kept
 }
 
-/// 1. The backward pass of an embedding needs the weight's shape, and the whole weight is saved for it.
+/// 1. The backward pass of an embedding needs only the weight's shape, but the full weight is saved for it.
 fn embedding_saves_its_weight() {
     let device = device();
     let table = leaf(&device);
     let ids = || Tensor::<2, Int>::from_data([[1, 2, 3]], &device);
-    // A weight that is made for its use: a reparameterized one, or a cast one.
+    // A weight that is computed for its use: a reparameterized one, or a cast one.
     let made = || table.clone().mul_scalar(2.0);
     let by_embedding = kept(|| embedding(made(), ids()).sum());
     let by_select = kept(|| made().select(0, ids().reshape([3])).sum());
     println!("1. weights kept between the passes: {by_embedding} by embedding, {by_select} by select");
 }
 
-/// 2. A norm looks at the shape of what is stored rather than of `val()`.
+/// 2. A norm reads the shape of the stored tensor rather than of `val()`.
 fn norms_look_at_the_stored_shape() {
     #[derive(Module, Debug)]
     struct Twice {}
@@ -110,7 +110,7 @@ fn norms_look_at_the_stored_shape() {
     println!("2. RmsNorm with a reparameterized gamma of the right size panics: {panics}");
 }
 
-/// 3. A cast is cheap to do again, and its result is kept with gradient checkpointing as without.
+/// 3. A cast is cheap to recompute, but its result is kept even with gradient checkpointing.
 fn casts_are_kept() {
     let device = device().gradient_checkpointing();
     let weight = leaf(&device);
@@ -122,8 +122,8 @@ fn casts_are_kept() {
     );
 }
 
-/// 4. Steps of a backward pass run by depth, so what is near the leaves runs last, and its gradients wait. Here weights are rows that
-///    are expanded: their gradients are as small as the rows, once the step of `expand` has run.
+/// 4. Steps of a backward pass run by depth, so steps near the leaves run last, and their gradients wait. Here weights are expanded rows:
+///    their gradients are as small as the rows once the step of `expand` has run.
 fn gradients_wait() {
     let device = device();
     for layers in [2, 4, 8, 16] {
@@ -140,7 +140,7 @@ fn gradients_wait() {
     }
 }
 
-/// 5. What has an untracked parent is saved although it says that it is cheap to do again.
+/// 5. The result of an operation with an untracked parent is saved, although the operation is declared cheap to recompute.
 fn frozen_weights_are_kept() {
     let device = device().gradient_checkpointing();
     let x = Tensor::<2>::ones([2, WIDTH], &device).require_grad();
@@ -153,7 +153,7 @@ fn frozen_weights_are_kept() {
     );
 }
 
-/// 6. The head of a tied embedding is a view, and a view keeps what it is of.
+/// 6. The head of a tied embedding is a view, and a view keeps its source alive.
 fn views_keep_what_they_are_of() {
     let device = device();
     let table = leaf(&device);
@@ -163,8 +163,8 @@ fn views_keep_what_they_are_of() {
     println!("6. weights kept between the passes by linear(x, w.transpose()): {by_view}");
 }
 
-/// 7. Threads that share a leaf: one merges graphs under the locator's lock and waits for a graph, the other runs a backward pass
-///    under the graph's lock and waits for the locator.
+/// 7. Two threads share a leaf. One merges graphs under the locator's lock and waits for a graph's lock. The other runs a backward pass
+///    under the graph's lock and waits for the locator's.
 fn deadlock() {
     let device = device();
     let begin = std::time::Instant::now();

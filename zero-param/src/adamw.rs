@@ -1,5 +1,5 @@
-//! AdamW over a piece in one pass: the kernel of the other front, with the bits, the state and the records of Burn's own, which steps
-//! what is on another device.
+//! AdamW over a shard in one pass, by the kernel that `zero-burn` uses. It has the same bits, state and records as Burn's AdamW, which
+//! updates tensors on other devices.
 
 use std::ops::Range;
 
@@ -18,7 +18,7 @@ use crate::piece::Raw;
 pub(crate) struct FusedAdamW(Rule, AdamW);
 
 impl FusedAdamW {
-    /// The optimizer that `config` describes; none if it asks for more than the pass does.
+    /// Builds the optimizer that `config` describes, or `None` if it uses options that the kernel lacks.
     pub(crate) fn of(config: &AdamWConfig) -> Option<Self> {
         let fields = fields(config);
         let is_plain = |name: &str| matches!(fields[name], Value::Null | Value::Bool(false));
@@ -38,7 +38,7 @@ impl FusedAdamW {
 
 #[cfg(feature = "trainer")]
 impl FusedAdamW {
-    /// The optimizer of a rule of AdamW's.
+    /// Builds the optimizer for an AdamW rule.
     pub(crate) fn by(rule: Rule) -> Self {
         Self(rule, AdamWConfig::new().build())
     }
@@ -74,7 +74,7 @@ impl Optimizer for FusedAdamW {
     }
 }
 
-/// The fields of one of Burn's configurations. They are private, but it is saved as what it is.
+/// Returns the fields of one of Burn's configurations. They are private, but serialization shows them.
 pub(crate) fn fields(config: &impl Serialize) -> Value {
     serde_json::to_value(config).unwrap_or_default()
 }
@@ -83,8 +83,8 @@ pub(crate) fn number(fields: &Value, name: &str) -> Option<f32> {
     fields[name].as_f64().map(|number| number as f32)
 }
 
-/// A pass of `kernel` over pieces, in place where nobody else holds them: the next parameter and states, and the sums over the elements
-/// `counted` that a first pass gives.
+/// Runs `kernel` over shards, in place if there are no other handles to them. Returns the next parameter and states, and the sums over the
+/// elements `counted`, which a first pass computes.
 pub(crate) fn update<const D: usize>(
     parameter: Tensor<D>,
     gradient: Option<Tensor<D>>,
@@ -108,7 +108,7 @@ pub(crate) fn update<const D: usize>(
     (hold(parameter), [a, b].map(hold), norms)
 }
 
-/// The elements of a piece, to be written: it is copied where it is held elsewhere too.
+/// Returns a shard's elements for writing. Copies the shard first if there are other handles to it.
 fn elements(piece: &mut Raw) -> &mut [f32] {
     let (begin, end) = piece.layout().contiguous_offsets().expect("pieces are contiguous");
     &mut piece.storage_mut()[begin..end]

@@ -1,10 +1,10 @@
-//! What is gathered ahead of its use: the gathers of the last pass say which parameter comes next.
+//! Prefetch: the gathers of the previous pass tell which parameter comes next.
 //!
-//! * Where ranks are processes: while a parameter is used, a thread asks the other ranks for the next one's pieces. Ranks that
-//!   are threads have them in their own memory, and one joins them for all.
-//! * Memory: one whole more, of at most `ZeroConfig::prefetch_bucket_size` elements.
-//! * Threads: one at a time, `rank-N-prefetch`, whose gather has a deadline. It is waited for by the gather that it is for, by the
-//!   next one where a pass takes another way, and by the end of the pass: nothing is read of a version that is being replaced.
+//! * Ranks that are processes: while a parameter is used, a thread requests the other ranks' shards of the next one. Ranks that are threads
+//!   share memory and do not prefetch: the first rank that needs a parameter assembles it for all.
+//! * Memory: one more full parameter, of at most `ZeroConfig::prefetch_bucket_size` elements.
+//! * Threads: one at a time, named `rank-N-prefetch`, whose gather has a deadline. It is joined by the gather that it serves, by the next
+//!   gather if the pass diverges from the plan, and at the end of the pass. So no thread reads a version while it is replaced.
 
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -15,19 +15,19 @@ use zero_core::window::Key;
 
 use crate::piece::Raw;
 
-/// A parameter, whose next gather may be begun.
+/// A parameter that can be prefetched.
 pub(crate) trait Planned: core::fmt::Debug + Send + Sync {
     fn begin_ahead(self: Arc<Self>);
 }
 
 #[derive(Debug, Default)]
 struct Trace {
-    /// Of the pass that runs.
+    /// A forward and backward pass is running.
     is_running: bool,
     recorded: Vec<Weak<dyn Planned>>,
-    /// Of the last one.
+    /// Gathers of the previous pass.
     plan: Vec<Weak<dyn Planned>>,
-    /// Where this one has got to in it.
+    /// Index in `plan` of the next expected gather.
     cursor: usize,
     begun: Option<Begun>,
 }
@@ -42,14 +42,14 @@ struct Begun {
 pub(crate) struct Ahead(Mutex<Trace>);
 
 impl Ahead {
-    /// A forward and backward pass begins.
+    /// Begins a forward and backward pass.
     pub(crate) fn begin_pass(&self) {
         let mut trace = self.0.lock();
         (trace.is_running, trace.cursor) = (true, 0);
         trace.recorded.clear();
     }
 
-    /// It has ended: its gathers are the plan of the next.
+    /// Ends the pass. Its gathers are the plan for the next one.
     pub(crate) fn end_pass(&self) {
         let mut trace = self.0.lock();
         trace.is_running = false;
@@ -59,7 +59,7 @@ impl Ahead {
         drop(begun.map(Begun::wait));
     }
 
-    /// Records a gather. Gives the parameter that comes next, if this pass goes the way of the last.
+    /// Records a gather. Returns the parameter that comes next if this pass has followed the previous one so far.
     pub(crate) fn record(&self, parameter: Weak<dyn Planned>) -> Option<Arc<dyn Planned>> {
         let mut trace = self.0.lock();
         if !trace.is_running {
@@ -73,14 +73,15 @@ impl Ahead {
         trace.plan.get(trace.cursor)?.upgrade()
     }
 
-    /// The whole of a version, if it was begun; an error there is met again by who gathers it now.
+    /// Returns the prefetched full parameter of this version, if there is one. If the prefetch failed, the caller's own gather meets the
+    /// error again.
     pub(crate) fn take(&self, key: Key) -> Option<Raw> {
         let begun = self.0.lock().begun.take()?;
         let is_it = begun.key == key;
         begun.wait().filter(|_| is_it)
     }
 
-    /// Begins `gather`, of a version.
+    /// Begins `gather`, the prefetch of one version.
     pub(crate) fn begin(
         &self,
         rank: usize,

@@ -1,6 +1,6 @@
-//! The gather as an operation that autodiff knows: forward it makes a whole of pieces, backward it hands the gradient over.
+//! The gather as an autodiff operation. Forward it assembles a full parameter from its shards; backward it passes the gradient on.
 //!
-//! Its result is never saved: what a backward pass needs of it is gathered again, whatever the user's checkpointing strategy is.
+//! Its result is never saved: the backward pass gathers again, whatever the user's checkpointing strategy is.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -25,8 +25,8 @@ use crate::fused::Op;
 use crate::piece::Raw;
 use crate::slot::{Recorded, Slot};
 
-/// The whole, of [`Slot::whole`]'s shape; or these rows of it, whose gradient is handed over as that of rows, and for which the whole
-/// is not kept.
+/// Loads the full parameter in [`Slot::whole`]'s shape, or only these rows of it. In the second case the gradient is that of the rows, and
+/// the full parameter is not kept.
 fn load<B: Target>(piece: &Raw, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>, device: &B::Device) -> FloatTensor<B> {
     match rows {
         None => slot.load::<B>(piece, device, false),
@@ -42,7 +42,7 @@ fn load<B: Target>(piece: &Raw, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>, devi
 struct Gather<B>(PhantomData<B>);
 
 impl<B: Target, const N: usize> Backward<B, N> for Gather<B> {
-    /// None where no gradient is wanted; the rows that were read, if not the whole was.
+    /// The gather, or `None` if no gradient is wanted, and the rows that were read, if not the full parameter was.
     type State = (Option<Arc<Recorded>>, Option<Arc<[i64]>>);
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
@@ -64,7 +64,7 @@ struct GatherAgain<B: Target> {
 impl<B: Target> RetroForward for GatherAgain<B> {
     fn forward(&self, states: &mut BackwardStates, out: NodeId) {
         if let Some(token) = &self.token {
-            // Counted as used, so that its state goes.
+            // Count it as used, so that its state is dropped.
             drop(states.get_state::<Raw>(token));
         }
         let piece = states.get_state::<Raw>(&self.piece);
@@ -72,7 +72,7 @@ impl<B: Target> RetroForward for GatherAgain<B> {
     }
 }
 
-/// [`load`] of what autodiff tracks.
+/// Runs [`load`] and records it in autodiff's graph.
 fn record<B: Target>(
     piece: FloatTensor<Autodiff<Flex>>,
     slot: &Arc<Slot>,
@@ -80,12 +80,12 @@ fn record<B: Target>(
     device: &B::Device,
 ) -> FloatTensor<Autodiff<B>> {
     let wanted = piece.is_tracked();
-    // Of rows a backward pass needs nothing but their numbers.
+    // For rows the backward pass needs only their ids.
     let is_again = slot.is_made() && rows.is_none();
     if !wanted && !is_again {
         return Autodiff::<B>::from_inner(load::<B>(&piece.into_primitive(), slot, rows, device));
     }
-    // An untracked parent would have the whole saved, so a frozen piece is a leaf whose gradient is dropped.
+    // With an untracked parent Burn would save the full parameter, so a frozen shard becomes a leaf whose gradient is dropped.
     let piece = match wanted {
         true => piece,
         false => Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(piece.into_primitive()), true),
@@ -118,7 +118,7 @@ fn record<B: Target>(
     }
 }
 
-/// The whole of a parameter whose base is `piece`, or rows of it, on the parameter's device.
+/// Gathers the full parameter whose shard is `piece`, or rows of it, on the parameter's device.
 pub(crate) fn gather<const D: usize>(piece: Tensor<D>, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>) -> Tensor<D> {
     let DispatchTensor { kind, autodiff } = piece.into_dispatch();
     macro_rules! on {

@@ -1,10 +1,10 @@
-//! Checkpoints in the format of `zero_train`: a run of the front for Burn 0.21 resumes here, and the other way round.
+//! Checkpoints in the format of `zero_train`: a run on Burn 0.21 can resume here, and the other way round.
 //!
-//! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW, Adam and LAMB, in fp32. Each rank writes
-//!   its elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
-//! * State, under the key `engine`: updates, how many each parameter has had, and what dropout has drawn on each rank. On another number
-//!   of ranks dropout draws other numbers.
-//! * Memory: Burn gives an optimizer's state away as one record, so a save or load holds this rank's once more, or twice.
+//! * Tensors: `model.<path>`, and `optimizer.<path>.exp_avg` and `.exp_avg_sq` of AdamW, Adam and LAMB, in fp32. Each rank writes its
+//!   elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
+//! * State, under the key `engine`: number of updates, in total and per parameter, and each rank's dropout state. A run that resumes on a
+//!   different number of ranks draws different dropout masks.
+//! * Memory: Burn returns an optimizer's state as one record, so a save or load holds this rank's state once or twice more.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -23,30 +23,30 @@ use crate::random::State;
 use crate::slot::Slot;
 use crate::zero::Zero;
 
-/// The version of the engine's state that is written, and the newest that is read.
+/// Version of the engine's state that is written, and the newest version that can be read.
 const STATE_VERSION: u64 = 1;
 
-/// The key of the engine's state in a checkpoint's.
+/// Key of the engine's state within a checkpoint's state.
 const ENGINE: &str = "engine";
 
-/// What Burn calls a parameter's moments, and their names in a checkpoint.
+/// Burn's names of a parameter's moments, and their names in a checkpoint.
 const MOMENTS: [(&str, &str); 2] = [("moment_1", "exp_avg"), ("moment_2", "exp_avg_sq")];
 const TIME: &str = "time";
-/// Where Burn has both, but for LAMB's.
+/// Prefix of both moments in Burn's records. LAMB's records have none.
 const PLACE: &str = "momentum.";
 const RANK: &str = "__rank";
 
-/// What a checkpoint has given.
+/// A model, its optimizer and the counters loaded from a checkpoint.
 pub struct Resumed<M> {
     /// The module.
     pub model: M,
     /// Its optimizer.
     pub optimizer: Optimizer,
-    /// Updates that were made before.
+    /// Number of updates made before the checkpoint.
     pub steps: usize,
-    /// Steps that made none, as their gradients were not finite.
+    /// Number of steps that were skipped because their gradients were not finite.
     pub skipped: usize,
-    /// What the program has saved beside.
+    /// The program's own values, saved with the model.
     pub extra: Map<String, Value>,
 }
 
@@ -58,7 +58,7 @@ fn state_name(path: &str, name: &str) -> String {
     format!("optimizer.{path}.{name}")
 }
 
-/// What an optimizer keeps of a parameter.
+/// An optimizer's state for one parameter.
 struct Moments {
     time: usize,
     /// In the order of [`MOMENTS`].
@@ -66,8 +66,8 @@ struct Moments {
 }
 
 impl Zero {
-    /// Saves model and optimizer after `steps` updates as the checkpoint of that step in `dir`, with `extra` beside them, and
-    /// returns when it is durable. A collective; nothing is gathered.
+    /// Saves model and optimizer after `steps` updates as the checkpoint of that step in `dir`, together with `extra`, and returns when it
+    /// is durable. A collective; gathers nothing.
     ///
     /// # Errors
     ///
@@ -85,8 +85,8 @@ impl Zero {
         Ok(save(&*self.shared.comm, dir, steps as u64, &pieces, &state, options)?)
     }
 
-    /// What this rank writes of a checkpoint after so many updates and so many steps that made none, and the state beside it. A
-    /// collective.
+    /// Returns the tensors that this rank writes to a checkpoint after this many updates and skipped steps, and the state saved with them.
+    /// A collective.
     pub(crate) fn pieces<M: Module>(
         &self,
         (model, optimizer): (&M, &Optimizer),
@@ -125,7 +125,7 @@ impl Zero {
         Ok((pieces, Value::Object(extra)))
     }
 
-    /// Loads what [`Zero::save`], or an engine of `zero_train`, has saved: at any number of ranks and stage. A collective.
+    /// Loads a checkpoint of [`Zero::save`] or of an engine of `zero_train`, written by any number of ranks at any stage. A collective.
     ///
     /// # Errors
     ///
@@ -189,7 +189,7 @@ impl Zero {
         Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, skipped, extra })
     }
 
-    /// The random states of all ranks. A collective.
+    /// Gathers the random states of all ranks. A collective.
     fn random(&self) -> Result<Value, Error> {
         let State { seed, draws } = self.shared.draws.state();
         let own = [seed, draws].iter().flat_map(|number| number.to_le_bytes()).collect();
@@ -197,14 +197,14 @@ impl Zero {
         let numbers = all.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number));
         let [seeds, draws] = [0, 1].map(|at| numbers.clone().skip(at).step_by(2).collect::<Vec<_>>());
         let mut random = json!({ "seed": seeds[0], "draws": draws });
-        // As the other front has it, whose ranks may be seeded each.
+        // The format of zero-burn, whose ranks may each have their own seed.
         if seeds.iter().any(|seed| *seed != seeds[0]) {
             random["seeds"] = json!(seeds);
         }
         Ok(random)
     }
 
-    /// On as many ranks as were saved, this rank's; on others none that has been used.
+    /// Restores this rank's random state if the world size is the saved one. If not, continues from a draw number that no rank has used.
     fn set_random(&self, saved: &Value) {
         let numbers = |key: &str| saved[key].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
         let [draws, seeds]: [Vec<u64>; 2] = ["draws", "seeds"].map(numbers);
@@ -217,13 +217,13 @@ impl Zero {
         });
     }
 
-    /// Of what this rank updates of a parameter, the part that it writes.
+    /// Returns the bytes of a parameter that this rank writes, out of `bytes`, the elements that it updates.
     fn own_bytes(slot: &Slot, bytes: &[u8]) -> Vec<u8> {
         let own = slot.counted();
         bytes[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec()
     }
 
-    /// What this rank updates of a parameter, as it is saved under `name`.
+    /// Reads the elements that this rank updates of the tensor saved under `name`.
     fn read(&self, checkpoint: &Checkpoint, slot: &Slot, name: &str) -> Result<Vec<f32>, Error> {
         let (tensor, expected) = (checkpoint.tensor(name)?, slot.whole.to_vec());
         if (tensor.dtype, &tensor.shape) != (ElementType::F32, &expected) {
@@ -241,7 +241,7 @@ fn saved_name(optimizer: &Optimizer) -> Result<&'static str, Error> {
     })
 }
 
-/// An optimizer's state by parameter.
+/// Returns an optimizer's state by parameter.
 fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
     let unknown =
         |what: String| Error::State(format!("{what}, which a checkpoint has no place for: use AdamW without AMSGrad"));
@@ -272,7 +272,7 @@ fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
     Ok(all)
 }
 
-/// What the module holds, parameter by parameter.
+/// A visitor that collects this rank's values of each parameter.
 struct Held<'a> {
     zero: &'a Zero,
     values: Vec<(&'a Slot, ParamId, TensorData)>,

@@ -1,13 +1,13 @@
-//! The order of gathers in a backward pass.
+//! The order of gathers within a backward pass.
 //!
-//! Burn 0.22 runs the steps of a backward pass by their depth in the graph, deepest first. A gather has no parents but a leaf: at
-//! depth 1 all would be run at the very end, and every gradient would stay whole until then. So each gets a second parent, a
-//! token as deep as the graph is where the gather is recorded: then it is run as soon as all that was recorded after it has been.
+//! Burn 0.22 runs the steps of a backward pass by their depth in the graph, deepest first. A gather's only parent is a leaf. At depth 1 all
+//! gathers would run at the very end, and every full gradient would stay in memory until then. So each gather gets a second parent, a token
+//! as deep as the graph is when the gather is recorded. The gather then runs as soon as everything recorded after it has run.
 //!
-//! A token is the end of a chain of empty nodes, which is made longer by as many as the pass has recorded since the last gather.
-//! No node is deeper than there are nodes before it, so the chain is never too short; ranks that are threads count one
-//! another's nodes too, which makes it longer than need be. The chain is of one pass: a graph that outlives it, of another
-//! loss, has none of its nodes.
+//! A token is the end of a chain of empty nodes. Each gather extends the chain by the number of nodes that the pass has recorded since the
+//! last gather. No node is deeper than the number of nodes before it, so the chain is never too short. Ranks that are threads count each
+//! other's nodes too, which makes it longer than necessary. Each pass has its own chain, so a graph of another loss that outlives the pass
+//! contains none of its nodes.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -25,7 +25,7 @@ use burn::tensor::{DType, Shape};
 /// A longer chain would cost more than it saves.
 const LONGEST: u64 = 1 << 20;
 
-/// Empty nodes that all passes of the process have made. Relaxed: an estimate, it orders nothing.
+/// Empty nodes that all passes of the process have made. Relaxed: an estimate that orders nothing.
 static TICKS: AtomicU64 = AtomicU64::new(0);
 
 type Token = FloatTensor<Autodiff<Flex>>;
@@ -36,17 +36,17 @@ thread_local! {
 
 #[derive(Default)]
 struct Pass {
-    /// The end of the chain, in the host's memory wherever the pass is.
+    /// The end of the chain, in host memory whatever device the pass runs on.
     token: Option<Token>,
     length: u64,
-    /// What nodes were numbered, less empty ones, at the first gather.
+    /// Result of [`nodes`] at the first gather.
     begin: u64,
 }
 
-/// A forward pass on this thread, until it is dropped.
+/// Guard of a forward pass on this thread, which ends when it is dropped.
 pub(crate) struct Forward(());
 
-/// Begins a pass, in which gathers are ordered.
+/// Begins a pass in which gathers are ordered.
 pub(crate) fn forward() -> Forward {
     PASS.set(Some(Pass::default()));
     Forward(())
@@ -58,7 +58,7 @@ impl Drop for Forward {
     }
 }
 
-/// Nodes of the process so far, without empty ones.
+/// Returns the number of nodes of the process so far, without empty ones.
 fn nodes() -> u64 {
     let ticks = TICKS.load(Ordering::Relaxed);
     NodeId::new().value.saturating_sub(ticks)
@@ -72,7 +72,7 @@ impl Backward<Flex, 1> for Tick {
     fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {}
 }
 
-/// A token as deep as what the pass has recorded; none outside of a pass.
+/// Returns a token as deep as the graph that the pass has recorded, or `None` outside of a pass.
 pub(crate) fn tick() -> Option<Token> {
     PASS.with_borrow_mut(|pass| {
         let pass = pass.as_mut()?;

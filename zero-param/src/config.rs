@@ -3,13 +3,13 @@
 use zero_core::Stage;
 use zero_core::collective::DType;
 
-/// What parameters are gathered as, and what the model computes in.
+/// Data type in which parameters are gathered and the model computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Float {
     /// 32 bit.
     #[default]
     F32,
-    /// bfloat16. What is updated stays in 32 bit: the pieces are the fp32 masters.
+    /// bfloat16. The optimizer updates the shards in fp32: they are the master weights.
     Bf16,
 }
 
@@ -22,28 +22,26 @@ impl Float {
     }
 }
 
-/// What is sharded. Sizes are in elements.
+/// Settings of a sharded module. Sizes are in elements.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
-    /// What is sharded.
+    /// ZeRO stage: which model states are sharded.
     pub stage: Stage,
-    /// Elements of one gradient bucket. A parameter of as many or more has a bucket of its own, and so has one of 65,536 or more that is
-    /// cut evenly over the ranks: it is reduced as it lies. Default 8,388,608.
+    /// Size of a gradient bucket, which is closed once it holds this many elements. A sharded parameter of at least this size, or of at
+    /// least 65,536 elements, gets its own bucket and is reduced without a copy if it splits evenly over the ranks. Default 8,388,608.
     pub reduce_bucket_size: usize,
-    /// A parameter of at most this many elements is gathered ahead of its use at stage 3, in the order of the pass before; 0 turns that
-    /// off. Default 50,000,000.
+    /// Size up to which a parameter is prefetched at stage 3, in the order of the previous pass; 0 disables prefetch. Default 50,000,000.
     pub prefetch_bucket_size: usize,
-    /// Parameters of at most this many elements, and vectors of any length, stay whole on every rank, optimizer state included.
-    /// Default 100,000.
+    /// Size up to which a parameter is replicated on every rank, optimizer state included. Vectors of any length are. Default 100,000.
     pub param_persistence_threshold: usize,
-    /// What parameters are gathered as, and gradients are sent as. Default fp32.
+    /// Data type of gathered parameters and of gradients on the wire. Default fp32.
     pub param_dtype: Float,
-    /// Of the random numbers of [`dropout`](crate::dropout), which differ from rank to rank. Default 0.
+    /// Seed of the random numbers of [`dropout`](crate::dropout), which differ from rank to rank. Default 0.
     pub seed: u64,
 }
 
 impl ZeroConfig {
-    /// The defaults at `stage`.
+    /// Returns the defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
         Self {
             stage,

@@ -1,4 +1,4 @@
-//! The rank that runs on a thread.
+//! The rank that runs on the current thread.
 
 use std::cell::Cell;
 
@@ -6,12 +6,12 @@ thread_local! {
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
 }
 
-/// This thread's, if one runs on it.
+/// Returns the rank that runs on this thread, if any.
 pub(crate) fn rank() -> Option<usize> {
     CURRENT.get()
 }
 
-/// Says which does from now on.
+/// Sets the rank that runs on this thread.
 pub(crate) fn set(rank: Option<usize>) {
     CURRENT.set(rank);
 }

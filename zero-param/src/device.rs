@@ -1,4 +1,4 @@
-//! Devices on which a model computes, and what crosses between there and the host's memory, where all that is sharded stays.
+//! Devices on which a model computes, and transfers between them and host memory, which holds all shards.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
@@ -11,17 +11,17 @@ use crate::config::Float;
 use crate::error::{Error, stop};
 use crate::piece::Raw;
 
-/// A backend that computes with wholes.
+/// A backend that computes with full parameters.
 pub(crate) trait Target: Backend {
-    /// Whether its tensors are in the host's memory.
+    /// The backend's tensors are in host memory.
     const IS_HOST: bool = false;
 
-    /// A whole where it is computed with.
+    /// Copies a full parameter to the device.
     fn put(whole: Raw, device: &Self::Device) -> FloatTensor<Self> {
         Self::float_from_data(whole.into_data(), device)
     }
 
-    /// A gradient's elements. Waits for the device.
+    /// Reads a gradient's elements. Waits for the device.
     fn read(gradient: FloatTensor<Self>) -> TensorData {
         read_sync(Self::float_into_data(gradient))
             .unwrap_or_else(|error| stop(format!("reading a gradient from its device failed: {error}")))
@@ -39,7 +39,7 @@ impl Target for Flex {
 #[cfg(feature = "cube")]
 impl Target for burn::backend::Cube {}
 
-/// That a parameter may be on `device`.
+/// Checks that a parameter may be on `device` and that the device supports `float`.
 pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Error> {
     let trouble = |reason, instead| {
         Err(Error::Device { path: path.into(), device: format!("{:?}", device.as_dispatch()), reason, instead })
@@ -63,7 +63,7 @@ pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Err
     }
 }
 
-/// Whether `tensor` is in the host's memory.
+/// Returns whether `tensor` is in host memory.
 pub(crate) fn is_host(tensor: &FloatTensor<Dispatch>) -> bool {
     match &tensor.kind {
         DispatchTensorKind::Flex(_) => true,
@@ -73,7 +73,7 @@ pub(crate) fn is_host(tensor: &FloatTensor<Dispatch>) -> bool {
     }
 }
 
-/// What a module holds of a parameter, without autodiff.
+/// Returns the tensor that a module holds of a parameter, without autodiff.
 pub(crate) fn held<const D: usize>(piece: Tensor<D>) -> Raw {
     match piece.without_autodiff().into_dispatch().kind {
         DispatchTensorKind::Flex(piece) => piece.float(),
@@ -81,7 +81,7 @@ pub(crate) fn held<const D: usize>(piece: Tensor<D>) -> Raw {
     }
 }
 
-/// [`held`] back.
+/// Inverts [`held`].
 pub(crate) fn hold<const D: usize>(piece: Raw) -> Tensor<D> {
     let kind = DispatchTensorKind::Flex(BackendTensor::Float(piece));
     Tensor::from_dispatch(DispatchTensor { kind, autodiff: DispatchAutodiffContext::Disabled })

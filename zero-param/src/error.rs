@@ -1,4 +1,4 @@
-//! What can go wrong, and how code that cannot return errors ends a rank.
+//! Errors of this crate, and panics for code that cannot return errors.
 
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub enum Error {
     /// Ranks have different models or settings.
     #[error(transparent)]
     Different(#[from] Difference),
-    /// A parameter of a type that is not sharded.
+    /// A parameter whose type cannot be sharded.
     #[error(
         "parameter '{path}': expected fp32, got {got}: cast the model before it is sharded; ZeroConfig::param_dtype gathers in 16 bit"
     )]
@@ -26,30 +26,30 @@ pub enum Error {
         /// Its type.
         got: String,
     },
-    /// A parameter on a device that cannot be served.
+    /// A parameter on a device that is not supported.
     #[error("parameter '{path}' is on {device}, {reason}: {instead}")]
     Device {
         /// The parameter.
         path: String,
-        /// Where it is.
+        /// Its device.
         device: String,
-        /// What is wrong with it.
+        /// Reason why the device is not supported.
         reason: &'static str,
-        /// What to do in its place.
+        /// The remedy.
         instead: &'static str,
     },
-    /// Two places of the module have one parameter.
+    /// Two places of the module share one parameter.
     #[error(
         "parameters '{first}' and '{second}' have one id, so Burn's optimizers would update only the first: \
          give each layer its own parameters, or use one field twice in `forward`"
     )]
     Twice {
-        /// Where it was found first.
+        /// Path of its first place.
         first: String,
-        /// Where it was found again.
+        /// Path of its second place.
         second: String,
     },
-    /// A parameter has a reparameterization, of which Burn allows one.
+    /// A parameter has a reparameterization already, and Burn allows only one.
     #[error(
         "parameter '{path}' has the reparameterization '{name}', and Burn 0.22 allows one a parameter: \
          merge it by `materialize()`, or make adapters of parameters of their own"
@@ -57,34 +57,34 @@ pub enum Error {
     Reparameterized {
         /// The parameter.
         path: String,
-        /// What it has.
+        /// Name of that reparameterization.
         name: String,
     },
-    /// An optimizer that needs whole parameters.
+    /// An optimizer that needs full parameters.
     #[error("{optimizer} {reason}, which pieces of parameters cannot give: {instead}")]
     Optimizer {
         /// Its name.
         optimizer: &'static str,
-        /// What it does.
+        /// Reason why it needs them.
         reason: &'static str,
-        /// What to do in its place.
+        /// The remedy.
         instead: &'static str,
     },
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
-    /// A checkpoint is of something else.
+    /// A checkpoint of a different model or optimizer.
     #[error("{}: {what}", path.display())]
     Mismatch {
         /// The checkpoint.
         path: PathBuf,
-        /// What differs.
+        /// The difference.
         what: String,
     },
     /// An optimizer's state cannot be saved or loaded.
     #[error("{0}")]
     State(String),
-    /// Gradients meet a model that they are not of.
+    /// Gradients for parameters that the model does not have.
     #[error(
         "parameter '{path}' has a gradient, but is not in the model that is updated: pass the model that `shard` returned"
     )]
@@ -94,12 +94,12 @@ pub enum Error {
     },
 }
 
-/// Ends a computation that cannot return an error: the launcher catches the payload, nothing is printed.
+/// Unwinds out of code that cannot return an error. The launcher catches the payload; nothing is printed.
 pub(crate) fn raise(error: CommError) -> ! {
     std::panic::resume_unwind(Box::new(error))
 }
 
-/// Ends a computation for a reason that is not a collective's: the library used wrongly.
+/// Unwinds because the library was used incorrectly, rather than because of a collective.
 pub(crate) fn stop(message: String) -> ! {
     std::panic::resume_unwind(Box::new(Stopped(message)))
 }

@@ -1,4 +1,4 @@
-//! A backward pass and its reduced gradients: of each parameter what this rank updates.
+//! A backward pass and its reduced gradients: for each parameter, those of the elements that this rank updates.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use crate::random;
 use crate::slot::Slot;
 use crate::zero::Zero;
 
-/// Elements that are worth a task of their own.
+/// Number of elements that are worth a task of their own.
 const TASK: usize = 1 << 16;
 
-/// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
+/// Returns the factor that brings gradients of `norm` to at most `most`, computed as in PyTorch's `clip_grad_norm_`.
 fn clip_factor(most: f64, norm: f64) -> f64 {
     (most / (norm + 1e-6)).min(1.0)
 }
@@ -28,18 +28,18 @@ fn clip_factor(most: f64, norm: f64) -> f64 {
 #[derive(Debug)]
 pub struct Grads {
     zero: Zero,
-    /// By parameter.
+    /// Indexed by parameter.
     pieces: Vec<Option<Vec<f32>>>,
 }
 
 impl Zero {
-    /// Runs `loss`, then its backward pass, in which gradients are reduced, and gives the loss's value and the gradients. A
-    /// collective. Gradients of other leaves than parameters are dropped.
-    /// The order of the forward pass is that of the reductions, so gradients of what was computed before are reduced at the end.
+    /// Runs `loss`, then its backward pass, which reduces gradients. Returns the loss's value and the gradients. A collective. Gradients of
+    /// leaves other than parameters are dropped. Reductions follow the order of the forward pass within `loss`; gradients of what was
+    /// computed before it are reduced at the end.
     ///
     /// # Errors
     ///
-    /// [`Error::Comm`]. A gather that fails inside of `loss` travels as a panic payload, which whoever runs the ranks catches.
+    /// [`Error::Comm`]. A gather that fails inside of `loss` unwinds with a panic payload, which the launcher of the ranks catches.
     pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
         self.pass(|| {
             let loss = {
@@ -52,7 +52,7 @@ impl Zero {
         })
     }
 
-    /// Runs `both`, a forward and its backward pass, and gives what it gives and the gradients.
+    /// Runs `both`, a forward and backward pass, and returns its result and the gradients.
     pub(crate) fn pass<T>(&self, both: impl FnOnce() -> T) -> Result<(T, Grads), Error> {
         let reducer = self.shared.reducer();
         reducer.begin();
@@ -71,11 +71,11 @@ impl Zero {
 }
 
 impl Grads {
-    /// Adds those of another micro-batch. For a mean over `n` micro-batches divide each loss by `n`.
+    /// Adds the gradients of another micro-batch. For a mean over `n` micro-batches divide each loss by `n`.
     ///
     /// # Panics
     ///
-    /// When they are of another sharded module.
+    /// If they belong to another sharded module.
     pub fn add(&mut self, other: Grads) {
         assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "gradients of two modules do not add up");
         for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
@@ -90,14 +90,14 @@ impl Grads {
         }
     }
 
-    /// Multiplies all by `factor`.
+    /// Multiplies all gradients by `factor`.
     pub fn scale(&mut self, factor: f32) {
         for piece in self.pieces.iter_mut().flatten() {
             piece.par_chunks_mut(TASK).for_each(|part| part.iter_mut().for_each(|x| *x *= factor));
         }
     }
 
-    /// The norm of all gradients of the module, in which each element counts once. A collective. The same bits at every stage.
+    /// Returns the norm of all gradients of the module, in which each element counts once. A collective. Has the same bits at every stage.
     ///
     /// # Errors
     ///
@@ -111,7 +111,7 @@ impl Grads {
         Ok(sums[0].sqrt())
     }
 
-    /// Scales all so that their norm is at most `most`, and gives the norm that they had. A collective.
+    /// Scales all gradients so that their norm is at most `most`, and returns the norm before that. A collective.
     ///
     /// # Errors
     ///
@@ -122,41 +122,41 @@ impl Grads {
         Ok(norm)
     }
 
-    /// The same where their norm is known; what they were multiplied by.
+    /// Clips like [`Grads::clip_norm`] with a known `norm`. Returns the factor.
     pub(crate) fn clip(&mut self, most: f64, norm: f64) -> f64 {
         let factor = clip_factor(most, norm);
-        // A norm that is not a number makes no factor below 1, and gradients stay as they are.
+        // A NaN norm gives no factor below 1, and gradients stay unchanged.
         if factor < 1.0 {
             self.scale(factor as f32);
         }
         factor
     }
 
-    /// Bytes that this rank holds of them.
+    /// Returns the number of bytes of the gradients on this rank.
     #[cfg(feature = "trainer")]
     pub(crate) fn bytes(&self) -> u64 {
         self.pieces.iter().flatten().map(|piece| size_of_val(&piece[..]) as u64).sum()
     }
 
-    /// The first parameter, in the module's order, with an element here that is an infinity or not a number.
+    /// Returns the first parameter, in the module's order, with an infinite or NaN element on this rank.
     #[cfg(feature = "trainer")]
     pub(crate) fn first_odd(&self) -> Option<usize> {
         let odd = |piece: &Option<Vec<f32>>| piece.iter().flatten().any(|x| !x.is_finite());
         self.pieces.iter().position(odd)
     }
 
-    /// What this rank has of a parameter's gradient, if it has one: its elements `[rank * ceil(n / ranks), ...)`, or all.
+    /// Returns this rank's part of a parameter's gradient, if it has one: elements `[rank * ceil(n / ranks), ...)`, or all.
     pub fn get(&self, path: &str) -> Option<&[f32]> {
         let slot = self.zero.slots.iter().find(|slot| slot.path == path)?;
         self.pieces[slot.index].as_deref()
     }
 
-    /// The parameters that have one, on any rank.
+    /// Returns the parameters that have a gradient on any rank.
     pub(crate) fn updated(&self) -> impl Iterator<Item = usize> {
         (0..self.pieces.len()).filter(|&index| self.pieces[index].is_some())
     }
 
-    /// As Burn's optimizers take them, in the shapes of the pieces.
+    /// Converts the gradients to those that Burn's optimizers take, in the shapes of the shards.
     pub(crate) fn into_burn<M: Module>(self, model: &M) -> Result<GradientsParams, Error> {
         let mut feed = Feed { ids: &self.zero.ids, zero: &self.zero, pieces: self.pieces, fed: GradientsParams::new() };
         model.visit(&mut feed);
@@ -184,7 +184,7 @@ impl ModuleVisitor for Feed<'_> {
     }
 }
 
-/// Gradients of no meaning of the parameters `updated`: Burn's optimizers visit what has one.
+/// Returns dummy gradients for the parameters `updated`, as Burn's optimizers visit only parameters with a gradient.
 pub(crate) fn mark<M: Module>(model: &M, updated: Vec<usize>, zero: &Zero) -> GradientsParams {
     let mut marks = Mark { ids: &zero.ids, updated, marks: GradientsParams::new() };
     model.visit(&mut marks);

@@ -1,5 +1,6 @@
-//! LAMB over pieces: the kernel of the other front. A trust ratio is of a whole parameter, so a step goes through the module twice: first
-//! moments move on and give sums of squares, which ranks exchange for all parameters at once, then parameters do.
+//! LAMB over shards, by the kernel that `zero-burn` uses. A trust ratio needs the norms of a full parameter, so a step visits the module
+//! twice. The first pass updates moments and computes sums of squares; the ranks then exchange these for all parameters at once; the second
+//! pass updates the parameters.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -16,19 +17,19 @@ use zero_kernels::update::{Kernel, Norms};
 use crate::adamw::update;
 use crate::error::stop;
 
-/// What steps pieces, and what of it all parameters have in common.
+/// An optimizer of shards, with the sums that all its parameters share.
 #[derive(Debug, Clone)]
 pub struct Lamb {
     rule: Rule,
     pass: Arc<Mutex<Pass>>,
 }
 
-/// Of the parameters that are still to come, in the module's order.
+/// State of the pass, for the parameters yet to be visited, in the module's order.
 #[derive(Debug)]
 enum Pass {
-    /// The elements that no other rank counts; and what of parameters that have come.
+    /// The range of elements that only this rank counts, and the sums of the parameters visited so far.
     First(VecDeque<Range<usize>>, Vec<Norms>),
-    /// Sums of all ranks.
+    /// Sums over all ranks.
     Second(VecDeque<Norms>),
 }
 
@@ -43,18 +44,18 @@ impl Lamb {
         Self { rule, pass: Arc::default() }
     }
 
-    /// What steps other parameters of the same module by another rule.
+    /// Returns an optimizer with another rule for other parameters of the same module.
     #[cfg(feature = "trainer")]
     pub(crate) fn beside(&self, rule: Rule) -> Self {
         Self { rule, pass: self.pass.clone() }
     }
 
-    /// Before the first time through the parameters that are updated.
+    /// Begins the first pass over the updated parameters.
     pub(crate) fn begin(&self, counted: impl Iterator<Item = Range<usize>>) {
         *self.pass.lock() = Pass::First(counted.collect(), Vec::new());
     }
 
-    /// Between both. A collective: sums are added in the order of ranks.
+    /// Exchanges the sums between both passes. A collective: sums are added in rank order.
     pub(crate) fn exchange(&self, comm: &dyn Collective) -> Result<(), CommError> {
         let mut pass = self.pass.lock();
         let Pass::First(_, norms) = &*pass else { return Ok(()) };
@@ -74,7 +75,7 @@ impl Lamb {
     }
 }
 
-/// Of the parameter that comes.
+/// Returns the entry of the next parameter.
 fn next<T>(expected: &mut VecDeque<T>) -> T {
     expected.pop_front().unwrap_or_else(|| {
         stop(

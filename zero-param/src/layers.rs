@@ -1,8 +1,8 @@
-//! Layers in place of Burn's, which keep no whole parameter from a forward pass to its backward pass.
+//! Layers that, unlike Burn's, keep no full parameter from the forward pass to the backward pass.
 //!
-//! Burn's `Embedding` saves its weight, and a head that is tied to one by `weight.transpose()` saves that view: right, but the
-//! whole stays in memory. So it is with `Linear` on sequences, in whose place there is [`linear`](crate::linear). Layers that Burn
-//! builds of vectors (norms, biases) need nothing: vectors are whole on every rank.
+//! Burn's `Embedding` saves its weight, and a head tied to it by `weight.transpose()` saves that view. Both are correct, but the full
+//! parameter stays in memory. The same holds for `Linear` on sequences; use [`linear`](crate::linear) instead. Burn's layers of vectors
+//! (norms, biases) need no replacement: vectors are replicated on every rank.
 
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
@@ -11,7 +11,7 @@ use crate::backend;
 use crate::fused::{numbers, rows};
 use crate::shard::Gathered;
 
-/// Rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`.
+/// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`.
 pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
     let ids = ids.reshape([batch * length]);
@@ -23,11 +23,11 @@ pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     rows.reshape([batch, length, width])
 }
 
-/// Products of `x` `[batch, length, width]` with each row of `weight` `[vocabulary, width]`: `[batch, length, vocabulary]`. The head
-/// of a language model that is tied to its embedding.
+/// Multiplies `x` `[batch, length, width]` by each row of `weight` `[vocabulary, width]`, giving `[batch, length, vocabulary]`: the head of
+/// a language model tied to its embedding.
 pub fn tied_head(x: Tensor<3>, weight: &Param<Tensor<2>>) -> Tensor<3> {
     let [batch, length, width] = x.dims();
-    // As (w xᵀ)ᵀ: what is turned is saved, and that is the smaller.
+    // (w xᵀ)ᵀ: the transposed operand is saved, and x is the smaller.
     let logits = weight.val().matmul(x.reshape([batch * length, width]).transpose()).transpose();
     let [_, vocabulary] = logits.dims();
     logits.reshape([batch, length, vocabulary])

@@ -1,19 +1,19 @@
-//! ZeRO stages 0 to 3 for modules of Burn 0.22, whose backends are a closed set: there a backend cannot be wrapped, as `zero-burn`
-//! does it for 0.21, but a parameter can be reparameterized.
+//! ZeRO stages 0 to 3 for modules of Burn 0.22. Its backends are a closed set, so a backend cannot be wrapped as `zero-burn` does for 0.21,
+//! but a parameter can be reparameterized.
 //!
-//! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's part and gather the rest for each
-//!   use ([`shard()`]).
-//! * Memory: at stage 3 a rank holds its pieces, and a whole for as long as the operation that uses it. A backward pass gathers
-//!   again; a gradient is whole until its bucket is reduced. Burn's `Linear` keeps the whole of sequences `[b, t, d]`: take [`linear`].
-//! * Threads: a rank runs on one. Gathers read the other ranks' pieces without their taking part; gradients are reduced by a thread of
-//!   the group. No rank waits for another's forward or backward pass but for buckets under way.
-//! * Speed: layers of Burn work as they are; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
-//!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the processors.
+//! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's shard and gather the rest for each use
+//!   ([`shard()`]).
+//! * Memory: at stage 3 a rank holds its shards, and a full parameter only while an operation uses it. The backward pass gathers again; a
+//!   gradient is held in full until its bucket is reduced. Burn's `Linear` keeps the full weight for sequences `[b, t, d]`: use [`linear`].
+//! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; a thread of the group reduces gradients. Within a
+//!   forward or backward pass, ranks wait for each other only for buckets in flight.
+//! * Speed: layers of Burn work unchanged; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
+//!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the CPU cores.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
-//! * Devices: what is sharded stays in the host's memory. With the features `cuda`, `vulkan` and `wgpu` the model may compute
-//!   elsewhere: a whole goes there for its use, a gradient comes back.
-//! * The feature `train` has `ZeroStrategy`, for the `Learner` of burn-train; `trainer` has the trainer of `zero-train`. With `mpi`
-//!   [`run_process`] takes ranks of mpirun or srun too.
+//! * Devices: all shards stay in host memory. With the features `cuda`, `vulkan` and `wgpu` the model can compute on a device: full
+//!   parameters are copied there for each use, and gradients are copied back.
+//! * Features: `train` adds `ZeroStrategy` for the `Learner` of burn-train; `trainer` adds the trainer of `zero-train`; `mpi` lets
+//!   [`run_process`] run ranks of mpirun or srun.
 //!
 //! ```
 //! use burn::tensor::{Device, Tensor};

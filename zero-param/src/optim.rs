@@ -1,4 +1,4 @@
-//! Burn's optimizers on pieces: those that compute each element by itself, and LAMB.
+//! Burn's optimizers on shards: elementwise ones, and LAMB.
 
 use std::ops::RangeInclusive;
 
@@ -22,25 +22,25 @@ use crate::zero::Zero;
 
 /// The configuration of one of Burn's optimizers.
 pub trait OptimizerConfig {
-    /// The optimizer, if it may work on pieces.
+    /// Builds the optimizer, if it can work on shards.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`] if it needs whole parameters.
+    /// [`Error::Optimizer`] if it needs full parameters.
     fn elementwise(&self) -> Result<ModuleOptimizer, Error>;
 
-    /// What checkpoints call it, if they have a place for its state.
+    /// Returns the optimizer's name in checkpoints, if they can store its state.
     fn saved_name(&self) -> Option<&'static str> {
         None
     }
 
-    /// One that steps pieces by norms over all ranks, and what it does so with.
+    /// Builds an optimizer whose update of a shard needs norms over all ranks, and the state that it shares for them.
     #[doc(hidden)]
     fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
         None
     }
 
-    /// The optimizer of whole parameters that a learner of burn-train has of it.
+    /// Builds the optimizer of full parameters that a learner of burn-train would use for this configuration.
     #[doc(hidden)]
     fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
         self.elementwise()
@@ -95,12 +95,12 @@ refused! {
     MuonConfig "Muon" "makes whole gradients orthogonal";
 }
 
-/// LAMB whose trust ratios are held between bounds, as DeepSpeed and the front for Burn 0.21 hold them. Burn's [`LambConfig`] has none.
+/// LAMB with bounded trust ratios, as in DeepSpeed and in `zero-burn`. Burn's [`LambConfig`] has no bounds.
 #[derive(Debug, Clone)]
 pub struct BoundedLamb {
-    /// All else.
+    /// All other settings.
     pub lamb: LambConfig,
-    /// The smallest and the largest ratio. DeepSpeed's are 0.01 and 10.
+    /// The smallest and the largest trust ratio. DeepSpeed's defaults are 0.01 and 10.
     pub ratios: RangeInclusive<f32>,
 }
 
@@ -164,13 +164,13 @@ fn unbounded(config: &LambConfig) -> BoundedLamb {
 
 const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
 
-/// What clips, and why not.
+/// Name and reason in the error for an optimizer group that clips gradients.
 const OF_A_GROUP: (&str, &str) = (
     "the clipping of an optimizer's group",
     "may take norms of whole gradients, as only that of an optimizer without groups can be seen",
 );
 
-/// An optimizer whose state is this rank's part.
+/// An optimizer whose state is sharded: this rank holds its part.
 pub struct Optimizer {
     inner: ModuleOptimizer,
     zero: Zero,
@@ -179,12 +179,12 @@ pub struct Optimizer {
 }
 
 impl Zero {
-    /// An optimizer of the module's pieces.
+    /// Builds an optimizer of the module's shards.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`] for one that needs whole parameters, and for one that clips by the norm of each parameter
-    /// ([`Grads::clip_norm`] clips by that of all).
+    /// [`Error::Optimizer`] for an optimizer that needs full parameters, or that clips by the norm of each parameter ([`Grads::clip_norm`]
+    /// clips by the norm of all).
     ///
     /// ```
     /// # use burn_optim::{AdamWConfig, MuonConfig};
@@ -199,7 +199,7 @@ impl Zero {
         };
         let clips = match inner.grad_clipping() {
             Some(GradientClipping::Norm(_)) => Some(("GradientClipping::Norm", "takes norms of whole gradients")),
-            // A configuration of one's own, of groups.
+            // A user's configuration with groups.
             None if inner.has_gradient_clipping() => Some(OF_A_GROUP),
             _ => None,
         };
@@ -209,13 +209,13 @@ impl Zero {
         Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: config.saved_name() })
     }
 
-    /// As [`Zero::optimizer`], of one that was put together: of groups, or of a rule of one's own. The caller knows that it
-    /// computes each element by itself: another would compute on pieces as if they were parameters.
+    /// Wraps an optimizer that the caller has assembled, such as one with groups or a rule of its own. The caller guarantees that it is
+    /// elementwise: any other rule would compute on shards as if they were parameters.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`] where a group of it clips: Burn tells how the first group does, and of the others only that one of them does,
-    /// perhaps by norms of whole gradients.
+    /// [`Error::Optimizer`] if any of its groups clips. Burn reveals only how the first group clips and whether another one does, which may
+    /// be by norms of full gradients.
     pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
         if inner.has_gradient_clipping() {
             let (optimizer, reason) = OF_A_GROUP;
@@ -227,11 +227,12 @@ impl Zero {
 
 #[cfg(feature = "trainer")]
 impl Zero {
-    /// The optimizer of a rule that both fronts have; parameters that `decays` says no of, by path and shape, have no weight decay.
+    /// Builds the optimizer for a rule that both integrations have. Parameters for which `decays` returns false, by path and shape, have no
+    /// weight decay.
     ///
     /// # Errors
     ///
-    /// [`Error::Optimizer`] for other rules than AdamW and LAMB.
+    /// [`Error::Optimizer`] for rules other than AdamW and LAMB.
     pub(crate) fn optimizer_by(&self, rule: Rule, decays: impl Fn(&str, &[usize]) -> bool) -> Result<Optimizer, Error> {
         let spared = self.slots.iter().filter(|slot| !decays(&slot.path, &slot.whole.to_vec()));
         let spared = ParamGroup::from_paths(spared.map(|slot| slot.path.clone()).collect());
@@ -256,17 +257,17 @@ impl Zero {
 }
 
 impl Optimizer {
-    /// Updates the module. A collective: behind it every rank reads what the others have updated.
+    /// Updates the module. A collective: afterwards every rank reads the other ranks' updates.
     ///
     /// # Errors
     ///
-    /// [`Error::Missing`] when `grads` are of parameters that `model` has not; [`Error::Comm`].
+    /// [`Error::Missing`] if `grads` has parameters that `model` does not have; [`Error::Comm`].
     pub fn step<M: Module>(&mut self, lr: impl Into<ModuleLearningRate>, model: M, grads: Grads) -> Result<M, Error> {
         let lr = lr.into();
         self.step_by(model, grads, |optimizer, model, grads| optimizer.step(lr.clone(), model, grads))
     }
 
-    /// As [`Optimizer::step`], where `update` calls Burn's optimizer.
+    /// Runs [`Optimizer::step`] with `update` calling Burn's optimizer.
     pub(crate) fn step_by<M: Module>(
         &mut self,
         model: M,
@@ -294,7 +295,7 @@ impl Optimizer {
         Self { inner: self.inner.load_record(record), ..self }
     }
 
-    /// Burn's optimizer, whose records are of this rank's pieces.
+    /// Returns Burn's optimizer. Its records hold this rank's shards.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.inner
     }

@@ -1,4 +1,4 @@
-//! A version of a rank's piece of a parameter, as the other ranks read it.
+//! A version of a rank's shard of a parameter, as other ranks read it.
 
 use std::sync::{Arc, Weak};
 
@@ -11,16 +11,16 @@ use zero_core::window::{Expose, Exposure, Key};
 
 pub(crate) type Raw = FloatTensor<Flex>;
 
-/// A version of this rank's piece.
+/// A version of this rank's shard.
 #[derive(Debug)]
 pub(crate) struct Piece {
-    /// As the optimizer updates it. The handle keeps its memory, so that no other tensor can be taken for it.
+    /// The shard that the optimizer updates. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
     pub(crate) master: Raw,
-    /// As it is gathered; the master itself in fp32.
+    /// The shard that is gathered; in fp32 the master itself.
     pub(crate) sent: Raw,
-    /// The whole that this rank has gathered, for as long as something uses it: ranks of one process borrow it.
+    /// The full parameter that this rank has gathered, while it is in use: ranks of the same process borrow it.
     lent: Mutex<Weak<Bytes>>,
-    /// Who joins pieces holds the first rank's, so that the others find a whole.
+    /// A rank that assembles the full parameter locks the first rank's shard, so that the others find the result.
     pub(crate) joining: Mutex<()>,
 }
 
@@ -29,22 +29,22 @@ impl Piece {
         Self { master, sent, lent: Mutex::default(), joining: Mutex::default() }
     }
 
-    /// Lends `whole` while it is used anywhere. Nobody writes to it meanwhile: Flex computes in place where it holds the one strong
-    /// handle, and takes the memory away from weak ones when it does (`Arc::make_mut`), which voids the loan.
+    /// Lends `whole` while it is in use. Nobody writes to it meanwhile: Flex computes in place only if it holds the sole strong handle, and
+    /// then moves the memory away from weak ones (`Arc::make_mut`), which ends the loan.
     pub(crate) fn lend(&self, whole: &Raw) {
         *self.lent.lock() = Arc::downgrade(&whole.data_arc());
     }
 
-    /// What is lent of this piece's whole.
+    /// Borrows the full parameter that was lent with this shard, if it is still in use.
     pub(crate) fn borrow(&self, shape: &Shape) -> Option<Raw> {
         Some(Raw::from_arc(self.lent.lock().upgrade()?, Layout::contiguous(shape.clone()), self.sent.dtype()))
     }
 }
 
-/// A piece's elements, lent while they are sent.
+/// A shard's elements, kept alive while they are sent.
 struct Lent(Raw);
 
-/// The bytes of a tensor whose elements lie one after the other.
+/// Returns the bytes of a contiguous tensor.
 pub(crate) fn bytes(tensor: &Raw) -> &[u8] {
     let (begin, end) = tensor.layout().contiguous_offsets().expect("pieces are contiguous");
     let size = tensor.dtype().size();
@@ -63,12 +63,12 @@ impl Expose for Piece {
     }
 }
 
-/// What every rank calls its piece of a parameter.
+/// Returns the name that every rank gives its shard of a parameter.
 pub(crate) fn tag(tensor: &Raw) -> String {
     format!("{:?} piece", tensor.dtype())
 }
 
-/// Whether two handles are of one tensor.
+/// Returns whether two handles refer to the same tensor.
 pub(crate) fn same(a: &Raw, b: &Raw) -> bool {
     let at = |tensor: &Raw| (tensor.bytes().as_ptr(), tensor.layout().start_offset(), tensor.shape().num_elements());
     at(a) == at(b)

@@ -1,4 +1,4 @@
-//! What a rank has published, which others may read after this rank has dropped it.
+//! Values that a rank has published, which others may read after this rank has dropped them.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 
 type Anything = Arc<dyn Any + Send + Sync>;
 
-/// Keeps what is published until a fence behind its last use: by then every rank has done what it does with it.
+/// Keeps published values until a fence after their last use: by then every rank has finished with them.
 #[derive(Default)]
 pub(crate) struct Published(Mutex<Vec<Anything>>);
 
@@ -22,7 +22,7 @@ impl Published {
         self.0.lock().extend(published);
     }
 
-    /// Runs `fence`, a wait for all ranks, and lets go of what nobody else has held when it began.
+    /// Runs `fence`, a wait for all ranks, and then drops the values that nobody else held when it began.
     pub(crate) fn behind<T, E>(&self, fence: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let is_dropped = |published: &Anything| Arc::strong_count(published) == 1;
         let dropped: Vec<Anything> = self.0.lock().extract_if(.., |published| is_dropped(published)).collect();
@@ -31,9 +31,9 @@ impl Published {
         passed
     }
 
-    /// Lets go of everything: the run is over.
+    /// Drops everything at the end of the run.
     pub(crate) fn clear(&self) {
-        // Dropped when the lock is free: a parameter leads back to here.
+        // Dropped after the lock is released: dropping a parameter can call back into here.
         let all = std::mem::take(&mut *self.0.lock());
         drop(all);
     }

@@ -1,5 +1,5 @@
-//! Dropout's random numbers: each draw has a key of the seed, the rank and the draw's number, and an element's fate follows from that and
-//! its place. So they are the same at every stage and in a resumed run, and those of the front for Burn 0.21.
+//! Dropout's random numbers. Each draw has a key made of the seed, the rank and the draw's number; the key and an element's index decide
+//! whether it is dropped. So masks are the same at every stage, in a resumed run and in `zero-burn`.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -9,11 +9,11 @@ use parking_lot::Mutex;
 use zero_core::random::sign;
 use zero_kernels::options::AttentionDropout;
 
-/// What a rank's draws resume from.
+/// State from which a rank's draws resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct State {
     pub(crate) seed: u64,
-    /// So far.
+    /// Number of draws so far.
     pub(crate) draws: u64,
 }
 
@@ -37,7 +37,7 @@ impl Draws {
         *self.state.lock() = state;
     }
 
-    /// The key of the next.
+    /// Returns the key of the next draw.
     fn next(&self) -> u64 {
         let State { seed, draws } = &mut *self.state.lock();
         *draws += 1;
@@ -49,7 +49,7 @@ thread_local! {
     static PASS: RefCell<Option<Arc<Draws>>> = const { RefCell::new(None) };
 }
 
-/// A pass on this thread, until it is dropped; with the one that it is within.
+/// Guard of a pass on this thread, which ends when it is dropped. Holds the enclosing pass's draws.
 pub(crate) struct During(Option<Arc<Draws>>);
 
 /// Begins a pass that draws from `draws`.
@@ -63,12 +63,13 @@ impl Drop for During {
     }
 }
 
-/// Which elements the next draw drops, each with `probability`; none where nothing is trained: on a `device` without autodiff, or where the
-/// probability is 0. For [`AttentionOptions::dropout`](crate::AttentionOptions::dropout); [`dropout`](crate::dropout) draws by itself.
+/// Draws which elements to drop, each with `probability`; `None` on a `device` without autodiff, where nothing is trained, or for
+/// probability 0. For [`AttentionOptions::dropout`](crate::AttentionOptions::dropout); [`dropout`](crate::dropout) draws by itself.
 ///
 /// # Panics
 ///
-/// If the probability is not in `[0, 1)`; with autodiff outside of [`Zero::backward`](crate::Zero::backward), whose model counts the draws.
+/// If the probability is not in `[0, 1)`; with autodiff outside of [`Zero::backward`](crate::Zero::backward), as the sharded model counts
+/// the draws.
 pub fn draw_dropout(probability: f64, device: &Device) -> Option<AttentionDropout> {
     assert!((0.0..1.0).contains(&probability), "dropout: its probability is {probability}; pass one from 0 to below 1");
     if probability == 0.0 || !device.is_autodiff() {

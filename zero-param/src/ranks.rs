@@ -1,4 +1,4 @@
-//! Running ranks, as threads of this process or this process as one of several, and what a rank knows of the others.
+//! Launching ranks, as threads of this process or with this process as one of several, and a rank's view of the others.
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::error::raise;
 use crate::piece::Piece;
 use crate::published::Published;
 
-/// A rank's view of the others.
+/// A rank's view of the other ranks.
 #[derive(Debug)]
 pub struct Ranks {
     pub(crate) comm: Arc<dyn Collective>,
@@ -29,18 +29,18 @@ impl Ranks {
         Self { comm, window, objects: AtomicU64::new(0), published: Arc::default() }
     }
 
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn comm(&self) -> &Arc<dyn Collective> {
         &self.comm
     }
 
-    /// A number for what is published, alike on all ranks, which shard the same modules in the same order.
+    /// Returns a number for a published object. It is the same on all ranks, as these shard the same modules in the same order.
     pub(crate) fn next_object(&self) -> u64 {
         self.objects.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Runs the rank's body, on a pool of so many threads. What it has published stays until the others
-    /// have ended too.
+    /// Runs the rank's body on a pool of `threads` threads. Values that the rank has published stay alive until the others have finished
+    /// too.
     fn run<T: Send, E: core::fmt::Display + Send>(
         &self,
         threads: usize,
@@ -85,12 +85,12 @@ impl Drop for Ranks {
 
 /// Runs `body` once per rank, each on a thread of this process, and returns the results in rank order.
 ///
-/// Each rank makes its own model, or a clone of one that was made before, and shards it. Tensors that need gradients are not
-/// shared between ranks: Burn's autodiff would merge the ranks' graphs, and ranks would wait for one another's locks.
+/// Each rank builds its own model, or a clone of an existing one, and shards it. Ranks must not share tensors that require gradients:
+/// Burn's autodiff would merge the ranks' graphs, and ranks would wait for each other's locks.
 ///
 /// # Errors
 ///
-/// The first rank's trouble, whether an error, a panic or a failed collective; all others are stopped.
+/// The failure of the first rank that fails, by an error, a panic or a failed collective; all others are stopped.
 pub fn run_threads<T, E>(
     world: usize,
     options: impl Into<LaunchOptions>,
@@ -108,11 +108,11 @@ where
     })
 }
 
-/// Runs `body` as the rank of this process, inside of [`zero_core::collective::process::run`]. Of the options its threads are heeded here.
+/// Runs `body` as the rank of this process, inside of [`zero_core::collective::process::run`]. Uses only the thread settings of `options`.
 ///
 /// # Errors
 ///
-/// The body's own. Failed gathers travel as a panic payload that `process::run` knows.
+/// The body's own error. A failed gather unwinds with a panic payload that `process::run` handles.
 pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     run: &ProcessRun,
     options: impl Into<LaunchOptions>,

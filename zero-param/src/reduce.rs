@@ -1,11 +1,13 @@
-//! Gradients of a backward pass, reduced in buckets as they are complete.
+//! Reduction of a backward pass's gradients, in buckets that are sent as soon as they are complete.
 //!
-//! * In: whole gradients, from the graph's last use of a parameter on. Out: means over the ranks, of what a rank updates.
-//! * Every rank contributes to the same buckets in the same order, whatever its graph held: to those that are full while the pass
-//!   runs as soon as they are, to the others at its end, when ranks have agreed which parameters have a gradient on any of them.
-//!   A rank that has none contributes zeros. Additions are in rank order, so a mean is the same at every stage.
-//! * Memory: a gradient is whole until its bucket is sent; as much as two buckets may be under way. At stage 1 all wait for the end.
-//! * Threads: the caller's; the collectives run on the group's own.
+//! * In: full gradients, each complete at the graph's last use of the parameter. Out: means over the ranks, of the elements that a rank
+//!   updates.
+//! * Every rank contributes to the same buckets in the same order, whatever its graph contained. Buckets that fill up during the pass are
+//!   sent at once. The others are sent at its end, when ranks have agreed which parameters have a gradient on any of them. A rank without a
+//!   gradient contributes zeros. Additions are in rank order, so a mean is the same at every stage.
+//! * Memory: a gradient is held in full until its bucket is sent; the size of two buckets may be in flight. At stage 1 all wait for the end
+//!   of the pass.
+//! * Threads: the caller's; collectives run on the group's own thread.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,48 +23,48 @@ use zero_kernels::cpu::half::widened;
 use crate::config::{Float, ZeroConfig};
 use crate::error::{raise, stop};
 
-/// Buckets, or as many elements in smaller ones, that may be under way.
+/// Number of full buckets, or the same number of elements in smaller ones, that may be in flight.
 const IN_FLIGHT: usize = 2;
 
-/// Elements of a large gradient.
+/// Number of elements from which an evenly split gradient gets its own bucket.
 const ALONE: usize = 1 << 16;
 
-/// How long a backward pass waits for one of them. Bounded, and short: a rank that shares a leaf of its graph with this one waits for
-/// the graph's lock, under which this runs.
+/// Limit of a backward pass's wait for a bucket in flight. Bounded and short, as the wait holds the graph's lock: a rank that shares a leaf
+/// of its graph with this one waits for that lock.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A parameter.
+/// A parameter whose gradients are reduced.
 #[derive(Debug)]
 pub(crate) struct Member {
     /// Its path in the module.
     pub(crate) path: String,
     pub(crate) partition: Partition,
-    /// Every rank updates all of it.
+    /// Every rank updates the full parameter.
     pub(crate) is_whole: bool,
-    /// It is expected to have a gradient.
+    /// The parameter is expected to have a gradient.
     pub(crate) train: bool,
 }
 
-/// Parameters that are reduced by one collective.
+/// Parameters whose gradients are reduced by one collective.
 #[derive(Debug, Clone)]
 struct Bucket {
     members: Vec<usize>,
-    /// All-reduced, not reduce-scattered.
+    /// All-reduced rather than reduce-scattered.
     is_whole: bool,
 }
 
 #[derive(Debug, Default)]
 struct Pass {
     is_running: bool,
-    /// Sums over the uses so far, and whether that was the last.
+    /// Sums over the uses so far, and whether the last use is included.
     gradients: Vec<Option<(Buffer, bool)>>,
     is_sent: Vec<bool>,
-    /// In the order of their first use.
+    /// Parameters in the order of their first gradient.
     arrived: Vec<usize>,
-    /// Buckets that are sent.
+    /// Number of buckets sent.
     sent: usize,
     in_flight: VecDeque<(Bucket, Pending)>,
-    /// A wait was in vain: the rest of the pass waits for nobody, and its gradients are whole for longer.
+    /// A wait has timed out: the rest of the pass does not wait, and holds its gradients in full for longer.
     is_impatient: bool,
     reduced: Vec<Option<Vec<f32>>>,
 }
@@ -71,7 +73,7 @@ struct Pass {
 struct State {
     pass: Pass,
     buckets: Vec<Bucket>,
-    /// Which parameters `buckets` are made of, and whether in the order in which they arrive.
+    /// For each parameter, whether `buckets` contain it. `is_settled`: they are in the order in which gradients arrive.
     planned: Vec<bool>,
     is_settled: bool,
 }
@@ -79,7 +81,7 @@ struct State {
 #[derive(Debug)]
 pub(crate) struct Reducer {
     comm: Arc<dyn Collective>,
-    /// For buckets: another order of operations than that of the calls between passes.
+    /// The group for buckets, which run in a different order than the calls between passes.
     lane: Arc<dyn Collective>,
     members: Vec<Member>,
     config: ZeroConfig,
@@ -87,13 +89,13 @@ pub(crate) struct Reducer {
 }
 
 impl Reducer {
-    /// For `members`. A collective.
+    /// Creates a reducer for `members`. A collective.
     pub(crate) fn new(
         comm: &Arc<dyn Collective>,
         config: &ZeroConfig,
         members: Vec<Member>,
     ) -> Result<Self, CommError> {
-        // Gradients are expected in the reverse of the module's order, until a pass has shown theirs.
+        // Gradients are expected in the reverse of the module's order, until a pass has shown the actual order.
         let order: Vec<usize> = (0..members.len()).rev().filter(|&index| members[index].train).collect();
         let buckets = bucketed(&members, &order, config.reduce_bucket_size);
         let planned = members.iter().map(|member| member.train).collect();
@@ -110,9 +112,9 @@ impl Reducer {
         self.state.lock().pass = Pass { is_running: true, gradients, is_sent, reduced, ..Pass::default() };
     }
 
-    /// Adds a use's gradient, or that of the `rows` of a table which it read; `is_complete` if it was the parameter's last in this pass.
-    /// Called by autodiff, under the lock of this rank's graph: may wait for buckets under way, for which the other ranks need nothing
-    /// but their own graphs.
+    /// Adds the gradient of one use, or of the `rows` of a table that it read; `is_complete` if it was the parameter's last use in this
+    /// pass. Called by autodiff, under the lock of this rank's graph. May wait for buckets in flight, for which the other ranks need only
+    /// their own graphs.
     pub(crate) fn push(&self, index: usize, gradient: TensorData, rows: Option<Arc<[i64]>>, is_complete: bool) {
         let mut state = self.state.lock();
         let State { pass, buckets, .. } = &mut *state;
@@ -144,7 +146,7 @@ impl Reducer {
             (None, None) => gradient,
         };
         pass.gradients[index] = Some((sum, is_complete));
-        // At stage 1 gradients are not sharded: they stay whole to the end of the pass.
+        // At stage 1 gradients are not sharded: they are held in full until the end of the pass.
         if self.config.stage == Stage::OptimizerState || self.comm.world() == 1 {
             return;
         }
@@ -166,13 +168,13 @@ impl Reducer {
         }
     }
 
-    /// Ends the pass: means over the ranks of the gradients that any rank had, by parameter. A collective, after which every
-    /// rank's backward pass is over.
+    /// Ends the pass. Returns, by parameter, the means over the ranks of the gradients that any rank had. A collective: when it returns,
+    /// every rank's backward pass is over.
     pub(crate) fn finish(&self) -> Result<Vec<Option<Vec<f32>>>, CommError> {
         let mut state = self.state.lock();
         let mut pass = std::mem::take(&mut state.pass);
         if self.comm.world() == 1 {
-            // Means already: laying out buckets would copy every gradient twice.
+            // They are means already: packing buckets would copy every gradient twice.
             for &index in &pass.arrived {
                 pass.reduced[index] = pass.gradients[index].take().map(|(gradient, _)| in_32(gradient));
             }
@@ -199,7 +201,7 @@ impl Reducer {
             self.receive_oldest(&mut pass)?;
         }
         if !state.is_settled || had != state.planned {
-            // Rank 0's order of arrival; what only others had is last.
+            // Rank 0's order of arrival, then the parameters that only other ranks had.
             let first = self.first_ranks_order(&pass.arrived)?;
             let others = (0..had.len()).filter(|index| had[*index] && !first.contains(index));
             let order: Vec<usize> = first.iter().copied().chain(others).collect();
@@ -223,7 +225,7 @@ impl Reducer {
             .collect())
     }
 
-    /// Lays a bucket out and starts its collective.
+    /// Packs a bucket and starts its collective.
     fn send(&self, pass: &mut Pass, bucket: Bucket) {
         bucket.members.iter().for_each(|&index| pass.is_sent[index] = true);
         let mut taken = |index: usize| match pass.gradients[index].take() {
@@ -250,7 +252,7 @@ impl Reducer {
         pass.in_flight.push_back((bucket, pending));
     }
 
-    /// What a bucket is called in errors: its first and last parameter.
+    /// Returns a bucket's name in errors: its first and last parameter.
     fn name(&self, bucket: &Bucket) -> String {
         let path = |index: usize| &self.members[index].path;
         match bucket.members[..] {
@@ -267,7 +269,7 @@ impl Reducer {
         }
     }
 
-    /// Gradients one after the other, or, where they are scattered, a row for each rank: its pieces, each as long as the longest.
+    /// Packs gradients one after the other. For a reduce-scatter it packs a row per rank: the rank's shards, each padded to the longest.
     fn laid_out(&self, bucket: &Bucket, gradients: &[Buffer]) -> Buffer {
         macro_rules! rows {
             ($variant:ident, $zero:expr) => {{
@@ -293,21 +295,21 @@ impl Reducer {
         }
     }
 
-    /// Whether more is under way than may be.
+    /// Returns whether more buckets are in flight than allowed.
     fn is_ahead(&self, pass: &Pass) -> bool {
         let members = pass.in_flight.iter().flat_map(|(bucket, _)| &bucket.members);
         let elements: usize = members.map(|&index| self.members[index].partition.numel()).sum();
         pass.in_flight.len() > IN_FLIGHT && elements > self.config.reduce_bucket_size.saturating_mul(IN_FLIGHT)
     }
 
-    /// Waits for what has been under way longest.
+    /// Waits for the oldest bucket in flight.
     fn receive_oldest(&self, pass: &mut Pass) -> Result<(), CommError> {
         let (bucket, pending) = pass.in_flight.pop_front().expect("something is under way");
         self.receive(pass, &bucket, pending.wait()?);
         Ok(())
     }
 
-    /// Takes a bucket's means apart.
+    /// Unpacks a bucket's means.
     fn receive(&self, pass: &mut Pass, bucket: &Bucket, reduced: Buffer) {
         let mut reduced = in_32(reduced);
         if let [index] = bucket.members[..] {
@@ -322,21 +324,21 @@ impl Reducer {
         }
     }
 
-    /// Elements that a parameter takes of a row.
+    /// Returns the number of elements that a parameter takes of a row.
     fn columns(&self, bucket: &Bucket, index: usize) -> usize {
         let partition = self.members[index].partition;
         if bucket.is_whole { partition.numel() } else { partition.stride() }
     }
 
-    /// Elements of a reduced gradient on this rank.
+    /// Returns the number of elements of a reduced gradient on this rank.
     fn len(&self, bucket: &Bucket, index: usize) -> usize {
         let partition = self.members[index].partition;
         if bucket.is_whole { partition.numel() } else { partition.len(self.comm.rank()) }
     }
 }
 
-/// Buckets of parameters in `order`, which are closed when they have `elements`. Whole and scattered ones fill side by side.
-/// A large one that is cut evenly goes alone: it is laid out as it is.
+/// Groups the parameters in `order` into buckets, which are closed once they have `elements`. Replicated and sharded parameters fill
+/// separate buckets. A large parameter that splits evenly has its own, which needs no packing.
 fn bucketed(members: &[Member], order: &[usize], elements: usize) -> Vec<Bucket> {
     let mut buckets = Vec::new();
     let mut open = [false, true].map(|is_whole| (Bucket { members: Vec::new(), is_whole }, 0));
@@ -369,7 +371,7 @@ fn as_buffer(gradient: TensorData, dtype: Float) -> Buffer {
     values.expect("the elements are of the type that they say")
 }
 
-/// By the threads of this rank's pool.
+/// Converts a buffer to fp32 on this rank's thread pool.
 fn in_32(gradient: Buffer) -> Vec<f32> {
     match gradient {
         Buffer::Bf16(values) => widened(&values),
@@ -377,8 +379,8 @@ fn in_32(gradient: Buffer) -> Vec<f32> {
     }
 }
 
-/// Adds the gradient of rows that were read of a table to what there was before, in place: of a tied embedding that is the head's, and a
-/// table of its own would be as large again.
+/// Adds the gradient of the rows read of a table to an earlier gradient, in place. For a tied embedding the earlier one is the head's, and
+/// a second table would double the memory.
 fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
     let gradient = in_32(gradient);
     let width = gradient.len() / ids.len().max(1);
@@ -400,13 +402,13 @@ fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
     }
     match before {
         Buffer::F32(mut table) => added!(F32, table, |x: f32| x),
-        // Each sum is rounded: as a table of its own would be.
+        // Each sum is rounded, as a separate table would be.
         Buffer::Bf16(mut table) => added!(Bf16, table, bf16::from_f32),
         _ => unreachable!("gradients are of these types"),
     }
 }
 
-/// In the order of Burn's own sums of gradients: the later one first.
+/// Adds two gradients in the order of Burn's own sums: the later one first.
 fn sum(later: Buffer, before: &Buffer) -> Buffer {
     match (later, before) {
         (Buffer::F32(mut sum), Buffer::F32(before)) => {

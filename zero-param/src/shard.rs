@@ -1,4 +1,4 @@
-//! Sharding a module: each parameter is cut, and gathers itself from then on.
+//! Sharding a module: each parameter is partitioned, and from then on gathers itself.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -22,7 +22,7 @@ use crate::shared::Shared;
 use crate::slot::{Policy, Slot};
 use crate::zero::Zero;
 
-/// What makes the whole of a parameter from the piece that the module holds.
+/// The reparameterization that gathers a full parameter from the shard that the module holds.
 #[derive(Module, Debug)]
 pub struct Gathered {
     #[module(skip)]
@@ -37,14 +37,14 @@ impl Reparameterization for Gathered {
     }
 }
 
-/// Shards `model` over `ranks`. A collective: all ranks pass modules of the same parameters, whose values become rank 0's.
+/// Shards `model` over `ranks`. A collective: all ranks pass modules with the same parameters, whose values become rank 0's.
 ///
-/// Each float parameter keeps its id, its place in the module and whether it requires gradients. What it holds becomes this rank's
-/// part of it, `param.val()` the whole. One parameter at a time is whole on the way, also if it was not initialised yet.
+/// Each float parameter keeps its id, its place in the module and whether it requires gradients. It then holds this rank's shard, and
+/// `param.val()` returns the full parameter. Sharding holds one full parameter at a time, even if parameters were not initialized yet.
 ///
 /// # Errors
 ///
-/// [`Error`]: ranks whose modules or settings differ, parameters that are not fp32, have a reparameterization or are there twice.
+/// [`Error`]: ranks with different modules or settings, or parameters that are not fp32, have a reparameterization or occur twice.
 pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<(M, Zero), Error> {
     let mut survey = Survey::default();
     model.visit(&mut survey);
@@ -85,7 +85,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     Ok((model, zero))
 }
 
-/// Looks at a module before anything is changed.
+/// Examines a module before anything is changed.
 #[derive(Default)]
 struct Survey {
     path: Vec<String>,
@@ -124,7 +124,7 @@ struct Born {
     trouble: Option<Error>,
 }
 
-/// Cuts parameters, one after the other.
+/// Shards parameters, one after the other.
 struct Cut<'a> {
     shared: Arc<Shared>,
     ranks: &'a Ranks,
@@ -139,13 +139,13 @@ impl Cut<'_> {
         match config.stage.shards_parameters() {
             _ if is_small || partition.is_whole() || !config.stage.shards_optimizer() => Policy::Replicated,
             true => Policy::Sharded,
-            // A frozen parameter has no state.
+            // A frozen parameter has no optimizer state.
             false if !train => Policy::Replicated,
             false => Policy::Kept,
         }
     }
 
-    /// Rank 0's values of a tensor.
+    /// Returns rank 0's values of a tensor.
     fn values<const D: usize>(&self, path: &str, tensor: Tensor<D>) -> Result<Vec<f32>, Error> {
         let data = tensor.into_data();
         let got = format!("{:?}", data.dtype());
@@ -174,7 +174,7 @@ impl Reparameterizer for Cut<'_> {
         let mut values = match checked.and_then(|()| self.values(path, tensor)) {
             Ok(values) => values,
             Err(error) => {
-                // `shard` returns the error in the module's place.
+                // `shard` returns this error instead of the module.
                 self.born.borrow_mut().trouble = Some(error);
                 return (Param::from_mapped_value(id, Tensor::zeros([0; D], &home), mapper), None);
             }
@@ -185,7 +185,7 @@ impl Reparameterizer for Cut<'_> {
         let slot = Slot::new(born.slots.len(), path, whole, policy, device, &self.shared, object);
         let slot = Arc::new(slot);
         if policy != Policy::Replicated {
-            // A copy: a view would keep the whole.
+            // A copy, as a view would keep the full parameter alive.
             values = values[slot.own()].to_vec();
         }
         let base = Tensor::<D>::from_data(TensorData::new(values, slot.base.clone()), &home).set_require_grad(train);

@@ -1,4 +1,4 @@
-//! What all parameters of a sharded module have in common on one rank.
+//! State that all parameters of a sharded module share on one rank.
 
 use std::sync::{Arc, OnceLock};
 
@@ -16,14 +16,14 @@ use crate::reduce::Reducer;
 
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// The group for what ranks do between passes.
+    /// The group for collectives between passes.
     pub(crate) comm: Arc<dyn Collective>,
     pub(crate) window: Window<Piece>,
     pub(crate) published: Arc<Published>,
     pub(crate) config: ZeroConfig,
     pub(crate) ahead: Ahead,
     pub(crate) draws: Arc<Draws>,
-    /// Known when all parameters are.
+    /// Set once all parameters are known.
     pub(crate) reducer: OnceLock<Reducer>,
 }
 
@@ -40,7 +40,7 @@ impl Shared {
         self.reducer.get().expect("a model is used after it has been sharded")
     }
 
-    /// A parameter as the model computes with it.
+    /// Casts a parameter to the type in which the model computes.
     pub(crate) fn cast(&self, tensor: Raw) -> Raw {
         match self.config.param_dtype {
             Float::F32 => tensor,

@@ -1,7 +1,7 @@
-//! A sharded parameter as one rank has it: its cut, this rank's piece as it is published, and how wholes are made of pieces.
+//! A sharded parameter on one rank: its partition, this rank's published shard, and the gather of the full parameter.
 //!
-//! A version of a piece is published before any pass uses it and replaced only by the optimizer's step, behind a barrier: so a
-//! gather needs no other rank to take part (docs/adr/0002-one-sided-gathers.md).
+//! A version of a shard is published before any pass uses it, and replaced only by the optimizer's step, after a barrier. So a gather needs
+//! no other rank to take part (docs/adr/0002-one-sided-gathers.md).
 
 use std::any::Any;
 use std::ops::Range;
@@ -26,28 +26,28 @@ use crate::error::{raise, stop};
 use crate::piece::{Piece, Raw, bytes, same, tag};
 use crate::shared::Shared;
 
-/// How long a rank waits for another that joins the same pieces, before it does so itself: longer than copies take.
+/// Timeout of a rank's wait for another rank that assembles the same parameter, before it does so itself: longer than copies take.
 const JOINING: Duration = Duration::from_secs(1);
 
-/// What a rank holds of a parameter.
+/// Storage of a parameter on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Policy {
-    /// The whole; gradients are all-reduced.
+    /// The full parameter; gradients are all-reduced.
     Replicated,
-    /// A piece to update, and beside it the whole from one update to the next: stages 1 and 2.
+    /// A shard to update, and the full parameter from one update to the next: stages 1 and 2.
     Kept,
-    /// A piece; wholes are gathered for each use: stage 3.
+    /// A shard only; the full parameter is gathered for each use: stage 3.
     Sharded,
 }
 
-/// How often a parameter was gathered and its gradient reduced, since it was sharded.
+/// Number of gathers of a parameter and of reductions of its gradient, since it was sharded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Uses {
-    /// Wholes made of pieces in forward passes.
+    /// Gathers in forward passes.
     pub gathered_forward: usize,
-    /// Wholes made of pieces again in backward passes.
+    /// Gathers in backward passes.
     pub gathered_backward: usize,
-    /// Of both, those that were begun ahead of their use.
+    /// Gathers of both kinds that were prefetched.
     pub gathered_ahead: usize,
     /// Reductions of its gradient.
     pub reduced: usize,
@@ -57,9 +57,10 @@ pub struct Uses {
 struct State {
     version: u64,
     piece: Option<Arc<Piece>>,
-    /// Of [`Policy::Kept`], where the model computes in the host's memory.
+    /// The full parameter of [`Policy::Kept`], if the model computes in host memory.
     whole: Option<Raw>,
-    /// What is whole from one update to the next, in the model's type and on its device, and what it was made of: a backend's tensor.
+    /// The shard from which a full parameter was made, and that parameter in the model's type and on its device (a backend's tensor), kept
+    /// until the next update.
     made: Option<(Raw, Box<dyn Any + Send>)>,
     uses: Uses,
 }
@@ -70,16 +71,16 @@ pub struct Slot {
     pub(crate) index: usize,
     pub(crate) path: String,
     pub(crate) whole: Shape,
-    /// Of what this rank updates: the whole, or a row of its rank as long as the piece.
+    /// Shape of the part that this rank updates: the full shape, or a row of the shard's length.
     pub(crate) base: Shape,
     pub(crate) partition: Partition,
     pub(crate) policy: Policy,
-    /// Where the model computes.
+    /// The device on which the model computes.
     pub(crate) device: Device,
     pub(crate) shared: Arc<Shared>,
     object: u64,
     state: Mutex<State>,
-    /// Gathers that are recorded in graphs whose backward pass is still to come.
+    /// Number of gathers recorded in graphs whose backward pass is still to come.
     recorded: AtomicUsize,
 }
 
@@ -100,7 +101,7 @@ impl Recorded {
         Arc::new(Self(slot.clone()))
     }
 
-    /// Takes the gradient of this use, or of the `rows` that it read, and reduces the sum when it was the parameter's last.
+    /// Takes the gradient of this use, or of the `rows` that it read. Reduces the sum after the parameter's last use.
     pub(crate) fn hand_over(self: Arc<Self>, gradient: TensorData, rows: Option<Arc<[i64]>>) {
         let slot = self.0.clone();
         drop(self);
@@ -164,7 +165,7 @@ impl Slot {
         }
     }
 
-    /// The elements of the whole that this rank updates.
+    /// Returns the elements of the full parameter that this rank updates.
     pub(crate) fn own(&self) -> Range<usize> {
         match self.policy {
             Policy::Replicated => 0..self.partition.numel(),
@@ -172,7 +173,7 @@ impl Slot {
         }
     }
 
-    /// Of what this rank updates, the elements that it alone counts, as it alone saves them.
+    /// Returns, within the elements that this rank updates, those that it alone counts in norms and saves.
     pub(crate) fn counted(&self) -> Range<usize> {
         let own = self.partition.range(self.shared.rank());
         match self.policy {
@@ -181,7 +182,7 @@ impl Slot {
         }
     }
 
-    /// Whether the whole is made for each use, so that a backward pass makes it again rather than keeping it.
+    /// Returns whether the full parameter is gathered for each use, so that the backward pass gathers again instead of keeping it.
     pub(crate) fn is_made(&self) -> bool {
         self.policy == Policy::Sharded
     }
@@ -203,7 +204,7 @@ impl Slot {
         Key { object: self.object, version }
     }
 
-    /// Lets the other ranks read `base`, the next version of this rank's piece, unless it is the one that they read already.
+    /// Publishes `base` as the next version of this rank's shard, unless it is the published version already.
     pub(crate) fn publish(&self, base: &Raw) {
         let mut state = self.state.lock();
         if self.policy == Policy::Replicated || state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
@@ -221,7 +222,7 @@ impl Slot {
         }
     }
 
-    /// Takes back what the other ranks have read, so that an update may write over it. Behind a fence.
+    /// Retracts the published version, so that an update may overwrite it. Called after a fence.
     pub(crate) fn withdraw(&self) {
         let mut state = self.state.lock();
         (state.whole, state.made) = (None, None);
@@ -233,7 +234,7 @@ impl Slot {
         }
     }
 
-    /// Gathers a kept whole, and gives this rank's piece as a view of it, so that it is not held twice.
+    /// Gathers the full parameter of [`Policy::Kept`], and returns this rank's shard as a view of it, so that it is not stored twice.
     pub(crate) fn rebase(&self, base: Raw) -> Raw {
         if self.policy != Policy::Kept || !self.computes_here() || self.state.lock().whole.is_some() {
             return base;
@@ -246,7 +247,7 @@ impl Slot {
                 let own = self.own();
                 let flat = Flex::float_reshape(whole.clone(), Shape::new([self.partition.numel()]));
                 let view = Flex::float_reshape(Flex::float_slice(flat, &[Slice::from(own)]), self.base.clone());
-                // The same version: who reads it meanwhile has the same values.
+                // The same version: concurrent readers get the same values.
                 let piece = Arc::new(Piece::new(view.clone(), view.clone()));
                 self.shared.window.publish(self.key(state.version), &piece);
                 state.piece = Some(piece);
@@ -261,7 +262,7 @@ impl Slot {
         matches!(self.device.as_dispatch(), DispatchDevice::Flex(_))
     }
 
-    /// The whole on `device`, for a forward pass or once more for a backward pass.
+    /// Returns the full parameter on `device`, for a forward pass or, with `again`, for a backward pass.
     pub(crate) fn load<B: Target>(self: &Arc<Self>, base: &Raw, device: &B::Device, again: bool) -> FloatTensor<B> {
         let rank = self.shared.rank();
         if let Some(other) = current::rank().filter(|&current| current != rank) {
@@ -270,7 +271,7 @@ impl Slot {
                  one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
             ));
         }
-        // In the host's memory what is not cast is the parameter itself, or kept since it was gathered.
+        // In host memory, a parameter that is not cast is used directly, or was kept when it was gathered.
         let is_kept = match self.policy {
             Policy::Sharded => false,
             Policy::Kept => !B::IS_HOST,
@@ -308,7 +309,7 @@ impl Slot {
         }
     }
 
-    /// That `base` is what the other ranks read of this one.
+    /// Checks that `base` is the version that the other ranks read from this one.
     fn check(&self, state: &State, base: &Raw) {
         if !state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
             stop(format!(
@@ -318,7 +319,7 @@ impl Slot {
         }
     }
 
-    /// The whole, which may have been begun, and the beginning of the next.
+    /// Returns the full parameter, which may have been prefetched, and starts the prefetch of the next one.
     fn gather_in_order(self: &Arc<Self>, base: &Raw) -> Raw {
         let Shared { ahead, window, .. } = &*self.shared;
         if !window.is_remote() {
@@ -339,7 +340,7 @@ impl Slot {
         self.join(&own, key).unwrap_or_else(|error| raise(error))
     }
 
-    /// The version that the other ranks read, which is `base`.
+    /// Returns the version that the other ranks read, after checking that it is `base`.
     fn published(&self, base: &Raw) -> (Arc<Piece>, Key) {
         let state = self.state.lock();
         self.check(&state, base);
@@ -355,7 +356,7 @@ impl Slot {
         Raw::from_data(data)
     }
 
-    /// This rank's piece of a version and the others', one after the other, or what another rank of the process has joined.
+    /// Concatenates all ranks' shards of a version, or borrows the result of another rank of the process.
     fn join(&self, own: &Arc<Piece>, key: Key) -> Result<Raw, CommError> {
         let Shared { window, comm, config, .. } = &*self.shared;
         let (me, dtype) = (comm.rank(), config.param_dtype.on_the_wire());
@@ -382,7 +383,7 @@ impl Slot {
                 false => window.read(rank, key, self)?.here().expect("the ranks share memory"),
             });
         }
-        // A whole that is kept is a rank's own: its piece is a part of it. One that goes to a device is given away.
+        // A kept full parameter belongs to one rank, as its shard is a part of it. A copy on a device is not lent.
         let is_lent = self.policy == Policy::Sharded && self.computes_here();
         let _joining = is_lent.then(|| pieces[0].joining.try_lock_for(JOINING)).flatten();
         if let Some(whole) = pieces.iter().filter(|_| is_lent).find_map(|piece| piece.borrow(&self.whole)) {

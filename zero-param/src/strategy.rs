@@ -1,10 +1,10 @@
-//! ZeRO under the `Learner` of burn-train: a training strategy whose ranks are threads.
+//! ZeRO in the `Learner` of burn-train: a training strategy whose ranks are threads.
 //!
-//! * In: what `SupervisedTraining` gives a strategy. Out: the trained module, whole, and the metrics of all ranks.
-//! * A rank takes its part of the items, as Burn's own `ddp` cuts them, and validates a part. A step is one batch of each rank.
-//! * Memory: burn-train keeps the learner's module, which a strategy can neither change nor take out: one whole in fp32 beside the
-//!   pieces. The optimizer's state and gradients are sharded.
-//! * Threads: the ranks'; events go through a lock, as rank 0 tells where an epoch begins and ends.
+//! * In: the components that `SupervisedTraining` passes to a strategy. Out: the full trained module, and the metrics of all ranks.
+//! * Each rank trains on its part of the items, split as by Burn's own `ddp`, and validates a part. A step is one batch per rank.
+//! * Memory: burn-train keeps the learner's module, which a strategy can neither change nor remove: one full fp32 copy in addition to the
+//!   shards. The optimizer's state and gradients are sharded.
+//! * Threads: one per rank. Events go through a lock, as rank 0 reports the beginning and end of an epoch.
 
 use std::sync::Arc;
 
@@ -31,19 +31,19 @@ use crate::optim::{Optimizer, OptimizerConfig};
 use crate::ranks::{Ranks, run_threads};
 use crate::shard::shard;
 
-/// Steps of the trial by which two optimizers are told apart: momentum shows from the second on.
+/// Number of steps in the trial that compares two optimizers: momentum shows from the second step on.
 const TRIAL: usize = 3;
 
-/// Learning rates that are looked at for one above 0.
+/// Number of steps within which the learning rate must rise above 0.
 const WARMUP: usize = 10_000;
 
 /// Trains with ZeRO over ranks that are threads, in `SupervisedTraining::with_training_strategy(strategy.into())`.
 ///
-/// The optimizer is named again, as a strategy cannot take the learner's: if the two differ, training ends with an error before
-/// its first step. What ends it is in `LearningResult::error`, and the module that comes back is then the one that came in.
+/// The optimizer is configured again here, as a strategy cannot take the learner's. If the two differ, training ends with an error before
+/// its first step. The error is in `LearningResult::error`, and the returned module is then the original one.
 ///
-/// `TrainStep::step` is called as it is, with its `loss.backward()`, and sees no gradients. `TrainStep::optimize` sees pieces. Gradients are means over the
-/// ranks; a rank whose items have run out contributes zeros. Burn's checkpointers would save pieces and are refused.
+/// `TrainStep::step` runs unchanged, with its `loss.backward()`, and sees no gradients. `TrainStep::optimize` sees shards. Gradients are
+/// means over the ranks; a rank whose items have run out contributes zeros. Burn's checkpointers would save shards and are refused.
 #[derive(Debug, Clone)]
 pub struct ZeroStrategy<O> {
     ranks: usize,
@@ -53,12 +53,13 @@ pub struct ZeroStrategy<O> {
 }
 
 impl<O> ZeroStrategy<O> {
-    /// For `ranks` threads, and the configuration of the learner's optimizer.
+    /// Creates a strategy for `ranks` threads, with the configuration of the learner's optimizer.
     pub fn new(ranks: usize, config: ZeroConfig, optimizer: O) -> Self {
         Self { ranks, config, optimizer, options: ThreadOptions::default() }
     }
 
-    /// With another deadline for the ranks' waits for one another, which has to be longer than one rank validates after another.
+    /// Sets another deadline for ranks that wait for each other. It has to be longer than the difference between two ranks' validation
+    /// times.
     pub fn with_options(self, options: ThreadOptions) -> Self {
         Self { options, ..self }
     }
@@ -74,7 +75,7 @@ where
     }
 }
 
-/// What all ranks use.
+/// State that all ranks share.
 struct Training<'a, M: LearnerModel, O> {
     strategy: &'a ZeroStrategy<O>,
     interrupter: &'a Interrupter,
@@ -85,7 +86,7 @@ struct Training<'a, M: LearnerModel, O> {
     valid_items: usize,
 }
 
-/// What one rank has.
+/// The learner and data of one rank.
 struct Part<M: LearnerModel> {
     learner: Learner<M>,
     train: TrainLoader<M>,
@@ -134,12 +135,12 @@ where
         };
         let device = learner.model().devices()[0].clone();
         let (on, without) = (vec![device.clone(); self.ranks], vec![device.without_autodiff(); self.ranks]);
-        // One alone would not be moved.
+        // `split_dataloader` would not move it for a single device.
         let (train, valid) = (train.to_device(&on[0]), valid.to_device(&without[0]));
         let parts = split_dataloader(train, &on).into_iter().zip(split_dataloader(valid, &without));
         let parts: Vec<_> =
             parts.map(|(train, valid)| Mutex::new(Some(Part { learner: learner.clone(), train, valid }))).collect();
-        // Decides for all, on rank 0.
+        // Rank 0 decides for all.
         let early = Mutex::new(components.early_stopping);
         let is_over = |epoch: usize| {
             early.lock().as_mut().is_some_and(|early| {
@@ -163,13 +164,13 @@ where
 }
 
 impl<M: LearnerModel, O: OptimizerConfig> Training<'_, M, O> {
-    /// Gives the whole module, on rank 0.
+    /// Returns the full module, on rank 0.
     fn run(&self, part: Part<M>, ranks: &Ranks, is_over: &dyn Fn(usize) -> bool) -> Result<Option<M>, Error> {
         let Part { mut learner, train, valid } = part;
         let (mut model, zero) = shard(learner.model(), ranks, &self.strategy.config)?;
         let mut optimizer = zero.optimizer(&self.strategy.optimizer)?;
         let (comm, is_first) = (ranks.comm(), ranks.comm().rank() == 0);
-        // Whether any rank says so. Also: all have got here.
+        // Returns whether any rank sets each flag. Also a barrier.
         let any = |flags: [bool; 2]| -> Result<[bool; 2], Error> {
             let any = comm.all_reduce(Buffer::U8(flags.map(u8::from).into()), ReduceOp::Max)?.into_u8();
             Ok([any[0] > 0, any[1] > 0])
@@ -262,7 +263,7 @@ impl<M: LearnerModel, O: OptimizerConfig> Training<'_, M, O> {
     }
 }
 
-/// Steps the schedule and the optimizer.
+/// Advances the schedule and runs the optimizer.
 fn update<M: LearnerModel>(
     learner: &mut Learner<M>,
     optimizer: &mut Optimizer,
@@ -275,11 +276,11 @@ fn update<M: LearnerModel>(
 }
 
 fn fail(interrupter: &Interrupter, message: String) {
-    // What burn-train has for trouble of a strategy.
+    // The error that burn-train has for failures of a strategy.
     interrupter.fail(TrainingError::Workers(vec![WorkerFailure { device_id: 0, message }]));
 }
 
-/// That the learner's optimizer, which a strategy can use and not see, does to the smallest parameter what `named` does.
+/// Checks that the learner's optimizer, which a strategy can run but not inspect, updates the smallest parameter as `named` does.
 fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerConfig) -> Result<(), String> {
     let mut optimizer = named.of_wholes().map_err(|error| error.to_string())?;
     let mut learner = learner.clone();
@@ -320,7 +321,7 @@ fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerC
     }
 }
 
-/// The smallest parameter that is trained; the values of one that was found.
+/// Finds the smallest trained parameter, or reads the values of the one that was found.
 struct Smallest {
     found: Option<(ParamId, usize)>,
     values: Vec<u32>,
@@ -339,7 +340,7 @@ impl ModuleVisitor for Smallest {
     }
 }
 
-/// Gives a parameter a gradient.
+/// Registers a gradient for one parameter.
 struct Feed {
     id: ParamId,
     values: Vec<f32>,

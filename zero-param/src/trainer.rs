@@ -1,11 +1,11 @@
-//! The trainer of `zero-train` on Burn 0.22: its options and configuration files, its data and schedules, checkpoints, metrics and
-//! reports, with a model that is written for this Burn.
+//! The trainer of `zero-train` on Burn 0.22: its options and configuration files, data and schedules, checkpoints, metrics and reports,
+//! with a model written for this version of Burn.
 //!
-//! * In: what makes a model and what its loss is ([`Burn022`]), a task of `zero-train` that knows data and sizes, its options. Out: what
-//!   `zero train` writes.
-//! * A configuration may ask for what this front has not: that is an error that names it, before anything is trained. What has no
-//!   effect here is a warning.
-//! * Memory: between micro-batches a rank holds its pieces of the gradients' sum.
+//! * In: functions that build a model and compute its loss ([`Burn022`]), a task of `zero-train` with data and sizes, and its options. Out:
+//!   the files of `zero train`.
+//! * A configuration that asks for a feature missing here is refused with an error that names it, before training starts. Settings without
+//!   effect here cause a warning.
+//! * Memory: between micro-batches a rank holds its shards of the accumulated gradients.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -53,8 +53,8 @@ pub struct Burn022<T, M> {
 }
 
 impl<T, M> Burn022<T, M> {
-    /// `model` makes a task's model with its first values, by the run's seed; `loss` is the mean loss `[1]` of some of its rows, or the
-    /// means `[terms]` whose sum it is (`Task::weights`), with autodiff and without.
+    /// Creates the integration. `model` builds a task's model with its initial values, from the run's seed. `loss` returns the mean loss
+    /// `[1]` of some of its rows, or the means `[terms]` whose sum it is (`Task::weights`), with autodiff and without.
     pub fn new(
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
         loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
@@ -62,7 +62,7 @@ impl<T, M> Burn022<T, M> {
         Self { model: Arc::new(model), loss: Arc::new(loss), evaluate: None }
     }
 
-    /// What is measured of rows that are held out, means by name, in place of the loss alone, which is the first.
+    /// Sets the evaluation of held-out rows. It returns means by name, the first of which is the loss; the default returns the loss alone.
     #[must_use]
     pub fn evaluated_by(
         self,
@@ -77,10 +77,10 @@ fn refused(key: &'static str, got: impl ToString) -> TrainError {
     EngineError::Setting { key, got: got.to_string(), expected }.into()
 }
 
-/// In place of a value.
+/// Stands for the value in an error about a feature that has none.
 const ASKED: &str = "asked for";
 
-/// What this front makes of the settings, and which of them it does not heed.
+/// Converts the settings, and returns a warning for each one that has no effect here.
 fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
     let like = config::ZeroConfig::new(zero.stage);
     let wanted = [
@@ -136,8 +136,8 @@ fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
     TrainError::Option { option: "backend", got, expected: expected.into() }
 }
 
-/// The devices of this machine on which ranks may compute: each NVIDIA GPU; of others the one that wgpu takes by itself, as it lists what
-/// computes on the processor too.
+/// Returns this machine's devices on which ranks can compute: every NVIDIA GPU; with Vulkan only wgpu's default device, as wgpu also lists
+/// software devices that run on the CPU.
 fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
     let devices = match backend {
         BackendChoice::Cpu => vec![Device::flex()],
@@ -159,7 +159,7 @@ fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
     }
 }
 
-/// What an update cannot be made of.
+/// Refuses settings of an update that are not supported here.
 fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
@@ -209,7 +209,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
     ) -> Result<R> {
         let ((settings, _), devices) = (settings(run.zero)?, devices(run.backend)?);
         let rank = |ranks: &Ranks| {
-            // Ranks of a machine take its devices in turn.
+            // Ranks of a machine use its devices round-robin.
             let device = devices[ranks.comm().local_rank() % devices.len()].clone().autodiff();
             let model = (self.model)(task, run.zero.seed, &device)?;
             let (model, zero) = shard(model, ranks, &settings).map_err(told)?;
@@ -242,7 +242,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
     }
 }
 
-/// An error of this crate as the trainer's, by whose kind it ends.
+/// Converts an error of this crate to the trainer's, which keeps its kind.
 fn told(error: Error) -> TrainError {
     match error {
         Error::Comm(error) => error.into(),
@@ -253,30 +253,30 @@ fn told(error: Error) -> TrainError {
     }
 }
 
-/// A sharded model with its optimizer, and where a rank is in its step.
+/// A sharded model with its optimizer, and a rank's progress within a step.
 struct OnRank<'a, T, M> {
     front: &'a Burn022<T, M>,
     task: &'a T,
     run: &'a Run<'a>,
     comm: Arc<dyn Collective>,
-    /// Of what is saved beside the training.
+    /// Writes checkpoints concurrently with training.
     saver: Option<AsyncSaver>,
     zero: Zero,
-    /// Absent only while an update replaces them.
+    /// `None` only while an update replaces them.
     held: Option<(M, Optimizer)>,
     device: Device,
-    /// Of the micro-batches so far.
+    /// Sum of the gradients of the micro-batches so far.
     sum: Option<Grads>,
     micro_batches: usize,
-    /// Of the micro-batches of this step, or of the last.
+    /// Losses of the micro-batches of this step, or of the last one.
     losses: Vec<f64>,
     /// The last step's result.
     step: Option<Step>,
-    /// Updates, and steps that made none.
+    /// Number of updates, and of skipped steps.
     done: [usize; 2],
-    /// Whether it has been told that an update was not finite.
+    /// The warning about an update that is not finite has been printed.
     warned: bool,
-    /// Of the last step.
+    /// Size of the last step's gradients.
     gradient_bytes: u64,
     times: Times,
 }
@@ -286,7 +286,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         &self.held.as_ref().expect("it is absent only inside of an update").0
     }
 
-    /// Ends a step whose gradients have come together.
+    /// Ends a step whose gradients are complete.
     fn update(&mut self, mut grads: Grads) -> Result<Step> {
         let engine = &self.run.engine;
         let norm = grads.norm().map_err(told)?;
@@ -310,7 +310,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         Ok(Step::Updated(Update { step: self.done[0], lr, grad_norm: norm, clip_factor, loss_scale: 1.0 }))
     }
 
-    /// What is wrong with an update that is not finite: the first loss, by rank, and the first gradient, by parameter.
+    /// Returns the error for a non-finite update. It names the first rank with such a loss and the first parameter with such a gradient.
     fn not_finite(&self, grads: &Grads) -> Result<EngineError> {
         let odd = self.losses.iter().any(|loss| !loss.is_finite());
         let parameter = grads.first_odd().map_or(f64::INFINITY, |index| index as f64);
@@ -434,7 +434,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 
     fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
-        // The one before holds a copy of what it writes.
+        // The previous save holds a copy of the data that it writes.
         if let Some(saver) = &mut self.saver {
             saver.wait().map_err(EngineError::Checkpoint)?;
         }
@@ -458,7 +458,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 
     fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {
-        // Gathers are one-sided: rank 0 reads the others' pieces, and they wait until it is done.
+        // Gathers are one-sided: rank 0 reads the other ranks' shards, and they wait until it is done.
         let written = (self.rank() == 0).then(|| {
             let mut whole = Whole::default();
             self.model().valid().materialize().visit(&mut whole);
@@ -486,9 +486,9 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         let held = |slot: &Arc<Slot>| {
             let (own, whole) = (slot.own().len(), slot.partition.numel());
             match slot.policy {
-                // A piece that is kept with its whole is a view of it.
+                // The shard of a kept parameter is a view of the full one.
                 Policy::Kept if !in_16 => 4 * whole,
-                // Masters, what is gathered of them, and what was.
+                // Masters, the shards that are gathered, and the full parameter.
                 Policy::Kept => 4 * own + 2 * own + 2 * whole,
                 Policy::Replicated | Policy::Sharded => (if in_16 { 6 } else { 4 }) * own,
             }
@@ -498,7 +498,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
             model_state_bytes: StateBytes {
                 parameters: bytes as u64,
                 gradients: self.gradient_bytes,
-                // Of what has had gradients, as long as they.
+                // Parameters with gradients have states, each as large as the gradient.
                 optimizer: self.run.plan.rule().states() as u64 * self.gradient_bytes,
             },
             wire_bytes: self.comm.wire().read(),
@@ -507,7 +507,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
     }
 }
 
-/// The sum `[1]` of a loss's terms, each multiplied by its share.
+/// Returns the sum `[1]` of a loss's terms, each multiplied by its share.
 fn sum_of_terms(terms: Tensor<1>, shares: &[f64]) -> Tensor<1> {
     let [number] = terms.dims();
     let shares: Vec<f64> = shares.iter().copied().chain(std::iter::repeat(1.0)).take(number).collect();
@@ -521,7 +521,7 @@ fn sum_of_terms(terms: Tensor<1>, shares: &[f64]) -> Tensor<1> {
     if number == 1 { terms } else { terms.sum() }
 }
 
-/// Whole parameters by path.
+/// A visitor that collects full parameters by path.
 #[derive(Default)]
 struct Whole {
     path: Vec<String>,

@@ -1,4 +1,4 @@
-//! A sharded module as a rank's program holds it beside the module.
+//! A rank's handle of a sharded module, separate from the module itself.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -21,8 +21,8 @@ pub struct Zero {
 }
 
 impl Zero {
-    /// Makes what the module holds known to the other ranks, where it was changed by something else than
-    /// [`Optimizer::step`](crate::Optimizer::step): a record that was loaded, say, of this rank's pieces. A collective.
+    /// Publishes the module's values to the other ranks after something other than [`Optimizer::step`](crate::Optimizer::step) changed
+    /// them, such as loading a record of this rank's shards. A collective.
     ///
     /// # Errors
     ///
@@ -38,7 +38,7 @@ impl Zero {
         published.behind(|| comm.execute(Request::Barrier("an update"))).map(drop)
     }
 
-    /// Lets the others read what has changed, and keeps wholes where the stage does. Behind a fence.
+    /// Publishes the shards that have changed, and gathers the parameters that this stage keeps in full. Called after a fence.
     pub(crate) fn publish<M: Module>(&self, model: M) -> M {
         model.visit(&mut Publish(self));
         match self.slots.iter().any(|slot| slot.policy == Policy::Kept) {
@@ -47,12 +47,12 @@ impl Zero {
         }
     }
 
-    /// How often a parameter was gathered and reduced; none if there is no such parameter.
+    /// Returns how often a parameter was gathered and reduced, or `None` if there is no such parameter.
     pub fn uses(&self, path: &str) -> Option<Uses> {
         self.slots.iter().find(|slot| slot.path == path).map(|slot| slot.uses())
     }
 
-    /// The parameters' paths, in the module's order.
+    /// Returns the parameters' paths, in the module's order.
     pub fn paths(&self) -> impl Iterator<Item = &str> {
         self.slots.iter().map(|slot| &*slot.path)
     }

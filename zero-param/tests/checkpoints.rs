@@ -1,4 +1,4 @@
-//! What is saved and resumed: `cargo test --test checkpoints`.
+//! Saving and resuming: `cargo test --test checkpoints`.
 
 mod common;
 
@@ -14,7 +14,7 @@ use zero_param::{Error, OptimizerConfig, Ranks, run_threads, shard};
 const FIRST: usize = 3;
 const STEPS: usize = 6;
 
-/// Losses from `from` on, and the weights in the end. Saves after `FIRST` steps, or resumes from there.
+/// Returns the losses from `from` on and the final weights. Saves after `FIRST` steps, or resumes from there.
 fn run<N: Net>(
     ranks: &Ranks,
     stage: Stage,
@@ -50,7 +50,7 @@ fn run<N: Net>(
 fn a_run_resumes_at_any_stage_with_the_same_bits() {
     resumes::<Gpt<1>>(&AdamWConfig::new(), "adamw");
     resumes::<Gpt<1>>(&LambConfig::new(), "lamb");
-    // Its random numbers go on.
+    // Dropout draws continue.
     resumes::<Gpt<1, 20>>(&AdamWConfig::new(), "adamw");
 }
 
@@ -59,7 +59,7 @@ fn resumes<N: Net>(config_of: &(impl OptimizerConfig + Sync), name: &str) {
     let run = |ranks: &Ranks, stage, resume| run::<N>(ranks, stage, dir.path(), resume, config_of);
     let whole = run_threads(2, &options(), |ranks| run(ranks, Stage::Parameters, false)).unwrap();
     let saved = Checkpoint::open(&dir.path().join("step-00000003")).unwrap();
-    // As the other front names them.
+    // The names that zero-train uses.
     assert_eq!(saved.state().unwrap()["engine"]["optimizer"]["name"], name);
     assert!(["exp_avg", "exp_avg_sq"].iter().all(|state| saved.tensor(&format!("optimizer.wte.{state}")).is_ok()));
     for stage in Stage::ALL {
@@ -69,7 +69,7 @@ fn resumes<N: Net>(config_of: &(impl OptimizerConfig + Sync), name: &str) {
             assert!(told.weights == whole.weights, "{name}, stage {stage}: other weights");
         }
     }
-    // On another number of ranks.
+    // On a different number of ranks.
     run_threads(3, &options(), |ranks| run(ranks, Stage::Parameters, true)).unwrap();
 }
 

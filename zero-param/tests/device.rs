@@ -1,5 +1,5 @@
-//! A model on another device than what is sharded of it: `../tests/software_device.sh param`, on Mesa's software device. With the
-//! feature `cuda` alone it is an NVIDIA GPU.
+//! A model on a device, with shards in host memory: `../tests/software_device.sh param`, on Mesa's software device. With the feature `cuda`
+//! alone the device is an NVIDIA GPU.
 #![cfg(any(feature = "wgpu", feature = "cuda"))]
 
 mod common;
@@ -19,10 +19,10 @@ use zero_param::{
 
 const RANKS: usize = 2;
 
-/// With dropout, whose masks are the host's.
+/// A net with dropout, whose masks are drawn on the host.
 type Net = Gpt<2, 10>;
 
-/// What numbers on a device may be from those on the host, relative to those above 1.
+/// Largest difference between the device's and the host's numbers, relative for values above 1.
 const TOLERANCE: f64 = 1e-4;
 
 fn device() -> Device {
@@ -33,7 +33,7 @@ fn device() -> Device {
     device.autodiff()
 }
 
-/// What ranks that are threads tell of a GPT-2 on `device`, and how often its parameters were gathered.
+/// Trains a GPT-2 on `device` on ranks that are threads. Returns their results and the uses of each parameter.
 fn trained(device: &Device, stage: Stage, optimizer: &(impl OptimizerConfig + Sync)) -> Vec<(Told, Vec<Uses>)> {
     let trained = run_threads(RANKS, &options(), |ranks| {
         let (told, zero) = train_on::<Net>(device.clone(), ranks, &config(stage), optimizer)?;
@@ -70,7 +70,7 @@ fn trains_alike(optimizer: &(impl OptimizerConfig + Sync)) {
     }
 }
 
-/// Not a test by itself: what a rank does.
+/// The body of a rank, not a test by itself.
 #[test]
 fn rank() {
     be_a_rank(|ranks, stage| {
@@ -87,7 +87,7 @@ fn processes_train_on_a_device_as_threads_do() {
     }
 }
 
-/// A result of all fused operations, and the gradients of what they were computed of.
+/// Returns the results of all fused operations, and the gradients of their operands.
 fn operations(device: &Device) -> Vec<Vec<f32>> {
     const IGNORED: i64 = -100;
     let (batch, heads, t, d, words) = (2, 2, 5, 8, 11);

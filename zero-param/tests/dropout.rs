@@ -16,7 +16,7 @@ fn dropout_has_the_same_bits_at_all_stages() {
     assert!(first != train(&ZeroConfig { seed: 1, ..config(Stage::DataParallel) }), "by the seed");
     for stage in Stage::ALL {
         assert!(train(&config(stage)) == first, "stage {stage}");
-        // What a backward pass makes again has what it had.
+        // Operations that the backward pass recomputes have the same masks.
         let again = run_threads(3, &options(), |ranks| {
             let device = device().gradient_checkpointing();
             train_on::<Gpt<2, 20>>(device, ranks, &config(stage), &SgdConfig::new()).map(|(told, _)| told)

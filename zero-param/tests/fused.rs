@@ -1,4 +1,4 @@
-//! Fused operations beside Burn's own: `cargo test --test fused`.
+//! Fused operations compared with Burn's own: `cargo test --test fused`.
 
 mod common;
 
@@ -30,7 +30,7 @@ fn floats<const R: usize>(x: Tensor<R>) -> Vec<f32> {
     x.into_data().try_into_vec().unwrap()
 }
 
-/// The result, and the gradients of `x`, `w` and `b` for a gradient of the result that differs by element.
+/// Returns the result, and the gradients of `x`, `w` and `b` for a gradient of the result that differs by element.
 fn told(
     (x, w, b): (&Tensor<2>, &Tensor<2>, &Tensor<1>),
     out: impl FnOnce(Tensor<2>, Tensor<2>, Tensor<1>) -> Tensor<2>,
@@ -68,7 +68,7 @@ fn linear_is_burns() {
     assert_close("with a bias", &got, &told(operands, |x, w, b| burns(x, w, Some(b))));
     let got = told(operands, |x, w, _| linear(x, w, None, None));
     assert_close("alone", &got, &told(operands, |x, w, _| burns(x, w, None)));
-    // As wide as its residual, which is its input.
+    // The residual is the input.
     let (w, b) = (leaf(4, [D, D]), leaf(5, [D]));
     let got = told((&x, &w, &b), |x, w, b| linear(x.clone(), w, Some(b), Some(x)));
     assert_close("with both", &got, &told((&x, &w, &b), |x, w, b| x.clone() + burns(x, w, Some(b))));
@@ -82,7 +82,7 @@ fn linear_is_burns() {
     });
     assert_close("sequences", &got, &told((&x, &w, &leaf(3, [F])), |x, w, b| residual() + burns(x, w, Some(b))));
     let w = leaf(4, [D, D]);
-    // Frozen operands have no gradient, and their partners theirs.
+    // Frozen operands have no gradient; the other operands keep theirs.
     let got = told((&x, &w, &b), |x, w, b| linear(x, w.detach(), Some(b.detach()), None));
     assert_close("frozen weight", &got, &told((&x, &w, &b), |x, w, b| burns(x, w.detach(), Some(b.detach()))));
     let got = told((&x, &w, &b), |x, w, b| linear(x.detach(), w, Some(b), None));
@@ -199,7 +199,7 @@ fn adamw_has_burns_bits() {
     let config = AdamWConfig::new().with_weight_decay(0.02).with_epsilon(1e-7).with_beta_1(0.8).with_beta_2(0.99);
     let fused = config.elementwise().unwrap();
     assert!(train_plain::<Gpt<1>>(1, fused) == train_plain::<Gpt<1>>(1, config.init()), "the bits of Burn's AdamW");
-    // What it does not do is Burn's.
+    // Burn's AdamW runs the options that the fused one lacks.
     let odd = config.with_amsgrad(true);
     let burns: ModuleOptimizer = odd.elementwise().unwrap();
     assert!(train_plain::<Gpt<1>>(1, burns) == train_plain::<Gpt<1>>(1, odd.init()), "the bits of AMSGrad");

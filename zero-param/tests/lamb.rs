@@ -1,5 +1,5 @@
-//! LAMB: the paper's formula over whole parameters, whatever ranks hold of them: `cargo test --test lamb -- --nocapture` prints how far
-//! it is from double precision.
+//! LAMB follows the paper's formula over full parameters, however they are sharded: `cargo test --test lamb -- --nocapture` prints the
+//! difference from double precision.
 
 mod common;
 
@@ -10,13 +10,13 @@ use common::{Gpt, LR, STEPS, apart, config, device, options, train_plain, train_
 use zero_core::Stage;
 use zero_param::{BoundedLamb, Error, run_threads, shard};
 
-/// A matrix of more elements than a pass over memory takes at a time, which is cut; and vectors, which are whole.
+/// A sharded matrix with more elements than one pass over memory takes at a time, and replicated vectors.
 #[derive(Module, Debug)]
 struct Weights {
     wide: Param<Tensor<2>>,
-    /// Of zeros at first: its norm is none.
+    /// Initially zeros: its norm is 0.
     zero: Param<Tensor<1>>,
-    /// Without gradient: nor has its update one, where there is no decay.
+    /// Its gradient is zero, and so is its update if there is no weight decay.
     still: Param<Tensor<1>>,
 }
 
@@ -29,7 +29,7 @@ fn start() -> [Vec<f32>; 3] {
     [of(SIZES[0], 1.0 / 32.0), of(SIZES[1], 0.0), of(SIZES[2], 0.5)]
 }
 
-/// Means over the ranks are exact.
+/// Gradients whose means over the ranks are exact.
 fn gradients(step: usize) -> [Vec<f32>; 3] {
     let of = |which: usize, scale: f32| -> Vec<f32> {
         (0..SIZES[which]).map(|i| (((i * 37 + step * 11 + which) % 61) as f32 - 30.0) * scale).collect()
@@ -37,7 +37,7 @@ fn gradients(step: usize) -> [Vec<f32>; 3] {
     [of(0, 1.0 / 64.0), of(1, 1.0 / 64.0), of(2, 0.0)]
 }
 
-/// All parameters after the last step, as rank 0 sees them.
+/// Returns all parameters after the last step, as rank 0 sees them.
 fn train(lamb: &BoundedLamb, world: usize, stage: Stage) -> [Vec<f32>; 3] {
     let trained = run_threads(world, &options(), |ranks| {
         let device = device();
@@ -63,7 +63,7 @@ fn train(lamb: &BoundedLamb, world: usize, stage: Stage) -> [Vec<f32>; 3] {
     trained.unwrap().swap_remove(0)
 }
 
-/// The formula in double precision, and the trust ratios of all steps.
+/// Returns the result of the formula in double precision, and the trust ratios of all steps.
 fn reference(decay: f32, min: f32, max: f32) -> ([Vec<f64>; 3], Vec<f64>) {
     let [beta_1, beta_2, epsilon] = [BETAS[0], BETAS[1], EPSILON].map(f64::from);
     let mut p = start().map(|values| values.into_iter().map(f64::from).collect::<Vec<_>>());
@@ -137,7 +137,7 @@ fn burns_own_is_trained_on_pieces_as_on_wholes() {
             assert!(apart < 1e-6, "stage {stage}: {apart:e} from Burn's");
         }
     }
-    // Without ratios it computes each element by itself, and is Burn's.
+    // Without trust ratios it is elementwise, and is Burn's.
     let plain = train_plain::<Gpt<1>>(2, config_of.clone().with_use_trust_ratio(false).init());
     let told = train_threads::<Gpt<1>>(2, &config(Stage::Parameters), &config_of.clone().with_use_trust_ratio(false));
     assert!(apart(&told[0], &plain[0]) < 1e-6);

@@ -1,4 +1,4 @@
-//! What holds of every sharded module: `cargo test --test laws`.
+//! Properties of every sharded module: `cargo test --test laws`.
 
 mod common;
 
@@ -19,7 +19,7 @@ use zero_core::Stage;
 use zero_core::accounting::WireBytes;
 use zero_param::{Error, Float, OptimizerConfig, Ranks, Uses, ZeroConfig, run_threads, shard};
 
-/// Losses, norms and weights have the same bits at all stages, and are plain Burn's but for the order of additions.
+/// Checks that losses, norms and weights have the same bits at all stages, and are plain Burn's except for the order of additions.
 fn stages_agree<N: Net>(worlds: std::ops::RangeInclusive<usize>, optimizer: &(impl OptimizerConfig + Sync)) {
     for world in worlds {
         let plain = train_plain::<N>(world, optimizer.elementwise().unwrap());
@@ -38,7 +38,7 @@ fn stages_agree<N: Net>(worlds: std::ops::RangeInclusive<usize>, optimizer: &(im
 
 #[test]
 fn an_mlp_trains_alike_at_all_stages() {
-    // Odd sizes: pieces differ in length.
+    // Odd sizes: shards differ in length.
     stages_agree::<Mlp<13, 3>>(1..=4, &SgdConfig::new());
     stages_agree::<Mlp<16, 2>>(1..=2, &SgdConfig::new());
 }
@@ -59,7 +59,7 @@ fn each_elementwise_optimizer_trains_alike_at_all_stages() {
     stages_agree::<Gpt<1>>(2..=2, &AdamWConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(1e-3))));
 }
 
-/// A program's own.
+/// A user's own configuration.
 struct Own(ModuleOptimizer);
 
 impl OptimizerConfig for Own {
@@ -83,7 +83,7 @@ fn optimizers_of_whole_parameters_are_refused_by_name() {
         let norm = SgdConfig::new().with_gradient_clipping(Some(GradientClippingConfig::Norm(1.0)));
         let error = zero.optimizer(&norm).err().expect("it is refused").to_string();
         assert!(error.contains("GradientClipping::Norm") && error.contains("clip_norm"), "{error}");
-        // Burn shows that of the first group alone.
+        // Burn reveals only the first group's clipping.
         let sgd = SgdConfig::new();
         let grouped = |clipping: Option<GradientClippingConfig>| {
             let clipping = clipping.map(|clipping| clipping.init());
@@ -115,7 +115,7 @@ fn sixteen_bit_gathers_keep_masters_in_32() {
     }
 }
 
-/// In whatever type its weights are gathered.
+/// A net that works with whatever type its weights are gathered in.
 #[derive(Module, Debug)]
 struct HalfMlp {
     first: Param<Tensor<2>>,
@@ -139,7 +139,7 @@ fn table(from: usize, to: usize, device: &Device) -> Param<Tensor<2>> {
     Param::from_tensor(Tensor::zeros([from, to], device))
 }
 
-/// Inputs and targets.
+/// Returns inputs and targets.
 fn rows(seed: u64, width: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
     let mut next = numbers(seed);
     let mut rows = || {
@@ -151,7 +151,7 @@ fn rows(seed: u64, width: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
 
 const D: usize = 12;
 
-/// Ways of using parameters that differ from a layer's.
+/// Uses of parameters that differ from those in a layer.
 #[derive(Module, Debug)]
 struct Odd<const HOW: u8> {
     first: Param<Tensor<2>>,
@@ -163,11 +163,11 @@ struct Odd<const HOW: u8> {
 
 /// `x A A`, and `A` once more.
 const TWICE: u8 = 0;
-/// A head of Burn's own making that is tied by a transposed view.
+/// A head of Burn's operations, tied by a transposed view.
 const TIED: u8 = 1;
-/// A frozen layer with a low-rank adapter behind one that is trained.
+/// A frozen layer with a low-rank adapter, after a trained one.
 const LORA: u8 = 2;
-/// A norm that looks at the shape of its vector.
+/// A norm that reads the shape of its vector.
 const NORM: u8 = 3;
 
 impl<const HOW: u8> Net for Odd<HOW> {
@@ -199,7 +199,7 @@ impl<const HOW: u8> Net for Odd<HOW> {
     }
 }
 
-/// Trains at stage 3 on two ranks, and gives each parameter's uses in all.
+/// Trains at stage 3 on two ranks, and returns each parameter's total uses.
 fn used<N: Net>() -> Vec<(String, Uses)> {
     let uses = run_threads(2, &options(), |ranks| {
         let (_, zero) = train::<N>(ranks, &config(Stage::Parameters), &SgdConfig::new())?;
@@ -212,10 +212,10 @@ fn in_all(uses: &[(String, Uses)], path: &str) -> Uses {
     uses.iter().find(|(found, _)| found == path).unwrap().1
 }
 
-/// What is whole on every rank: reduced once a step, and never gathered.
+/// Uses of a replicated parameter: reduced once a step, and never gathered.
 const VECTOR: Uses = Uses { gathered_forward: 0, gathered_backward: 0, gathered_ahead: 0, reduced: STEPS };
 
-/// Uses of a path a step; the last pass besides is forward, and reads the weights out.
+/// Returns the uses of a path per step. There is one more forward gather, which reads the weights at the end.
 fn a_step(uses: &[(String, Uses)], path: &str) -> (usize, usize, usize) {
     let Uses { gathered_forward, gathered_backward, reduced, .. } = in_all(uses, path);
     let each = |count: usize| {
@@ -240,7 +240,7 @@ fn layers_gather_twice_and_reduce_once() {
 #[test]
 fn a_parameter_that_is_used_three_times_is_reduced_once() {
     stages_agree::<Odd<TWICE>>(1..=3, &SgdConfig::new());
-    // The last use alone has something behind it that needs its gradient.
+    // Only the last use has an operation behind it that needs its gradient.
     assert_eq!(a_step(&used::<Odd<TWICE>>(), "first"), (3, 1, 1));
 }
 
@@ -289,7 +289,7 @@ fn norms_of_burn_work_as_they_are() {
     }
 }
 
-/// What a body of two ranks fails with.
+/// Returns the error of a `body` that fails on two ranks.
 fn failure(body: impl Fn(&Ranks) -> Result<(), Error> + Sync) -> String {
     run_threads(2, &options(), body).unwrap_err().to_string()
 }
@@ -316,7 +316,7 @@ fn a_model_of_another_rank_is_found_before_it_hangs() {
 #[test]
 fn ranks_may_shard_clones_of_one_model() {
     let one = Mlp::<13, 3>::build(&device());
-    // Its leaves are those of all clones.
+    // Its leaves are shared by all clones.
     drop(one.loss(0, &device()).backward());
     let config = config(Stage::Parameters);
     let told = run_threads(2, &options(), |ranks| {
@@ -432,7 +432,7 @@ fn ranks_may_use_different_parameters() {
             let (net, zero) = shard(Odd::<TWICE>::build(&device), ranks, &config(stage))?;
             let rank = ranks.comm().rank();
             let (x, _) = rows(7, D, &device);
-            // Rank 0 uses the first alone, rank 1 the second, and nobody the others.
+            // Rank 0 uses only the first, rank 1 only the second, and no rank the others.
             let (_, grads) = zero.backward(|| {
                 let table = if rank == 0 { &net.first } else { &net.second };
                 x.matmul(table.val()).sum()
@@ -482,7 +482,7 @@ fn micro_batches_add_up_and_norms_are_clipped() {
     assert!((norm - expected).abs() < 1e-6 * expected, "{norm}, not {expected}");
 }
 
-/// What each rank receives in a step, once the order of gradients is known.
+/// Returns the bytes that each rank receives in a step, once the order of gradients is known.
 fn moved<N: Net>(device: &Device, world: usize, config: &ZeroConfig) -> Vec<WireBytes> {
     let moved = run_threads(world, &options(), |ranks| {
         let (mut net, zero) = shard(N::build(device), ranks, config)?;
@@ -500,7 +500,7 @@ fn moved<N: Net>(device: &Device, world: usize, config: &ZeroConfig) -> Vec<Wire
     moved.unwrap()
 }
 
-/// What of `bytes` a rank has not.
+/// Returns the part of `bytes` that a rank does not hold.
 fn part(bytes: usize, world: usize) -> u64 {
     (bytes * (world - 1) / world) as u64
 }
@@ -517,12 +517,12 @@ fn bytes_on_the_wire_are_those_of_the_paper() {
                     Stage::DataParallel => (0, 0, 3),
                     // Once, after the update.
                     Stage::OptimizerState | Stage::Gradients => (3, 3, 0),
-                    // Forward, and backward but for the first layer.
+                    // Forward, and backward except for the first layer.
                     Stage::Parameters => (5, 3, 0),
                 };
                 assert_eq!(moved.all_gather, gathers * part(weight), "stage {stage}, {world} ranks");
                 assert_eq!(moved.reduce_scatter, scatters * part(weight), "stage {stage}, {world} ranks");
-                // Biases, and a byte a parameter to say which have gradients.
+                // Biases, and one byte per parameter to tell which have gradients.
                 let vectors = 2 * part(3 * WIDTH * 4) + 2 * part(6);
                 let reduced = 2 * part(whole * weight) + vectors;
                 assert!(moved.all_reduce.abs_diff(reduced) <= 2, "stage {stage}: {} of {reduced}", moved.all_reduce);
@@ -543,16 +543,16 @@ fn a_gpt2_moves_the_bytes_of_the_paper() {
     for world in 2..=4 {
         for stage in Stage::ALL {
             let times_psi = match stage {
-                // Words are gathered at both ends, places forward alone, and vectors are whole.
+                // The token embedding is gathered at both ends, the position embedding only forward; vectors are replicated.
                 Stage::Parameters => 3 * psi + words - places - vectors,
                 _ => 2 * psi,
             };
-            // And a byte a parameter to say which have gradients.
+            // And one byte per parameter to tell which have gradients.
             let expected = part(4 * times_psi, world) + 2 * part(parameters.len(), world);
-            // Without it Burn's `Linear` keeps some wholes, as its input is no rows.
+            // Without checkpointing Burn's `Linear` keeps some full weights, as its input is not rows.
             for moved in moved::<Gpt<2>>(&device().gradient_checkpointing(), world, &config(stage)) {
                 let got = moved.total();
-                // Vectors, and those bytes, need not be multiples of the number of ranks.
+                // The sizes of vectors, and the number of those bytes, need not be multiples of the number of ranks.
                 assert!(got.abs_diff(expected) <= 32, "stage {stage}, {world} ranks: {got} of {expected}");
             }
         }

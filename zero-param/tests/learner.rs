@@ -1,4 +1,4 @@
-//! Burn's `Learner` with `ZeroStrategy`, beside Burn's own training on one device: `cargo test --features train --test learner`.
+//! Burn's `Learner` with `ZeroStrategy`, compared with Burn's own training on one device: `cargo test --features train --test learner`.
 
 mod common;
 
@@ -28,13 +28,13 @@ const WIDTH: usize = 8;
 const ITEMS: usize = 24;
 const EPOCHS: usize = 2;
 
-/// The bits of losses, by whether they are of training, and the first item of the batch.
+/// The bits of losses, keyed by whether they are of training and by the batch's first item.
 type Losses = BTreeMap<(bool, u64), Vec<f32>>;
 
-/// Where models of this process leave them: the one test here takes them run by run.
+/// Losses recorded by the models of this process. The only test here takes them after each run.
 static LOSSES: Mutex<Losses> = Mutex::new(Losses::new());
 
-/// The item at the head of the batch with which a model panics.
+/// First item of the batch at which a model panics.
 static CURSED: AtomicU64 = AtomicU64::new(u64::MAX);
 
 #[derive(Debug, Clone)]
@@ -103,7 +103,7 @@ fn loader(items: Vec<u64>, batch: usize) -> Arc<dyn DataLoader<Batch>> {
     DataLoaderBuilder::new(Rows).batch_size(batch).build(InMemDataset::new(items))
 }
 
-/// Batches of `batch` of what `ranks` ranks take, so that one device's batch is made of theirs.
+/// Returns batches of `batch` items of each of `ranks` ranks, so that one device's batch consists of theirs.
 fn interleaved(ranks: usize, batch: usize) -> Vec<u64> {
     let of_rank = ITEMS / ranks;
     let step = |first: usize| {
@@ -133,7 +133,7 @@ fn learn(
     let result = adjust(training).launch(Learner::new(Net::new(), optimizer, 1e-2));
     let losses: Losses = std::mem::take(&mut LOSSES.lock());
     if result.error.is_none() && result.interrupted.is_none() {
-        // What metrics were told: the losses of all ranks.
+        // The metrics have the losses of all ranks.
         let told = std::fs::read_to_string(dir.path().join("train/epoch-1/Loss.log")).unwrap();
         let told: Vec<f32> = told.lines().filter_map(|line| line.split(',').next()?.parse().ok()).collect();
         for (_, losses) in losses.iter().filter(|((is_training, _), _)| *is_training) {
@@ -164,7 +164,7 @@ fn close(a: f32, b: f32) -> bool {
     (a - b).abs() <= 1e-6 * b.abs().max(1.0)
 }
 
-/// One test: losses of all models of the process are in one place.
+/// A single test: losses of all models of the process are in one place.
 #[test]
 fn a_learner_trains_as_on_one_device() {
     const BATCH: usize = 4;
@@ -198,7 +198,7 @@ fn a_learner_trains_as_on_one_device() {
         assert_eq!(&losses, first.get_or_insert_with(|| losses.clone()), "the bits of stage {stage}");
     }
 
-    // LAMB goes through the module twice, and its ratios are of wholes.
+    // LAMB visits the module twice, and its ratios are of full parameters.
     let lamb = LambConfig::new().with_weight_decay(0.1);
     let (_, result) = learn(interleaved(2, BATCH), 2 * BATCH, lamb.init(), None, |training| training);
     let whole = weights(&result.model.train());
@@ -208,7 +208,7 @@ fn a_learner_trains_as_on_one_device() {
     let trained = weights(&result.model.train());
     assert!(trained.values().flatten().zip(whole.values().flatten()).all(|(&a, &b)| close(a, b)), "LAMB");
 
-    // Micro-batches, of which the last update has fewer; ranks whose parts differ in length.
+    // Micro-batches, with fewer in the last update; ranks whose parts differ in length.
     let odd: Vec<u64> = (0..20).collect();
     let accumulated = |training: SupervisedTraining<Net>| training.grads_accumulation(2);
     let (plain, _) = learn(odd.clone(), BATCH, adamw().init(), None, accumulated);
@@ -219,7 +219,7 @@ fn a_learner_trains_as_on_one_device() {
     assert!(result.error.is_none(), "{}", result.error.unwrap());
     assert_eq!(losses.keys().filter(|(is_training, _)| *is_training).count(), 5, "2 batches and 3");
 
-    // What ends a run early, on all ranks.
+    // Events that end a run early, on all ranks.
     let early = |training: SupervisedTraining<Net>| training.early_stopping(AfterTheFirst);
     let (losses, result) = learn(all.clone(), BATCH, adamw().init(), zero(2, Stage::Parameters), early);
     assert!(result.error.is_none() && losses.values().all(|losses| losses.len() == 1), "one epoch");
@@ -240,7 +240,7 @@ fn a_learner_trains_as_on_one_device() {
     }
     CURSED.store(u64::MAX, Ordering::Relaxed);
 
-    // What is refused, before a step is made.
+    // Settings that are refused before the first step.
     let named = |optimizer: &dyn Fn() -> Option<TrainingStrategy<Net>>, inner: ModuleOptimizer| {
         let (losses, result) = learn(all.clone(), BATCH, inner, optimizer(), |training| training);
         assert!(losses.is_empty(), "no step");

@@ -1,4 +1,4 @@
-//! What is whole, and how long: `cargo test --test memory`. One test, as it counts allocations of the process.
+//! Number of full parameters in memory over time: `cargo test --test memory`. A single test, as it counts allocations of the process.
 
 mod common;
 
@@ -33,27 +33,27 @@ fn count(bytes: usize, sign: isize) {
     }
 }
 
-// SAFETY: hands every call on to the system's allocator as it is.
+// SAFETY: forwards every call unchanged to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         count(layout.size(), 1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         count(layout.size(), -1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.dealloc(at, layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
         count(layout.size(), -1);
         count(bytes, 1);
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         unsafe { System.realloc(at, layout, bytes) }
     }
 }
@@ -61,28 +61,28 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Of both ranks together.
+/// Counts of both ranks together.
 #[derive(Debug, PartialEq)]
 struct Seen {
-    /// Wholes between steps.
+    /// Full weights between steps.
     resting: isize,
-    /// Wholes between forward and backward pass.
+    /// Full weights between forward and backward pass.
     between: isize,
     most_forward: isize,
     most_backward: isize,
     /// Bytes of model and optimizer state between steps.
     state: isize,
-    /// Bytes of gradients behind a backward pass.
+    /// Bytes of gradients after a backward pass.
     gradients: isize,
 }
 
-/// Matrix products keep workspace for each thread, which is no tensor.
+/// Matrix products keep workspace per thread, which is not a tensor.
 fn warm_up() {
     let device = device();
     Mlp::<WIDTH, 2>::build(&device).loss(0, &device).backward();
 }
 
-/// Three steps. `ordered` if the forward pass runs where `Zero::backward` sees it.
+/// Runs three steps. `ordered` if the forward pass runs within `Zero::backward`.
 fn steps<const DEPTH: usize>(
     ranks: &Ranks,
     stage: Stage,
@@ -138,13 +138,13 @@ fn seen<const DEPTH: usize>(stage: Stage, optimizer: &(impl OptimizerConfig + Sy
     run_threads(2, &options(), |ranks| steps::<DEPTH>(ranks, stage, optimizer, true)).unwrap().swap_remove(0).unwrap()
 }
 
-/// The paper's formula for `depth` weights on two ranks, with `states` arrays of the optimizer.
+/// Returns the paper's formula for `depth` weights on two ranks, with `states` arrays of the optimizer.
 fn formula(stage: Stage, depth: usize, states: u64) -> StateBytes {
     let precision = Precision { parameter: 4, gradient: 4, optimizer: 4 * states };
     model_state((depth * WIDTH * WIDTH) as u64, stage, 2, precision)
 }
 
-/// Most wholes of both ranks while a module of 16 layers is sharded whose parameters were not made yet.
+/// Returns the peak of full weights on both ranks while a module of 16 uninitialized layers is sharded.
 fn at_birth() -> isize {
     let most = run_threads(2, &options(), |ranks| {
         ranks.comm().barrier()?;
@@ -159,7 +159,7 @@ fn at_birth() -> isize {
     most.unwrap()[0]
 }
 
-/// Wholes of both ranks while each has the one weight of a module gathered.
+/// Returns the number of full weights on both ranks while each has gathered the one weight of a module.
 fn in_use_at_a_time() -> isize {
     let seen = run_threads(2, &options(), |ranks| {
         let (net, _zero) = shard(Mlp::<WIDTH, 1>::build(&device()), ranks, &config(Stage::Parameters))?;
@@ -175,7 +175,7 @@ fn in_use_at_a_time() -> isize {
     seen.unwrap()[0]
 }
 
-/// Bytes that are left of a module and its optimizer when both were dropped, and another has been updated since.
+/// Returns the bytes that remain of a module and its optimizer after both were dropped and another was updated.
 fn left_behind() -> isize {
     let left = run_threads(2, &options(), |ranks| {
         warm_up();
@@ -195,7 +195,7 @@ fn left_behind() -> isize {
         let mut updated = large.optimizer(&AdamWConfig::new())?;
         let (_, grads) = large.backward(|| net.loss(0, &device))?;
         drop((updated.step(1e-2, net, grads)?, updated, large));
-        // What is dropped before a fence is let go of behind it.
+        // Values dropped before a fence are released after it.
         step(other)?;
         ranks.comm().barrier()?;
         let left = BYTES.load(Relaxed) - before;
@@ -211,7 +211,7 @@ struct Tied {
     table: Param<Tensor<2>>,
 }
 
-/// Wholes that a backward pass over a tied table adds, on one rank that keeps the table.
+/// Returns the number of full tables that a backward pass over a tied table adds, on one rank that keeps the table.
 fn of_a_tied_table() -> isize {
     let seen = run_threads(1, &options(), |ranks| {
         let device = device();
@@ -234,7 +234,7 @@ fn of_a_tied_table() -> isize {
     seen.unwrap()[0]
 }
 
-/// Wholes of both ranks that are kept for the backward pass of four layers on sequences.
+/// Returns the number of full weights on both ranks that are kept for the backward pass of four layers on sequences.
 fn kept_of_sequences(device: Device, forward: fn(&Linear, Tensor<3>) -> Tensor<3>) -> isize {
     let kept = run_threads(2, &options(), |ranks| {
         let (net, zero) = shard(Mlp::<WIDTH, 4>::build(&device), ranks, &config(Stage::Parameters))?;
@@ -268,18 +268,18 @@ fn memory_is_as_the_stage_has_it() {
     println!("stage 3: {deep:#?}");
     let most = at_birth();
     println!("most wholes while 16 layers are born: {most}");
-    // Each rank: what it has made, what it has got from rank 0, and what makes random numbers on the way.
+    // Each rank: its own initialization, the values from rank 0, and temporaries of the random initialization.
     assert!(most <= 8, "{most} wholes at a time");
     for seen in &deep {
         assert_eq!((seen.resting, seen.between), (0, 0), "nothing is whole while nothing uses it");
-        // A whole on each of two ranks.
+        // One full weight on each of two ranks.
         assert!(seen.most_forward <= 2, "{seen:?}");
     }
-    // Of each rank: a whole that is used, its gradient, two buckets under way and one that is being laid out or received.
+    // Per rank: a full weight in use, its gradient, two buckets in flight, and one being packed or received.
     let most = deep.iter().map(|seen| seen.most_backward).max().unwrap();
     assert!(most <= 10, "a backward pass holds no more with depth: {deep:?}");
 
-    // What sees no order has all gradients wait: the count would show it.
+    // Without an order all gradients wait, and the count shows it.
     let unordered = run_threads(2, &options(), |ranks| steps::<16>(ranks, Stage::Parameters, &sgd, false)).unwrap();
     assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
 
@@ -300,9 +300,9 @@ fn memory_is_as_the_stage_has_it() {
     for stage in Stage::ALL {
         for (states, seen) in [(0, seen::<4>(stage, &sgd)), (2, seen::<4>(stage, &AdamWConfig::new()))] {
             let of_rank = formula(stage, 4, states);
-            // Stage 1 cuts gradients as well, at the end of a backward pass.
+            // Stage 1 shards gradients as well, at the end of a backward pass.
             let gradients = if stage == Stage::OptimizerState { of_rank.gradients / 2 } else { of_rank.gradients };
-            // Vectors with their state, graphs' leaves, names; of gradients less what a pass lets go of.
+            // Vectors with their state, leaves of graphs and names; for gradients minus memory that a pass frees.
             for (what, got, expected, bounds) in [
                 ("state", seen.state, of_rank.parameters + of_rank.optimizer, 0..200_000),
                 ("gradients", seen.gradients, gradients, -10_000..200_000),

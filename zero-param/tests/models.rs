@@ -1,4 +1,4 @@
-//! GPT-2 and BERT with the weights and rows of `tests/fixtures`, beside what PyTorch and the front for Burn 0.21 make of them.
+//! GPT-2 and BERT with the weights and rows of `tests/fixtures`, compared with PyTorch and with `zero-burn` on Burn 0.21.
 
 #[path = "../examples/bert/model.rs"]
 mod bert;
@@ -29,7 +29,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures").join(name)
 }
 
-/// Numbers in rows.
+/// Integers in rows.
 struct Rows {
     values: Vec<i32>,
     width: usize,
@@ -44,7 +44,7 @@ impl Rows {
         Self { values, width: rows.shape().get(1).copied().unwrap_or(1) }
     }
 
-    /// Those of a rank's step, the first of which is number `first`.
+    /// Returns the rows of a rank's step, beginning with row `first`.
     fn from(&self, first: usize, device: &Device) -> Tensor<2, Int> {
         let count = self.values.len() / self.width;
         let row = |row: usize| self.values[row % count * self.width..][..self.width].iter().copied();
@@ -53,7 +53,7 @@ impl Rows {
     }
 }
 
-/// Losses over all ranks, and norms, of steps of AdamW.
+/// Returns losses over all ranks, and norms, of steps of AdamW.
 fn train<M: Module>(
     stage: Stage,
     load: &(impl Fn(&Device) -> M + Sync),
@@ -83,7 +83,7 @@ fn train<M: Module>(
     told.unwrap().swap_remove(0)
 }
 
-/// How often a parameter was gathered a step, forward and backward, and reduced.
+/// Returns how often a parameter was gathered per step, forward and backward, and reduced.
 fn uses(zero: &Zero, path: &str) -> [usize; 3] {
     let uses = zero.uses(path).unwrap();
     [uses.gathered_forward, uses.gathered_backward, uses.reduced].map(|count| {
@@ -92,7 +92,7 @@ fn uses(zero: &Zero, path: &str) -> [usize; 3] {
     })
 }
 
-/// At every stage the same bits, whose losses and norms are those of each file.
+/// Checks that every stage has the same bits, and that losses and norms match those of each file.
 fn compare(references: &[(&str, PathBuf)], train: impl Fn(Stage) -> Vec<(f64, f64)>) {
     let mut first = None;
     for stage in Stage::ALL {
@@ -128,7 +128,7 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
         model.loss(ids.clone(), ids)
     };
     let at_the_end = |zero: &Zero| {
-        // The table's rows and the head's gradients are made in the forward pass, a layer's product in both.
+        // The rows of the table and the head's gradients are computed in the forward pass, a layer's product in both.
         assert_eq!(uses(zero, "wte"), [2, 0, 1]);
         assert_eq!(uses(zero, "h.0.mlp.c_fc.weight"), [1, 1, 1]);
     };
@@ -162,7 +162,7 @@ fn bert_trains_as_in_pytorch() {
         assert!((0.0..=1.0).contains(&part) && (part * of - (part * of).round()).abs() < 1e-5, "{part} of {of}");
     }
     let at_the_end = |zero: &Zero| {
-        // A head with a bias of its own makes no gradients in the forward pass.
+        // A head with its own bias computes no gradients in the forward pass.
         assert_eq!(uses(zero, "embeddings.word_embeddings"), [2, 1, 1]);
         assert_eq!(uses(zero, "embeddings.token_type_embeddings"), [1, 0, 1]);
         assert_eq!(uses(zero, "layers.0.query.weight"), [1, 1, 1]);

@@ -1,5 +1,5 @@
-//! Ranks that are processes, over sockets: `cargo test --test processes`; with `--features mpi` also those of mpirun. The binary starts
-//! itself once a rank.
+//! Ranks that are processes, over sockets: `cargo test --test processes`; with `--features mpi` also ranks of mpirun. The binary starts
+//! itself once per rank.
 
 mod common;
 
@@ -9,10 +9,10 @@ use common::{Gpt, STEPS, config, train, train_threads};
 use zero_core::Stage;
 use zero_param::{Uses, Zero};
 
-/// With dropout, whose masks are a rank's wherever it runs.
+/// A net with dropout, whose masks depend on the rank, not on its process.
 type Net = Gpt<2, 10>;
 
-/// Not a test by itself: what a rank does.
+/// The body of a rank, not a test by itself.
 #[test]
 fn rank() {
     be_a_rank(|ranks, stage| {
@@ -24,11 +24,11 @@ fn rank() {
     });
 }
 
-/// From the second pass on, all gathers but a pass's first.
+/// From the second pass on, all gathers but a pass's first are prefetched.
 fn assert_all_are_gathered_ahead(zero: &Zero) {
     let uses: Vec<Uses> = zero.paths().map(|path| zero.uses(path).unwrap()).collect();
     let sum = |count: fn(&Uses) -> usize| uses.iter().map(count).sum::<usize>();
-    // In the end weights are read out.
+    // At the end weights are read out.
     let read_out = sum(|uses| uses.gathered_forward.min(1));
     let in_a_pass = (sum(|uses| uses.gathered_forward + uses.gathered_backward) - read_out) / STEPS;
     assert!(in_a_pass > 10, "{uses:?}");

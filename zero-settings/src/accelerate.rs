@@ -1,15 +1,15 @@
-//! An Accelerate YAML, turned into the DeepSpeed configuration that Accelerate would make of it.
+//! Converts an Accelerate YAML to the DeepSpeed configuration that Accelerate would generate from it.
 
 use super::error::{Findings, ProblemKind};
 use super::keys::ACCELERATE;
 use super::node::Node;
 use super::walk::{is_none, walk};
 
-/// What an Accelerate file says.
+/// Contents of an Accelerate file.
 pub(super) struct Accelerate {
-    /// DeepSpeed's keys; replaced by `deepspeed_file`'s when there is one.
+    /// DeepSpeed keys; replaced by those of `deepspeed_file` if there is one.
     pub(super) tree: Node,
-    /// DeepSpeed path, file, and the path there.
+    /// DeepSpeed path, file, and path within that file.
     pub(super) names: Vec<(String, String, String)>,
     /// `num_processes`.
     pub(super) processes: Option<usize>,
@@ -17,7 +17,7 @@ pub(super) struct Accelerate {
     pub(super) deepspeed_file: Option<String>,
 }
 
-/// Accelerate's key inside `deepspeed_config`, and DeepSpeed's. With a `deepspeed_config_file` Accelerate refuses them.
+/// Keys in Accelerate's `deepspeed_config`, and DeepSpeed's. Accelerate rejects them if `deepspeed_config_file` is set.
 const PLUGIN: &[(&str, &str)] = &[
     ("zero_stage", "zero_optimization.stage"),
     ("gradient_accumulation_steps", "gradient_accumulation_steps"),
@@ -29,18 +29,18 @@ const PLUGIN: &[(&str, &str)] = &[
     ("zero3_save_16bit_model", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
 ];
 
-/// DeepSpeed's sections of what is offloaded.
+/// DeepSpeed's offload sections.
 const SECTIONS: [&str; 2] = ["offload_optimizer", "offload_param"];
 
-/// Any of these keys makes a file an Accelerate file.
+/// Keys of an Accelerate file; any of them identifies it.
 const MARKS: &str = "distributed_type compute_environment deepspeed_config num_processes num_machines mixed_precision";
 
 const SUPPORTED: &str = "DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type";
 const DATA_PARALLEL: &str = "MULTI_CPU MULTI_GPU MULTI_NPU MULTI_MLU MULTI_SDAA MULTI_MUSA MULTI_XPU MULTI_HPU \
     MULTI_NEURON";
 
-/// FSDP's strategies, by the numbers that Accelerate has for them from 1 on: the stage that shards the same, and whether that is within
-/// machines.
+/// FSDP's strategies, in the order of Accelerate's numbers (from 1), each with the equivalent ZeRO stage and a flag for
+/// sharding within machines.
 const STRATEGIES: [(&str, usize, bool); 5] = [
     ("FULL_SHARD", 3, false),
     ("SHARD_GRAD_OP", 2, false),
@@ -55,7 +55,7 @@ pub(super) fn is_accelerate(node: &Node) -> bool {
 
 /// Checks the file's own keys and turns them into DeepSpeed's.
 pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accelerate {
-    // Stage 3: what depends on the stage is checked on DeepSpeed's keys.
+    // Stage 3: stage-dependent checks run on DeepSpeed's keys.
     let yaml = walk(node, ACCELERATE, 3, findings);
     let at = |path: &str| yaml.at(path).filter(|value| **value != Node::Null);
     let processes = at("num_processes").and_then(Node::as_usize);
@@ -147,13 +147,13 @@ fn other_plugin(section: Option<&Node>, name: &str, kind: &str, findings: &mut F
 
 const OFFLOAD: &str = "fsdp_config.fsdp_offload_params";
 
-/// The key that the strategy stands under.
+/// Returns the key that holds the sharding strategy.
 fn strategy<'n>(at: &impl Fn(&str) -> Option<&'n Node>) -> &'static str {
     const STRATEGY: &str = "fsdp_config.fsdp_sharding_strategy";
     if at(STRATEGY).is_some() { STRATEGY } else { "fsdp_config.fsdp_reshard_after_forward" }
 }
 
-/// What shards as PyTorch's FSDP would.
+/// Sets keys that shard as PyTorch's FSDP would.
 fn fsdp<'n>(
     at: &impl Fn(&str) -> Option<&'n Node>,
     processes: Option<usize>,
@@ -197,7 +197,7 @@ fn fsdp<'n>(
     }
     let is_on = |key: &str| at(key) == Some(&Node::Bool(true));
     if is_on(OFFLOAD) {
-        // FSDP's offload takes gradients and the optimizer along.
+        // FSDP's offload includes gradients and the optimizer.
         let sections = SECTIONS.into_iter().take(if stage == 3 { 2 } else { 1 });
         sections.for_each(|section| tree.set(&format!("zero_optimization.{section}.device"), "cpu".into()));
     }
@@ -206,7 +206,7 @@ fn fsdp<'n>(
     }
 }
 
-/// Whether the type is DeepSpeed rather than FSDP or plain data parallelism; reports any other.
+/// Returns `true` for DeepSpeed and `false` for FSDP or plain data parallelism; reports any other type.
 fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) -> bool {
     let refuse = |reason: &str, findings: &mut Findings| {
         findings.problem("distributed_type", ProblemKind::refused(kind, reason));
@@ -229,7 +229,7 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
     false
 }
 
-/// The section that `mixed_precision` enables.
+/// Returns the section that `mixed_precision` enables.
 fn precision(value: Option<&Node>, findings: &mut Findings) -> Option<&'static str> {
     let word = value.and_then(Node::as_text).unwrap_or_default().to_ascii_lowercase();
     if word == "fp8" {

@@ -1,22 +1,22 @@
-//! What the program knows and the file does not: the number of ranks, and what stands for `"auto"`.
+//! Values that the program supplies because the file does not: the number of ranks and the values for `"auto"`.
 
 use super::node::Node;
 
-/// The program's side of a configuration.
+/// The program's input to a configuration.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Context {
-    /// Number of ranks. Without it the file's `num_processes` counts, and without that what its three batch sizes come to, if
-    /// it has all of them, or 1.
+    /// Number of ranks. If `None`, the file's `num_processes` is used; without that, the number implied by its three
+    /// batch sizes if all are given; otherwise 1.
     pub world: Option<usize>,
-    /// Number of ranks that the file's batch sizes and `num_processes` are for, if a restart has another number: the rows of a step
-    /// stay the same where `world` divides them ([`Batch::on`](super::Batch::on)).
+    /// Number of ranks that the file's batch sizes and `num_processes` are meant for, if a restart uses another number.
+    /// The rows per step stay the same if `world` divides them ([`Batch::on`](super::Batch::on)).
     pub batch_world: Option<usize>,
     /// Values for `"auto"`.
     pub auto: Auto,
 }
 
-/// Values for `"auto"`, as Accelerate and the Hugging Face trainer fill them. One that is asked for and not here is an
-/// error that names it; one that is not asked for is not used.
+/// Values for `"auto"`, filled as Accelerate and the Hugging Face trainer do. If the file needs a value that is
+/// missing, the error names it. Values that the file does not need are ignored.
 // A field for each key that may be `"auto"`.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Auto {
@@ -27,7 +27,7 @@ pub struct Auto {
     pub micro_batch: Option<usize>,
     /// Micro-batches per step.
     pub accumulation: Option<usize>,
-    /// Learning rate of the optimizer, and the highest of a warm-up.
+    /// Learning rate of the optimizer and peak of a warm-up.
     pub learning_rate: Option<f64>,
     /// The optimizer's weight decay.
     pub weight_decay: Option<f64>,
@@ -37,26 +37,26 @@ pub struct Auto {
     pub beta_2: Option<f64>,
     /// The optimizer's epsilon.
     pub epsilon: Option<f64>,
-    /// Optimizer steps of the whole training.
+    /// Optimizer steps of the full training run.
     pub total_steps: Option<usize>,
     /// Optimizer steps of the warm-up.
     pub warmup_steps: Option<usize>,
-    /// Highest norm of the gradient; 1 when not given, as in Accelerate.
+    /// Maximum gradient norm; 1 if not given, as in Accelerate.
     pub gradient_clipping: Option<f64>,
-    /// Whether `fp16.enabled` or `bf16.enabled` is meant.
+    /// The precision to enable: `fp16.enabled` or `bf16.enabled`.
     pub mixed_precision: Option<MixedPrecision>,
-    /// Whether whole 16-bit weights are saved at stage 3; no when not given, as in Accelerate.
+    /// If true, the full 16-bit weights are saved at stage 3; `None` means no, as in Accelerate.
     pub save_16bit_model: Option<bool>,
 }
 
-/// An `"auto"` of a file, and what stands for it.
+/// An `"auto"` in a file and the value that replaces it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Filled {
     /// The dotted path of the key.
     pub path: String,
-    /// What fills it: options of `zero train`.
+    /// Source of the value: options of `zero train`.
     pub by: &'static str,
-    /// The value; `None` for one that the program has yet to supply.
+    /// The value; `None` if the program has yet to supply it.
     pub value: Option<Node>,
 }
 
@@ -71,25 +71,25 @@ pub enum MixedPrecision {
     Bf16,
 }
 
-/// A table of what stands for `"auto"`: what fills the key, as options of `zero train`; what the program has to supply where
-/// there is no value; the value.
+/// Defines the sources of `"auto"` values: the options of `zero train` that fill the key, what the program has to
+/// supply if there is no value, and the value itself.
 macro_rules! fills {
     ($($name:ident: $by:expr, $supply:expr, |$auto:ident| $value:expr;)+) => {
-        /// What stands for `"auto"` at a key.
+        /// The source of the value for an `"auto"` key.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         pub(super) enum Fill {
             $($name),+
         }
 
         impl Fill {
-            /// What fills the key.
+            /// Returns the name of the source.
             pub(super) fn by(self) -> &'static str {
                 match self {
                     $(Fill::$name => $by),+
                 }
             }
 
-            /// The value, or what the program would have to supply.
+            /// Returns the value, or what the program has to supply.
             pub(super) fn value(self, auto: &Auto) -> Result<Node, &'static str> {
                 let value: Option<Node> = match self {
                     $(Fill::$name => { let $auto = auto; $value }),+

@@ -4,7 +4,7 @@ pub(super) const GLOBAL: &str = "train_batch_size";
 pub(super) const MICRO: &str = "train_micro_batch_size_per_gpu";
 const ACCUMULATION: &str = "gradient_accumulation_steps";
 
-/// How the rows of one optimizer step are split; `global == micro * accumulation * world`.
+/// The split of one optimizer step's rows; `global == micro * accumulation * world`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Batch {
     /// Rows of one optimizer step, over all ranks (`train_batch_size`).
@@ -27,12 +27,12 @@ pub enum BatchError {
     Indivisible {
         /// Rows asked for in one step.
         global: usize,
-        /// What it is split by, in words and numbers.
+        /// The divisor, in words and numbers.
         by: String,
-        /// What it is split by.
+        /// The divisor.
         divisor: usize,
     },
-    /// All three are given and their product is another.
+    /// All three are given, with another product.
     #[error(
         "{MICRO} {micro} × {ACCUMULATION} {accumulation} × {world} ranks = {product}, but {GLOBAL} is {global}; \
         set {GLOBAL} to {product} or remove one of the three"
@@ -46,10 +46,10 @@ pub enum BatchError {
         accumulation: usize,
         /// Number of ranks.
         world: usize,
-        /// What the others make.
+        /// Product of the other three.
         product: usize,
     },
-    /// A product that does not fit a machine word.
+    /// A product that overflows `usize`.
     #[error(
         "{micro} rows × {accumulation} micro-batches × {world} ranks is more than can be counted; use smaller numbers"
     )]
@@ -73,11 +73,11 @@ fn nearest(global: usize, divisor: usize) -> String {
 }
 
 impl Batch {
-    /// Derives what is missing by DeepSpeed's rules: one missing is computed; of two missing, accumulation is 1.
+    /// Derives missing sizes by DeepSpeed's rules: one missing size is computed; if two are missing, accumulation is 1.
     ///
     /// # Errors
     ///
-    /// [`BatchError`]. All numbers must be at least 1, or the error is [`BatchError::Unknown`].
+    /// [`BatchError`]. Returns [`BatchError::Unknown`] if any number is 0.
     pub fn solve(
         global: Option<usize>,
         micro: Option<usize>,
@@ -95,7 +95,7 @@ impl Batch {
             };
             match divisor {
                 Some(divisor) if global.is_multiple_of(divisor) => Ok(global / divisor),
-                // One too large to count is larger than any batch.
+                // A divisor that overflows is larger than any batch.
                 divisor => Err(BatchError::Indivisible { global, by, divisor: divisor.unwrap_or(usize::MAX) }),
             }
         };
@@ -119,8 +119,8 @@ impl Batch {
         }
     }
 
-    /// Splits the same rows over another number of ranks: with the largest micro-batch that is not larger and leaves nothing over.
-    /// Where `world` does not divide the rows, micro-batches keep their size and the step gets the fewest more rows.
+    /// Splits the same rows over another number of ranks. Picks the largest micro-batch, up to the current one, that
+    /// divides the rows evenly. If `world` does not divide the rows, keeps the micro-batch size and rounds the rows up.
     pub fn on(self, world: usize) -> Self {
         let Self { global, micro, .. } = self;
         let micro = (1..=micro).rev().find(|micro| global.is_multiple_of(micro * world)).unwrap_or(micro);

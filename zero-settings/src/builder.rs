@@ -1,4 +1,4 @@
-//! A plan in code: the same keys, checks and arithmetic as a file's.
+//! Builds a plan in code, with the same keys, checks and arithmetic as a file.
 
 use zero_core::Stage;
 use zero_core::config::Float;
@@ -14,7 +14,7 @@ use crate::schedule::Schedule;
 const REDUCE_BUCKET: &str = "zero_optimization.reduce_bucket_size";
 const REUSE_DISTANCE: &str = "zero_optimization.stage3_max_reuse_distance";
 
-/// Makes a [`ZeroPlan`]. What is not set is as in a DeepSpeed file, but for these: one row per rank and micro-batch,
+/// Builds a [`ZeroPlan`]. Unset values default as in a DeepSpeed file, except: one row per rank and micro-batch,
 /// gradient buckets of 8,388,608 elements, a reuse distance of 0, no clipping.
 #[derive(Debug, Clone)]
 #[must_use]
@@ -50,77 +50,77 @@ impl ZeroPlan {
 
 impl ZeroPlanBuilder {
     setters! {
-        /// Rows of one optimizer step, over all ranks.
+        /// Sets the rows of one optimizer step, over all ranks.
         global_batch: usize => "train_batch_size";
-        /// Rows per rank and micro-batch.
+        /// Sets the rows per rank and micro-batch.
         micro_batch: usize => "train_micro_batch_size_per_gpu";
-        /// Micro-batches per optimizer step.
+        /// Sets the micro-batches per optimizer step.
         accumulation: usize => "gradient_accumulation_steps";
-        /// Elements of one gradient bucket.
+        /// Sets the elements of one gradient bucket.
         reduce_bucket_size: usize => REDUCE_BUCKET;
-        /// Among how many neighbouring ranks model state is sharded; each such group holds all of it.
+        /// Sets the number of neighbouring ranks that shard model state among them; each such group holds a full copy.
         shard_size: usize => "zero_optimization.mics_shard_size";
-        /// Among how many neighbouring ranks a second cut of the parameters is kept, which serves their gathers. Stage 3.
+        /// Sets the number of neighbouring ranks that hold secondary shards, which serve their all-gathers. Stage 3.
         secondary_shard_size: usize => "zero_optimization.zero_hpz_partition_size";
-        /// Whether gradients are quantised on their way across groups of ranks, or within the one there is.
+        /// Sets whether to quantise gradients sent between groups of ranks, or within the group if there is only one.
         quantized_gradients: bool => "zero_optimization.zero_quantized_gradients";
-        /// To what: `int8`, the default, `int4` or `nf4`.
+        /// Sets the format of quantised gradients: `int8` (default), `int4` or `nf4`.
         quantized_gradients_format: &str => "zero_optimization.zero_quantized_gradients_format";
-        /// Whether weights are quantised when they are gathered. Stage 3.
+        /// Sets whether to quantise weights in all-gathers. Stage 3.
         quantized_weights: bool => "zero_optimization.zero_quantized_weights";
-        /// Whether frozen weights are, whatever is done with the others. Stage 3.
+        /// Sets whether to quantise frozen weights, independently of trained ones. Stage 3.
         quantized_nontrainable_weights: bool => "zero_optimization.zero_quantized_nontrainable_weights";
-        /// To what: `int8`, the default, `int4` or `nf4`. Stage 3.
+        /// Sets the format of quantised weights: `int8` (default), `int4` or `nf4`. Stage 3.
         quantized_weights_format: &str => "zero_optimization.zero_quantized_weights_format";
-        /// Elements gathered ahead of their use. Stage 3.
+        /// Sets the number of elements to prefetch. Stage 3.
         prefetch_bucket_size: usize => "zero_optimization.stage3_prefetch_bucket_size";
-        /// Elements of gathered parameters that may be kept. Stage 3.
+        /// Sets the limit on elements of gathered parameters kept. Stage 3.
         max_live_parameters: usize => "zero_optimization.stage3_max_live_parameters";
-        /// Elements used in between up to which a gathered parameter is kept. Stage 3.
+        /// Keeps a gathered parameter if at most this many elements are used in between. Stage 3.
         max_reuse_distance: usize => REUSE_DISTANCE;
-        /// Elements up to which a parameter stays gathered. Stage 3.
+        /// Keeps parameters of at most this many elements gathered. Stage 3.
         param_persistence_threshold: usize => "zero_optimization.stage3_param_persistence_threshold";
-        /// Updates from one comparison of the ranks' replicas to the next; 0 compares none.
+        /// Sets the number of updates between comparisons of the ranks' replicas; 0 disables them.
         check_replicas: usize => "zero_optimization.check_replicas";
-        /// How many of the model's first blocks drop their activations and compute them again.
+        /// Sets the number of leading blocks that drop their activations and recompute them.
         checkpointed_blocks: usize => "activation_checkpointing.blocks";
-        /// Whether gradients are reduced while the backward pass goes on.
+        /// Sets whether to overlap gradient reduction with the backward pass.
         overlap_comm: bool => "zero_optimization.overlap_comm";
-        /// Whether gradients are reduced with each micro-batch, or once per optimizer step.
+        /// Sets whether to reduce gradients with each micro-batch, or once per optimizer step.
         sync_each_batch: bool => "gradient_accumulation_kwargs.sync_each_batch";
-        /// Whether gradients that are not finite are an error.
+        /// Sets whether non-finite gradients are an error.
         error_if_nonfinite: bool => "watchdog.error_if_nonfinite";
-        /// Whether whole 16-bit weights are saved at the end of training. Stage 3.
+        /// Sets whether to save the full 16-bit weights at the end of training. Stage 3.
         save_16bit_model: bool => "zero_optimization.stage3_gather_16bit_weights_on_model_save";
-        /// Highest norm of the whole gradient; 0 does not clip.
+        /// Sets the maximum global gradient norm; 0 disables clipping.
         gradient_clipping: f64 => "gradient_clipping";
-        /// Whether gradients are divided before they are summed.
+        /// Sets whether to divide gradients before the sum instead of after it.
         prescale_gradients: bool => "prescale_gradients";
-        /// What they are divided by before the sum.
+        /// Sets the divisor applied to gradients before the sum.
         gradient_predivide_factor: f64 => "gradient_predivide_factor";
-        /// The type gradients are reduced in.
+        /// Sets the type in which gradients are reduced.
         communication_data_type: Float => "communication_data_type";
-        /// The type gradients of micro-batches are added up in.
+        /// Sets the type in which gradients accumulate over micro-batches.
         grad_accum_dtype: Float => "data_types.grad_accum_dtype";
-        /// Whether the optimizer keeps its moments in bf16. Of [`precision`](Self::precision) and this, this comes second.
+        /// Sets whether to keep the optimizer's moments in bf16. Call it after [`precision`](Self::precision).
         bf16_optimizer_states: bool => "bf16.bf16_optimizer_states";
-        /// The optimizer.
+        /// Sets the optimizer.
         optimizer: OptimizerPlan => "optimizer";
-        /// The learning-rate schedule.
+        /// Sets the learning-rate schedule.
         schedule: Schedule => "scheduler";
-        /// TensorBoard event files.
+        /// Writes TensorBoard event files.
         tensorboard: &LogFiles => "tensorboard";
-        /// CSV files.
+        /// Writes CSV files.
         csv_monitor: &LogFiles => "csv_monitor";
-        /// Steps between progress lines.
+        /// Sets the steps between progress lines.
         steps_per_print: usize => "steps_per_print";
-        /// Whether the time of each phase of a step is printed.
+        /// Sets whether to print the time of each phase of a step.
         wall_clock_breakdown: bool => "wall_clock_breakdown";
-        /// Whether memory is printed after each phase.
+        /// Sets whether to print memory use after each phase.
         memory_breakdown: bool => "memory_breakdown";
     }
 
-    /// The type of parameters and activations.
+    /// Sets the type of parameters and activations.
     pub fn precision(self, precision: Precision) -> Self {
         let fp32 = self.set("fp16", Node::Null).set("bf16", Node::Null);
         match precision {
@@ -137,7 +137,7 @@ impl ZeroPlanBuilder {
         }
     }
 
-    /// Where optimizer state is kept.
+    /// Offloads optimizer state.
     pub fn offload_optimizer(self, value: &Offload) -> Self {
         let own = [
             ("ratio", value.ratio.into()),
@@ -147,24 +147,24 @@ impl ZeroPlanBuilder {
         self.offload("zero_optimization.offload_optimizer", value, own)
     }
 
-    /// Where parameters are kept. Stage 3.
+    /// Offloads parameters. Stage 3.
     pub fn offload_param(self, value: &Offload) -> Self {
         let own = [("buffer_size", value.buffer_size.into()), ("max_in_cpu", value.max_in_cpu.into())];
         self.offload("zero_optimization.offload_param", value, own)
     }
 
-    /// The plan for `world` ranks.
+    /// Builds the plan for `world` ranks.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::Invalid`] with every problem found; keys have the names they have in a DeepSpeed file.
+    /// Returns [`ConfigError::Invalid`] with every problem found; keys have their names in a DeepSpeed file.
     pub fn build(mut self, world: usize) -> Result<ZeroPlan, ConfigError> {
         if self.tree.get("train_batch_size").is_none() && self.tree.get("train_micro_batch_size_per_gpu").is_none() {
             self = self.micro_batch(1);
         }
         let config = Config::from_tree("plan", &self.tree)?;
         let mut plan = config.resolve(&Context { world: Some(world), ..Context::default() })?;
-        // zero-burn's defaults: DeepSpeed's buckets are made for GPUs with tens of GB.
+        // zero-burn's defaults: DeepSpeed's bucket sizes suit GPUs with tens of GB.
         if self.tree.at(REDUCE_BUCKET).is_none() {
             plan.zero.reduce_bucket_size = 1 << 23;
         }

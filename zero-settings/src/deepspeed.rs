@@ -1,4 +1,4 @@
-//! The checks of a DeepSpeed configuration that no single key can make.
+//! Checks of a DeepSpeed configuration that involve more than one key.
 
 use zero_core::Stage;
 
@@ -7,7 +7,7 @@ use super::keys::DEEPSPEED;
 use super::node::Node;
 use super::walk::{is_none, walk};
 
-/// Checks `node` against the table and its keys against one another; returns it with proper names, and the stage.
+/// Checks `node` against the key table and its keys against each other; returns it with canonical names, and the stage.
 pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
     let mut node = node.clone();
     old_form(&mut node, findings);
@@ -17,7 +17,7 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
         findings.problem("zero_optimization.stage", ProblemKind::Unfilled(supply));
     }
     let number = stage.and_then(Node::as_usize).and_then(|number| u8::try_from(number).ok());
-    // One that does not exist is reported by the walk.
+    // The walk reports a stage that does not exist.
     let stage = number.and_then(|number| Stage::try_from(number).ok()).unwrap_or_default();
     let tree = walk(&node, DEEPSPEED, stage.number(), findings);
     if matches!(tree, Node::Map(_)) {
@@ -31,7 +31,7 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
     (tree, stage)
 }
 
-/// DeepSpeed's first form: `zero_optimization: true` is stage 1.
+/// Converts DeepSpeed's oldest form: `zero_optimization: true` means stage 1.
 fn old_form(node: &mut Node, findings: &mut Findings) {
     if let Some(Node::Bool(on)) = node.get("zero_optimization") {
         let stage = usize::from(*on);

@@ -6,36 +6,36 @@ use crate::schedule::Schedule;
 /// Settings of an engine's steps.
 #[derive(Debug, Clone)]
 pub struct EngineConfig {
-    /// Micro-batches per update. Their losses are averaged.
+    /// Micro-batches per update. Losses are averaged over them.
     pub accumulation: usize,
-    /// True if gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3; otherwise they are
-    /// summed on the rank, whole and in fp32, and reduced once, at the last. `None` is true at stages 2 and 3, for
-    /// memory, and false at 0 and 1, for fewer bytes on the wire: sums in another order, which differ in their last bits.
-    /// With either value all stages give the same bits. Accelerate's `sync_each_batch`.
+    /// If true, gradients are reduced with each micro-batch, into this rank's shard at stages 2 and 3. If false, each
+    /// rank accumulates full gradients in fp32 and reduces them once, with the last micro-batch. `None` is true at
+    /// stages 2 and 3, to save memory, and false at 0 and 1, to send fewer bytes. The order of the sums differs, and so
+    /// do their last bits. For either value, all stages give the same bits. Accelerate's `sync_each_batch`.
     pub sync_each_batch: Option<bool>,
-    /// Gradients are scaled down so that their L2 norm over all parameters and ranks is at most this.
+    /// Maximum L2 norm of the gradients over all parameters and ranks; larger gradients are scaled down.
     pub clipping: Option<f64>,
-    /// Gradients are added over the ranks; otherwise they are averaged. DeepSpeed's `gradient_allreduce_op`.
+    /// If true, gradients are summed over the ranks, not averaged. DeepSpeed's `gradient_allreduce_op`.
     pub sums_gradients: bool,
-    /// The number of ranks that the program was planned for: another number of them is an error. `None` for any.
+    /// Number of ranks that the program is planned for; any other number is an error. `None` accepts any.
     pub world: Option<usize>,
     /// Learning rate by update.
     pub schedule: Schedule,
     /// The scale of the loss, for fp16.
     pub loss_scale: Option<LossScaler>,
-    /// An update whose gradients hold an infinity or a NaN on any rank is skipped on all (`Step::Skipped` of `zero-train`). Always so with a loss
-    /// scale. Default true; where it is false, such an update is made, and rank 0 warns once.
+    /// If true, all ranks skip an update if any rank's gradients hold an infinity or a NaN (`Step::Skipped` of `zero-train`). A
+    /// loss scale always skips it. Default true; if false, the update is applied and rank 0 warns once.
     pub skip_overflow: bool,
-    /// An update whose gradients hold an infinity or a NaN is an error (`EngineError::NotFinite`) on all ranks, and is neither
-    /// made nor skipped. PyTorch's `error_if_nonfinite`.
+    /// If true, gradients that hold an infinity or a NaN are an error (`EngineError::NotFinite`) on all ranks; the
+    /// update is neither applied nor skipped. PyTorch's `error_if_nonfinite`.
     pub error_if_nonfinite: bool,
-    /// Checkpoints hold what is trained, and not the parameters that are frozen, which the program has from elsewhere: an
-    /// adapter alone. DeepSpeed's `exclude_frozen_parameters`.
+    /// If true, checkpoints hold only the trained parameters, e.g. an adapter. The program gets the frozen ones from
+    /// elsewhere. DeepSpeed's `exclude_frozen_parameters`.
     pub exclude_frozen_parameters: bool,
 }
 
 impl Default for EngineConfig {
-    /// One micro-batch, no clipping, learning rate 1e-3, no loss scale; updates that are not finite are skipped.
+    /// Returns one micro-batch, no clipping, learning rate 1e-3, no loss scale; non-finite updates are skipped.
     fn default() -> Self {
         Self {
             accumulation: 1,

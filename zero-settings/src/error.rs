@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration, and what is worth a warning.
+//! Errors and warnings of a configuration.
 
 use std::path::PathBuf;
 
@@ -7,7 +7,7 @@ use super::batch::BatchError;
 pub use super::node::Format;
 use super::node::Node;
 
-/// Why there is no plan.
+/// An error in a configuration.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// A file that cannot be read.
@@ -15,20 +15,20 @@ pub enum ConfigError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// A file that is not of its format.
+    /// A file with a syntax error.
     #[error("{file}: not valid {format}: {message}")]
     Syntax {
         /// The file.
         file: String,
         /// The format it was read as.
         format: Format,
-        /// The parser's message, which says where.
+        /// The parser's message, including the position.
         message: String,
     },
-    /// Everything found wrong, one line each.
+    /// All problems found, one line each.
     #[error("{}", problems.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n"))]
     Invalid {
         /// At least one.
@@ -37,7 +37,7 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// The problems found in the settings; empty for a file that could not be read or parsed.
+    /// Returns the problems found in the settings; empty if the file could not be read or parsed.
     pub fn problems(&self) -> &[Problem] {
         match self {
             ConfigError::Invalid { problems } => problems,
@@ -46,7 +46,7 @@ impl ConfigError {
     }
 }
 
-/// One thing wrong at one place.
+/// A problem at one place.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error("{file}: {path}{}{kind}", if path.is_empty() { "" } else { ": " })]
 pub struct Problem {
@@ -54,11 +54,11 @@ pub struct Problem {
     pub file: String,
     /// The dotted path of the key; empty for the file as a whole.
     pub path: String,
-    /// What is wrong there.
+    /// The kind of problem.
     pub kind: ProblemKind,
 }
 
-/// What is wrong with a key.
+/// The kind of a problem.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ProblemKind {
     /// A key that neither DeepSpeed nor Accelerate has.
@@ -72,26 +72,26 @@ pub enum ProblemKind {
     /// A value of the wrong type or outside its range.
     #[error("expected {expected}, got {got}")]
     Value {
-        /// What may stand there.
+        /// Accepted values.
         expected: String,
-        /// What stands there.
+        /// The value found.
         got: String,
     },
-    /// A feature that does not exist here and that training without would be another training.
+    /// A feature that is not supported and that changes the training result if left out.
     #[error("{got} is not supported: {reason}")]
     Refused {
-        /// What stands there.
+        /// The value found.
         got: String,
-        /// What it would do, and what to do instead.
+        /// Effect of the setting, and an alternative.
         reason: String,
     },
     /// A key that must be given, and what to give.
     #[error("missing: {0}")]
     Missing(String),
-    /// An `"auto"` that nothing was supplied for, and what the program would have to supply.
+    /// An `"auto"` without a value, and what the program has to supply.
     #[error("\"auto\" cannot be filled: {0}")]
     Unfilled(String),
-    /// Settings that exclude each other: which, and what to change.
+    /// Mutually exclusive settings, and what to change.
     #[error("{0}")]
     Conflict(String),
     /// The file and the program disagree on the number of ranks.
@@ -125,26 +125,26 @@ fn hint(suggestion: Option<&str>, known: &[&str]) -> String {
     }
 }
 
-/// Something accepted that does not do what it says.
+/// A setting that is accepted without its documented effect.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{path}: {message}")]
 pub struct Warning {
     /// The dotted path of the key.
     pub path: String,
-    /// What happens instead, and why.
+    /// The actual effect, and the reason.
     pub message: String,
 }
 
-/// More than anyone reads; a file with so many is not a configuration.
+/// Limit on reported problems; a file with so many is not a configuration.
 const MAX_PROBLEMS: usize = 100;
 
-/// Collects problems and warnings, and names keys as the user wrote them: an Accelerate YAML is turned into DeepSpeed's
+/// Collects problems and warnings under the keys that the user wrote: an Accelerate YAML is converted to DeepSpeed's
 /// keys before it is read.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Findings {
     /// The file problems are reported for.
     pub(super) file: String,
-    /// DeepSpeed path, and the file and path to show instead.
+    /// DeepSpeed path, with the file and path to report instead.
     pub(super) names: Vec<(String, String, String)>,
     pub(super) problems: Vec<Problem>,
     pub(super) warnings: Vec<Warning>,
@@ -173,7 +173,7 @@ impl Findings {
         self.warnings.push(Warning { path, message: message.into() });
     }
 
-    /// What stands for an `"auto"`; the first time counts.
+    /// Records the value for an `"auto"`; the first record counts.
     pub(super) fn filled(&mut self, path: &str, by: &'static str, value: Option<Node>) {
         let path = self.shown(path).1;
         if self.filled.iter().all(|filled| filled.path != path) {
@@ -181,7 +181,7 @@ impl Findings {
         }
     }
 
-    /// These, or all problems.
+    /// Returns `self`, or all problems.
     pub(super) fn finish(self) -> Result<Self, ConfigError> {
         if self.problems.is_empty() { Ok(self) } else { Err(ConfigError::Invalid { problems: self.problems }) }
     }

@@ -1,4 +1,4 @@
-//! The plan in plain words.
+//! Describes the plan in plain words.
 
 use super::auto::Filled;
 use super::optimizer::OptimizerPlan;
@@ -7,12 +7,12 @@ use crate::loss_scale::DynamicLossScale;
 use crate::schedule::{OneCycle, Schedule, Warmup, at_least_two};
 
 impl ZeroPlan {
-    /// The plan in a few lines that say what happens to someone who never saw the file.
+    /// Describes the plan in a few lines, for a reader who has not seen the file.
     pub fn explain(&self) -> String {
         self.explain_filled(&[])
     }
 
-    /// As [`explain`](Self::explain); a size for which nothing stands in `filled` yet is told as `"auto"`.
+    /// Like [`explain`](Self::explain), but writes `"auto"` for sizes that have no value in `filled` yet.
     pub fn explain_filled(&self, filled: &[Filled]) -> String {
         let open = |key: &str| filled.iter().any(|filled| filled.value.is_none() && filled.path.ends_with(key));
         let size = |key, value| if open(key) { "\"auto\"".to_owned() } else { number(value) };
@@ -150,7 +150,7 @@ impl ZeroPlan {
             true => ", with each micro-batch",
             false => ", once per optimizer step",
         };
-        // Gradients of several micro-batches are added up first.
+        // Gradients of several micro-batches are accumulated first.
         let overlap = match self.zero.overlap_comm && (each || self.batch.accumulation == 1) {
             true => ", overlapped with the backward pass",
             false => " after the backward pass",
@@ -230,7 +230,7 @@ fn count(number: usize, what: &str) -> String {
     format!("{number} {what}{ending}")
 }
 
-/// With commas between thousands.
+/// Formats `value` with commas between thousands.
 fn number(value: usize) -> String {
     let digits = value.to_string();
     let groups: Vec<&str> =

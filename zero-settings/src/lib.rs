@@ -1,7 +1,7 @@
-//! One validated [`ZeroPlan`] from a DeepSpeed JSON, an Accelerate YAML, or code.
+//! Builds one validated [`ZeroPlan`] from a DeepSpeed JSON, an Accelerate YAML, or code.
 //!
-//! In: the bytes of a file (or a [`ZeroPlanBuilder`]). Out: a [`ZeroPlan`], owned by the caller; everything after reads
-//! the plan and never the file. Nothing here starts a thread, and nothing is read but the files named.
+//! Input: the bytes of a file or a [`ZeroPlanBuilder`]. Output: a [`ZeroPlan`] owned by the caller; later code reads
+//! the plan and never the file. This crate starts no threads and reads only the named files.
 //!
 //! ```text
 //! bytes -> node (a tree) -> walk against keys (every known key, its type, default, fate) -> Config
@@ -9,9 +9,11 @@
 //! ZeroPlanBuilder -> the same tree -> walk, reader -> ZeroPlan
 //! ```
 //!
-//! Three rules hold throughout. An unknown key is an error, wherever it stands. A known key that is not acted on is
-//! named in a warning, or refused when leaving it out would change the training result. All problems of a file are
-//! reported together.
+//! Three rules always hold:
+//!
+//! - An unknown key is an error at any level.
+//! - A known key that is not supported gives a warning, or an error if ignoring it would change the training result.
+//! - All problems of a file are reported together.
 
 mod accelerate;
 mod auto;

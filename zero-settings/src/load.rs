@@ -1,5 +1,5 @@
-//! From a file to a [`Config`]: which format, which of the two kinds of configuration, and everything that can be
-//! checked without knowing the number of ranks.
+//! Loads a [`Config`] from a file: detects the format and the kind of configuration, and checks everything that does
+//! not depend on the number of ranks.
 
 use std::ffi::OsStr;
 use std::fs::File;
@@ -13,21 +13,21 @@ use super::deepspeed;
 use super::error::{ConfigError, Findings, Format, ProblemKind, Warning};
 use super::node::{MAX_BYTES, Node};
 
-/// A configuration whose keys and types are known to be right; [`resolve`](Config::resolve) makes the plan of it.
+/// A configuration with valid keys and types; [`resolve`](Config::resolve) turns it into a plan.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// DeepSpeed's keys, checked, each under its proper name.
+    /// DeepSpeed's keys, checked, under their canonical names.
     pub(super) tree: Node,
     pub(super) stage: Stage,
     /// The file of `tree`, the names to show for its keys, and the warnings so far.
     pub(super) findings: Findings,
-    /// The number of ranks the file asks for.
+    /// Number of ranks that the file asks for.
     pub(super) processes: Option<usize>,
 }
 
 impl Config {
-    /// Reads a DeepSpeed JSON or an Accelerate YAML (or either in the other format). What the file is follows from its
-    /// keys; its format from the extension, or without one from its first character.
+    /// Reads a DeepSpeed JSON or an Accelerate YAML (or either in the other format). The keys determine the kind of
+    /// configuration. The extension determines the format, or the first character if there is none.
     ///
     /// # Errors
     ///
@@ -44,8 +44,8 @@ impl Config {
         Self::from_text(path, format, &text)
     }
 
-    /// As [`from_file`](Self::from_file), with the text at hand. `path` names it in messages; a relative
-    /// `deepspeed_config_file` is looked for in the working directory, as by Accelerate, and else beside it.
+    /// Like [`from_file`](Self::from_file), for text already in memory. `path` is used in messages. A relative
+    /// `deepspeed_config_file` is looked up in the working directory, as in Accelerate, then next to `path`.
     ///
     /// # Errors
     ///
@@ -61,17 +61,17 @@ impl Config {
         }
     }
 
-    /// What is accepted but does not do what it says, as far as it is known without the number of ranks.
+    /// Returns settings accepted without their documented effect, as far as known without the number of ranks.
     pub fn warnings(&self) -> &[Warning] {
         &self.findings.warnings
     }
 
-    /// The ZeRO stage.
+    /// Returns the ZeRO stage.
     pub fn stage(&self) -> Stage {
         self.stage
     }
 
-    /// The number of ranks the file asks for (Accelerate's `num_processes`).
+    /// Returns the number of ranks that the file asks for (Accelerate's `num_processes`).
     pub fn processes(&self) -> Option<usize> {
         self.processes
     }
@@ -87,7 +87,7 @@ impl Config {
         let Accelerate { mut tree, names, processes, deepspeed_file } = accelerate::convert(&file, node, &mut findings);
         findings.names = names;
         if let Some(name) = deepspeed_file {
-            // From the working directory, as Accelerate; else beside the YAML, with which it may have been copied.
+            // The working directory, as in Accelerate; else next to the YAML: both may have been copied together.
             let beside = path.parent().unwrap_or(Path::new("")).join(&name);
             let inner = if Path::new(&name).is_file() { PathBuf::from(name) } else { beside };
             findings.file = inner.display().to_string();
@@ -117,7 +117,7 @@ fn parse(file: &str, format: Format, text: &str) -> Result<Node, ConfigError> {
     Node::parse(format, text).map_err(|message| ConfigError::Syntax { file: file.to_owned(), format, message })
 }
 
-/// The whole file, up to a little more than a configuration may have.
+/// Reads the file, up to slightly more than the maximum size of a configuration.
 fn read(path: &Path) -> Result<String, ConfigError> {
     let mut text = String::new();
     File::open(path)

@@ -1,8 +1,8 @@
 //! Loss scaling for fp16: static, or dynamic with DeepSpeed's rules.
 //!
-//! * In: whether the gradients of a step overflowed (hold an infinity or a NaN) on any rank.
+//! * In: whether any rank's gradients overflowed in this step (hold an infinity or a NaN).
 //! * Out: the factor for the next loss, and whether this step's update is skipped.
-//! * Threads: a plain value. Every rank keeps its own copy and feeds it the same, already reduced, flag; equal flags
+//! * Threads: a plain value. Every rank keeps a copy and updates it from the same, already reduced, flag; equal flags
 //!   keep the copies equal without communication.
 //!
 //! # Rules of the dynamic scale
@@ -11,14 +11,14 @@
 //!   halves the scale, down to `min_scale`. Halving does not refill the hysteresis.
 //! * An update without overflow that follows `k * window` earlier ones since the last overflow doubles the scale (k =
 //!   1, 2, ...) and refills the hysteresis. So the first doubling comes with good update `window + 1`, not `window`.
-//! * With `consecutive_hysteresis` every good update refills the hysteresis, so that only overflows in a row count.
+//! * If `consecutive_hysteresis` is set, every good update refills the hysteresis, so that only overflows in a row count.
 //! * An overflow that would have to halve a scale already at `min_scale` is an error: the run cannot recover.
 //!
 //! These are the rules of the scaler that DeepSpeed uses with ZeRO, stages 1 to 3:
 //! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/fp16/loss_scaler.py>. (Its optimizer for
-//! fp16 without ZeRO has a simpler one, without hysteresis and without the error.) Two differences: the
-//! scale stops doubling at 2^127, because float32 has no larger power of two and every loss would be infinite; and
-//! settings under which the scale could never fall, or would rise on an overflow, are refused.
+//! fp16 without ZeRO has a simpler one, without hysteresis and without the error.) There are two differences. The scale
+//! stops doubling at 2^127, the largest power of two in float32; a larger one would make every loss infinite. Settings
+//! under which the scale could never fall, or would rise on an overflow, are rejected.
 //!
 //! # Which scale to divide by
 //!
@@ -30,13 +30,13 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// What the dynamic scale is multiplied by or divided by.
+/// Factor by which the dynamic scale is multiplied or divided.
 const FACTOR: f64 = 2.0;
 
-/// The largest power of two of float32, in which losses are multiplied.
+/// Exponent of the largest power of two in float32, the type in which losses are multiplied.
 const MAX_POWER: u32 = 127;
 
-/// The settings of a dynamic loss scale; the default is DeepSpeed's.
+/// Settings of a dynamic loss scale; the default is DeepSpeed's.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct DynamicLossScale {
     /// The scale starts at 2 to this power (key `fp16.initial_scale_power`, default 16).
@@ -46,9 +46,9 @@ pub struct DynamicLossScale {
     pub window: u64,
     /// The overflow that first halves the scale: 1 is the first, 2 the second (key `fp16.hysteresis`, default 2).
     pub hysteresis: u32,
-    /// Whether every update without overflow refills the hysteresis (key `fp16.consecutive_hysteresis`, default false).
+    /// If true, every update without overflow refills the hysteresis (key `fp16.consecutive_hysteresis`, default false).
     pub consecutive_hysteresis: bool,
-    /// The scale never falls below this (key `fp16.min_loss_scale`, default 1).
+    /// Lower bound of the scale (key `fp16.min_loss_scale`, default 1).
     #[serde(rename = "min_loss_scale")]
     pub min_scale: f64,
 }
@@ -59,17 +59,17 @@ impl Default for DynamicLossScale {
     }
 }
 
-/// Why a loss scale cannot be used, or no longer be lowered.
+/// An invalid loss scale, or one that cannot be lowered further.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum LossScaleError {
-    /// A setting out of its range.
+    /// A setting out of range.
     #[error("fp16.{key} is {got}; set it to {expected}")]
     Value {
         /// DeepSpeed's name of the setting, or the name of the field in a checkpoint.
         key: &'static str,
         /// The value given.
         got: f64,
-        /// What it may be.
+        /// Accepted values.
         expected: &'static str,
     },
     /// The gradients overflow even at the smallest scale.
@@ -84,14 +84,14 @@ pub enum LossScaleError {
     },
 }
 
-/// What an update did to the scale.
+/// The effect of an update on the scale.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outcome {
-    /// The scale that this step's loss and gradients carry; divide the gradients by it.
+    /// The scale of this step's loss and gradients; divide the gradients by it.
     pub scale_before: f64,
     /// The scale for the next step's loss.
     pub scale_after: f64,
-    /// Whether the optimizer must not step (and the schedule not advance), because of the overflow.
+    /// True if the optimizer must not step (nor the schedule advance), because of the overflow.
     pub skipped: bool,
 }
 
@@ -107,8 +107,8 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A loss scale and the history it depends on. Serialized into checkpoints whole; what is read back is checked like any
-/// setting, and a resumed run takes the scale and the counters of it ([`resume`](Self::resume)).
+/// A loss scale and the history it depends on. It is serialized into checkpoints in full and validated when read back.
+/// A resumed run takes the scale and the counters from it ([`resume`](Self::resume)).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "State")]
 pub struct LossScaler(State);
@@ -134,7 +134,7 @@ enum State {
 }
 
 impl LossScaler {
-    /// A scale that never changes (`fp16.loss_scale` above 0). Overflows are skipped, without end if they go on.
+    /// Creates a scale that never changes (`fp16.loss_scale` above 0). Every overflow skips its update, without a limit.
     ///
     /// # Errors
     ///
@@ -143,7 +143,7 @@ impl LossScaler {
         Self::checked(State::Static { scale })
     }
 
-    /// A scale that follows the overflows (`fp16.loss_scale` 0).
+    /// Creates a scale that follows the overflows (`fp16.loss_scale` 0).
     ///
     /// # Errors
     ///
@@ -166,8 +166,8 @@ impl LossScaler {
         })
     }
 
-    /// Goes on from a checkpoint: the scale and the counters are those of `saved`, as far as these settings allow, if both are
-    /// dynamic; window, hysteresis, minimum and the kind stay.
+    /// Resumes from a checkpoint. If both are dynamic, takes the scale and the counters of `saved`, clamped to these
+    /// settings. Window, hysteresis, minimum and the kind stay.
     pub fn resume(&mut self, saved: &Self) {
         if let (
             State::Dynamic { scale, hysteresis, min_scale, hysteresis_left, good_updates, .. },
@@ -179,24 +179,24 @@ impl LossScaler {
         }
     }
 
-    /// The factor for the next loss.
+    /// Returns the factor for the next loss.
     pub fn scale(&self) -> f64 {
         match self.0 {
             State::Static { scale } | State::Dynamic { scale, .. } => scale,
         }
     }
 
-    /// Whether the scale follows the overflows.
+    /// Returns `true` if the scale is dynamic.
     pub fn is_dynamic(&self) -> bool {
         matches!(self.0, State::Dynamic { .. })
     }
 
-    /// Takes note of a step, once per step after its gradients are reduced and before they are applied.
+    /// Records a step. Call it once per step, after the gradients are reduced and before they are applied.
     ///
     /// # Errors
     ///
-    /// [`LossScaleError::AtMinimum`] for an overflow that cannot be answered with a lower scale; nothing is changed
-    /// then, and the update must be skipped.
+    /// [`LossScaleError::AtMinimum`] for an overflow at the minimum scale. The state does not change then, and the
+    /// update must be skipped.
     pub fn update(&mut self, overflow: bool) -> Result<Outcome, LossScaleError> {
         let scale_before = self.scale();
         if let State::Dynamic {
@@ -245,7 +245,7 @@ impl LossScaler {
                 that(window > 0, "loss_scale_window", window as f64, "1 or more")?;
                 that(hysteresis > 0, "hysteresis", f64::from(hysteresis), "1 or more")?;
                 that(min_scale.is_finite() && min_scale > 0.0, "min_loss_scale", min_scale, "a positive number")?;
-                // A start is a power of two; what is read back of a checkpoint is a scale.
+                // A start is a power of two; a scale read from a checkpoint may not be.
                 let expected = "at most the scale to begin with, 2^fp16.initial_scale_power";
                 that(min_scale <= scale, "min_loss_scale", min_scale, expected)?;
                 that(scale <= power_of_two(MAX_POWER), "scale", scale, "at most 2^127")?;

@@ -1,4 +1,4 @@
-//! The tree both formats are read into: generic, in the order of the file, without duplicate keys.
+//! A generic tree for both formats: keeps the order of the file and has no duplicate keys.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::fmt;
 use serde::de::{Deserialize, DeserializeOwned, Deserializer, Error, MapAccess, SeqAccess, Visitor};
 use serde::{Serialize, Serializer};
 
-/// The two formats read.
+/// A supported file format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Format {
     /// JSON, as DeepSpeed writes it.
@@ -24,10 +24,10 @@ impl fmt::Display for Format {
     }
 }
 
-/// The most bytes a configuration may have; real ones have a few thousand.
+/// Maximum size of a configuration in bytes; real ones have a few thousand.
 pub(super) const MAX_BYTES: usize = 1 << 20;
 
-/// A value of a JSON or YAML file. A whole number is an [`Int`](Node::Int) however it is written: `5e8` and `1.0` too.
+/// A value of a JSON or YAML file. Any whole number is an [`Int`](Node::Int), including `5e8` and `1.0`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Node {
@@ -54,7 +54,7 @@ impl Node {
     ///
     /// # Errors
     ///
-    /// The parser's message, which says where: bad syntax, a duplicate key, too much nesting or too many aliases.
+    /// The parser's message, with the position: bad syntax, a duplicate key, too much nesting or too many aliases.
     pub fn parse(format: Format, text: &str) -> Result<Self, String> {
         if text.len() > MAX_BYTES {
             return Err(format!("{} bytes, and a configuration has at most {MAX_BYTES}", text.len()));
@@ -98,18 +98,18 @@ impl Node {
         }
     }
 
-    /// The value of `key`, when this is a map that has it.
+    /// Returns the value of `key`, if this is a map that has it.
     pub fn get(&self, key: &str) -> Option<&Node> {
         let Node::Map(entries) = self else { return None };
         entries.iter().find(|(name, _)| name == key).map(|(_, value)| value)
     }
 
-    /// The value at a dotted path of maps.
+    /// Returns the value at a dotted path of maps.
     pub(super) fn at(&self, path: &str) -> Option<&Node> {
         path.split('.').try_fold(self, |node, key| node.get(key))
     }
 
-    /// Sets the value at a dotted path of maps, making the maps on the way.
+    /// Sets the value at a dotted path of maps and creates missing maps.
     pub(super) fn set(&mut self, path: &str, value: Node) {
         let (key, rest) = path.split_once('.').map_or((path, None), |(key, rest)| (key, Some(rest)));
         if !matches!(self, Node::Map(_)) {
@@ -141,8 +141,8 @@ impl Node {
         }
     }
 
-    /// What `value` is in a file. JSON has no number that is not finite and writes `null` for it; here it stays one, to be
-    /// refused.
+    /// Converts `value` to its form in a file. JSON writes `null` for a non-finite number; here it becomes NaN, so that
+    /// it is rejected.
     pub(super) fn of(value: &impl Serialize) -> Self {
         fn finite(node: Node) -> Node {
             match node {
@@ -155,12 +155,12 @@ impl Node {
         finite(Self::deserialize(value).expect("JSON is a tree"))
     }
 
-    /// This as a setting, when it is one.
+    /// Deserializes this node, if it fits `T`.
     pub(super) fn to<T: DeserializeOwned>(&self) -> Option<T> {
         serde_json::from_value(serde_json::to_value(self).ok()?).ok()
     }
 
-    /// The number, when this is one.
+    /// Returns the number, if this is one.
     pub fn as_f64(&self) -> Option<f64> {
         match self {
             Node::Int(value) => Some(*value as f64),
@@ -169,13 +169,13 @@ impl Node {
         }
     }
 
-    /// The whole number, when this is one that fits.
+    /// Returns the whole number, if this is one that fits `usize`.
     pub fn as_usize(&self) -> Option<usize> {
         let Node::Int(value) = self else { return None };
         usize::try_from(*value).ok()
     }
 
-    /// The string, when this is one.
+    /// Returns the string, if this is one.
     pub fn as_text(&self) -> Option<&str> {
         let Node::Text(value) = self else { return None };
         Some(value)
@@ -189,7 +189,7 @@ impl Node {
         self.as_text() == Some("auto")
     }
 
-    /// No value, or an empty list, map or string.
+    /// Returns `true` for no value or an empty list, map or string.
     pub(super) fn is_empty(&self) -> bool {
         match self {
             Node::Null => true,
@@ -201,7 +201,7 @@ impl Node {
     }
 }
 
-/// As a message shows it: scalars and short lists as JSON, other containers by their kind alone.
+/// Formats for messages: scalars and short lists as JSON, other containers by kind only.
 impl fmt::Display for Node {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -245,7 +245,7 @@ node_from! {
     String => |value| Node::Text(value);
 }
 
-/// As JSON has it: what is larger than its integers is a number all the same.
+/// Serializes as JSON: a number beyond its integers is written as a float.
 fn int<S: Serializer>(value: &i128, serializer: S) -> Result<S::Ok, S::Error> {
     match i64::try_from(*value) {
         Ok(value) => serializer.serialize_i64(value),
@@ -257,7 +257,7 @@ fn entries<S: Serializer>(entries: &[(String, Node)], serializer: S) -> Result<S
     serializer.collect_map(entries.iter().map(|(key, value)| (key, value)))
 }
 
-/// `value` as an integer, when it is one that an `f64` tells apart from its neighbours well enough to mean it.
+/// Converts `value` to an integer if it is whole and below 1e30 in magnitude.
 fn whole(value: f64) -> Option<i128> {
     (value.fract() == 0.0 && value.abs() < 1e30).then_some(value as i128)
 }

@@ -5,20 +5,20 @@ use zero_kernels::Rule;
 use super::node::Node;
 use super::reader::Reader;
 
-/// An optimizer and its parameters: DeepSpeed's type "Adam" is [`Rule::AdamW`], or with `adam_w_mode: false` [`Rule::Adam`].
+/// An optimizer and its parameters. DeepSpeed's type "Adam" is [`Rule::AdamW`], or [`Rule::Adam`] with `adam_w_mode: false`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct OptimizerPlan {
     /// Learning rate, before any schedule.
     pub lr: f64,
-    /// What updates parameters.
+    /// The update rule.
     pub rule: Rule,
 }
 
 impl OptimizerPlan {
-    /// The optimizer of a plan that names none: AdamW with PyTorch's defaults.
+    /// The optimizer of a plan that does not name one: AdamW with PyTorch's defaults.
     pub(super) const DEFAULT: Self = Self { lr: 1e-3, rule: Rule::adamw() };
 
-    /// In one line.
+    /// Describes the optimizer in one line.
     pub(super) fn describe(&self) -> String {
         let Self { lr, rule } = *self;
         let (name, decay) = match rule {
@@ -53,7 +53,7 @@ impl OptimizerPlan {
         text
     }
 
-    /// Betas and epsilon, those that it has.
+    /// Returns betas and epsilon, if the rule has them.
     pub fn hyperparameters(&self) -> (Option<(f32, f32)>, Option<f32>) {
         match self.rule {
             Rule::AdamW { beta_1, beta_2, epsilon, .. }
@@ -73,7 +73,7 @@ impl OptimizerPlan {
         let (beta_1, beta_2): (f64, f64) = values.get("betas").and_then(Node::to).unwrap_or_default();
         values.set("beta_1", beta_1.into());
         values.set("beta_2", beta_2.into());
-        // torch.optim.AdamW is the one constructor whose weight decay is not 0 by default.
+        // torch.optim.AdamW is the only constructor with a nonzero default weight decay.
         if decoupled && params.get("torch_adam") && params.absent("weight_decay") {
             values.set("weight_decay", 0.01.into());
         }
@@ -92,7 +92,7 @@ impl OptimizerPlan {
     }
 }
 
-/// The section DeepSpeed would have.
+/// Converts to DeepSpeed's section.
 impl From<OptimizerPlan> for Node {
     fn from(plan: OptimizerPlan) -> Self {
         let mut node = Node::of(&plan.rule);

@@ -1,5 +1,5 @@
-//! The validated plan, which everything after reads and never a file, and from it the settings of decorator, engine and
-//! optimizer.
+//! The validated plan, which later code reads instead of a file, and the settings of decorator, engine and optimizer
+//! derived from it.
 
 use std::path::PathBuf;
 
@@ -15,66 +15,66 @@ use crate::EngineConfig;
 use crate::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
 use crate::schedule::{Schedule, at_least_two};
 
-/// How to train: what is sharded over how many ranks, in which precision, with which optimizer and schedule.
+/// A training plan: sharding, number of ranks, precision, optimizer and schedule.
 // A field for each setting that a file can have.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroPlan {
-    /// Settings of the decorator. `seed`, `param_dtype`, `gradient_dtype`, `offload` and `gradient_predivide_factor` are ignored here:
-    /// [`zero_config`](Self::zero_config) derives them from the plan's other fields.
+    /// Settings of the decorator. Its `seed`, `param_dtype`, `gradient_dtype`, `offload` and `gradient_predivide_factor` are
+    /// ignored: [`zero_config`](Self::zero_config) derives them from the plan's other fields.
     pub zero: ZeroConfig,
     /// Number of ranks, at least 1.
     pub world: usize,
-    /// How the rows of a step are split.
+    /// The split of a step's rows.
     pub batch: Batch,
-    /// Whether gradients are reduced with each micro-batch, or once per optimizer step; `None` is each at stages 2 and 3, and
-    /// once at 0 and 1 (`gradient_accumulation_kwargs.sync_each_batch`, as Hugging Face's Trainer has it).
+    /// If true, gradients are reduced with each micro-batch; if false, once per optimizer step. `None` is true at stages 2 and
+    /// 3 and false at 0 and 1 (`gradient_accumulation_kwargs.sync_each_batch`, as in Hugging Face's Trainer).
     pub sync_each_batch: Option<bool>,
-    /// Whether gradients that are not finite are an error (`watchdog.error_if_nonfinite`).
+    /// If true, non-finite gradients are an error (`watchdog.error_if_nonfinite`).
     pub error_if_nonfinite: bool,
-    /// Highest norm of the whole gradient; `None` does not clip.
+    /// Maximum global gradient norm; `None` does not clip.
     pub gradient_clipping: Option<f64>,
-    /// Whether gradients are divided by the number of ranks before they are summed rather than after.
+    /// If true, gradients are divided by the number of ranks before the sum instead of after it.
     pub prescale_gradients: bool,
-    /// Without `prescale_gradients`: what they are divided by before the sum, the rest after it. Above 0.
+    /// Without `prescale_gradients`: the divisor before the sum; the rest is applied after it. Above 0.
     pub gradient_predivide_factor: f64,
-    /// True if gradients are added over the ranks, and not averaged (`gradient_allreduce_op`).
+    /// If true, gradients are summed over the ranks, not averaged (`gradient_allreduce_op`).
     pub sums_gradients: bool,
     /// The type of parameters and activations.
     pub precision: Precision,
-    /// The type gradients of micro-batches are added up in; `None` is fp32 over several micro-batches and otherwise their own.
+    /// The type in which gradients of micro-batches accumulate; `None` is fp32 for several micro-batches, else the gradients' type.
     pub grad_accum_dtype: Option<Float>,
     /// The optimizer; `None` leaves it to the program.
     pub optimizer: Option<OptimizerPlan>,
-    /// The learning-rate schedule, with the steps of its warm-up as written; `None` leaves it to the program.
+    /// The learning-rate schedule, with its warm-up steps as written; `None` leaves it to the program.
     pub schedule: Option<Schedule>,
-    /// Where optimizer state is kept when not on the device.
+    /// Offload of optimizer state; `None` keeps it on the device.
     pub offload_optimizer: Option<Offload>,
-    /// Where parameters are kept when not on the device. Stage 3.
+    /// Offload of parameters; `None` keeps them on the device. Stage 3.
     pub offload_param: Option<Offload>,
-    /// Where inputs of checkpointed blocks are kept when not on the device.
+    /// Offload of checkpointed blocks' inputs; `None` keeps them on the device.
     pub offload_activations: Option<OffloadDevice>,
-    /// Most elements of a stretch of an update from a disk.
+    /// Maximum number of elements per chunk of an update from a disk.
     pub sub_group_size: usize,
-    /// Sizes and parallelism of requests to a disk.
+    /// Size and parallelism of disk requests.
     pub aio: AioOptions,
-    /// What is printed and logged.
+    /// Console output and log files.
     pub report: Report,
-    /// How long ranks wait for one another, and what they leave when one does not come.
+    /// Limit on waits between ranks, and the folder for reports when it expires.
     pub watchdog: Watchdog,
-    /// Whether whole 16-bit weights are saved at the end of training: the GPT-2 command does it, a program of its own calls
-    /// `ZeroEngine::export` of `zero-train`. Stage 3.
+    /// If true, the full 16-bit weights are saved at the end of training. The GPT-2 command does it; other programs
+    /// call `ZeroEngine::export` of `zero-train`. Stage 3.
     pub save_16bit_model: bool,
-    /// Everything accepted that does not do what it says.
+    /// Settings that are accepted without their documented effect.
     pub warnings: Vec<Warning>,
 }
 
 impl ZeroPlan {
-    /// Ranks among which model state is sharded.
+    /// Returns the number of ranks that model state is sharded over.
     pub fn shards(&self) -> usize {
         self.zero.shard_size.unwrap_or(self.world)
     }
 
-    /// What the decorator is launched with. `seed` is of parameters and dropout.
+    /// Returns the decorator's settings. `seed` seeds parameters and dropout.
     pub fn zero_config(&self, seed: u64) -> ZeroConfig {
         ZeroConfig {
             seed,
@@ -93,14 +93,14 @@ impl ZeroPlan {
         }
     }
 
-    /// The type that reduced gradients are kept and added up in, if that is not the parameters': fp32 over several micro-batches
-    /// unless `data_types.grad_accum_dtype` is given, as small addends are lost in sums of 16 bit.
+    /// Returns the type in which reduced gradients are kept and accumulated, if it differs from the parameters'. It is fp32 for
+    /// several micro-batches unless `data_types.grad_accum_dtype` is given, because 16-bit sums lose small addends.
     pub fn gradient_dtype(&self) -> Option<Float> {
         let sums_in_16 = self.precision != Precision::Fp32 && self.batch.accumulation > 1;
         self.grad_accum_dtype.or_else(|| sums_in_16.then_some(Float::F32))
     }
 
-    /// The folder of the disk that something is offloaded to, if something is.
+    /// Returns the folder of the offload disk, if anything is offloaded to one.
     pub fn nvme_path(&self) -> Option<&PathBuf> {
         let state = [&self.offload_optimizer, &self.offload_param].into_iter().flatten();
         let mut devices = state.map(|offload| &offload.device).chain(&self.offload_activations);
@@ -110,7 +110,7 @@ impl ZeroPlan {
         })
     }
 
-    /// Where state is kept. On the CPU backend the device's memory and the host's are one.
+    /// Returns the offload settings. On the CPU backend, device memory and host memory are the same.
     fn offload(&self) -> zero_core::config::Offload {
         let tier = |device: Option<&OffloadDevice>| match device {
             Some(OffloadDevice::Nvme { .. }) => Tier::Disk,
@@ -144,11 +144,11 @@ impl ZeroPlan {
         }
     }
 
-    /// How the engine steps.
+    /// Returns the engine's settings.
     ///
     /// # Errors
     ///
-    /// [`LossScaleError`] for a loss scale that cannot be used; a plan from a file or the builder has none.
+    /// [`LossScaleError`] for an invalid loss scale; a plan from a file or the builder has none.
     pub fn engine_config(&self) -> Result<EngineConfig, LossScaleError> {
         let (loss_scale, skip_overflow) = match self.precision {
             Precision::Fp32 => (None, true),
@@ -172,12 +172,12 @@ impl ZeroPlan {
         })
     }
 
-    /// The rule of the plan's optimizer; AdamW with PyTorch's defaults if it names none.
+    /// Returns the update rule of the plan's optimizer, or AdamW with PyTorch's defaults if it names none.
     pub fn rule(&self) -> Rule {
         self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).rule
     }
 
-    /// The learning rate by update: the plan's schedule, or its optimizer's rate throughout.
+    /// Returns the learning rate by update: the plan's schedule, or its optimizer's constant rate.
     pub fn learning_rates(&self) -> Schedule {
         let rate = self.optimizer.unwrap_or(OptimizerPlan::DEFAULT).lr;
         let mut schedule = self.schedule.clone().unwrap_or(Schedule::Constant(rate));
@@ -194,36 +194,36 @@ impl ZeroPlan {
     }
 }
 
-/// `watchdog`, a section of this project's own. What is absent is left to the program.
+/// `watchdog`, a section specific to this project. Absent values are left to the program.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Watchdog {
-    /// Seconds that a rank waits for another at most; above 0 (`deadline_seconds`).
+    /// Maximum seconds that a rank waits for another; above 0 (`deadline_seconds`).
     pub deadline: Option<f64>,
-    /// Where ranks leave their last operations (`flight_dir`).
+    /// Folder to which ranks write their last operations (`flight_dir`).
     pub flight_dir: Option<PathBuf>,
 }
 
-/// The type of parameters and activations; master weights and optimizer state are fp32 always.
+/// The type of parameters and activations; master weights and optimizer state are always fp32.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Precision {
     /// fp32 throughout.
     Fp32,
     /// bf16.
     Bf16 {
-        /// Whether a step whose gradients are not finite is skipped.
+        /// If true, a step with non-finite gradients is skipped.
         check_grad_overflow: bool,
     },
-    /// fp16; a step whose gradients are not finite is skipped.
+    /// fp16; a step with non-finite gradients is skipped.
     Fp16 {
-        /// What the loss is multiplied by.
+        /// The factor for the loss.
         loss_scale: LossScale,
     },
 }
 
-/// What the loss is multiplied by before the backward pass.
+/// The factor for the loss before the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum LossScale {
-    /// The same number throughout, above 0.
+    /// A constant above 0.
     Static(f64),
     /// Doubled after a run of good steps and halved after overflows.
     Dynamic(DynamicLossScale),
@@ -236,7 +236,7 @@ const FLOATS: [(Float, &[&str]); 3] = [
     (Float::Bf16, &["bf16", "bfloat16"]),
 ];
 
-/// DeepSpeed's name.
+/// Returns DeepSpeed's name of `float`.
 pub(super) fn float_name(float: Float) -> &'static str {
     FLOATS.iter().find(|(known, _)| *known == float).map_or("", |(_, names)| names[0])
 }
@@ -247,35 +247,35 @@ impl From<Float> for Node {
     }
 }
 
-/// By DeepSpeed's or PyTorch's name.
+/// Returns the type with this DeepSpeed or PyTorch name.
 pub(super) fn float_named(name: &str) -> Option<Float> {
     let name = name.trim_start_matches("torch.");
     FLOATS.iter().find(|(_, names)| names.contains(&name)).map(|(float, _)| *float)
 }
 
-/// Where something is kept when not on the device.
+/// Offload settings of one kind of state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
     /// The kind of memory.
     pub device: OffloadDevice,
-    /// Whether host memory is pinned.
+    /// If true, host memory is pinned.
     pub pin_memory: bool,
-    /// Buffers of each array that moves to and from a disk; an update moves four arrays.
+    /// Number of buffers per array moved to or from a disk; an update moves four arrays.
     pub buffer_count: usize,
-    /// Most elements of a buffer of parameters.
+    /// Maximum number of elements of a parameter buffer.
     pub buffer_size: usize,
-    /// The share of optimizer state and gradients that is offloaded, by bytes: see `zero_burn::config::Offload::ratio`.
+    /// The share of optimizer state and gradients that is offloaded, by bytes; see `zero_burn::config::Offload::ratio`.
     pub ratio: f64,
-    /// Elements of each rank's parameters that stay in memory all the same.
+    /// Number of elements of each rank's parameters that stay in memory.
     pub max_in_cpu: usize,
-    /// Whether an update reads ahead.
+    /// If true, an update reads ahead.
     pub pipeline_read: bool,
-    /// Whether an update writes behind.
+    /// If true, an update writes behind.
     pub pipeline_write: bool,
 }
 
 impl Offload {
-    /// To `device`, all of it, with overlap and nothing pinned.
+    /// Offloads everything to `device`, with overlap and without pinned memory.
     pub fn to(device: OffloadDevice) -> Self {
         Self {
             device,
@@ -290,7 +290,7 @@ impl Offload {
     }
 }
 
-/// The kind of memory something is offloaded to.
+/// The kind of memory to offload to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum OffloadDevice {
     /// Host memory.
@@ -302,14 +302,14 @@ pub enum OffloadDevice {
     },
 }
 
-/// What is printed and logged.
+/// Settings of console output and log files.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Report {
     /// Steps between progress lines, at least 1; `None` leaves it to the program.
     pub steps_per_print: Option<usize>,
-    /// Whether the time of each phase of a step is printed.
+    /// If true, the time of each phase of a step is printed.
     pub wall_clock_breakdown: bool,
-    /// Whether memory is printed after each phase.
+    /// If true, memory use is printed after each phase.
     pub memory_breakdown: bool,
     /// TensorBoard event files.
     pub tensorboard: Option<LogFiles>,
@@ -317,7 +317,7 @@ pub struct Report {
     pub csv_monitor: Option<LogFiles>,
 }
 
-/// Where a log is written.
+/// Location of a log.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LogFiles {
     /// The folder; empty for the current one.

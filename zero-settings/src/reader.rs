@@ -1,4 +1,4 @@
-//! Reads checked values out of a tree: the file's, or what stands for `"auto"`, or the table's default.
+//! Reads checked values from a tree: the file's value, the value for `"auto"`, or the table's default.
 
 use std::cell::RefCell;
 
@@ -9,7 +9,7 @@ use super::error::{Findings, ProblemKind};
 use super::node::Node;
 use super::rule::{Key, Kind, Treatment};
 
-/// One section, with the table that describes it. Only keys of the table are asked for, by name.
+/// A section and the table that describes it. Only keys in the table are looked up.
 pub(super) struct Reader<'a> {
     node: Option<&'a Node>,
     keys: &'static [Key],
@@ -30,13 +30,13 @@ impl<'a> Reader<'a> {
         Self { node: Some(node), keys, path: String::new(), stage, auto, findings }
     }
 
-    /// The section `name`, empty when it is not given.
+    /// Returns the section `name`, empty if it is not given.
     pub(super) fn section(&self, name: &str) -> Self {
         let Kind::Section(keys, _) = self.key(name).kind else { unreachable!("`{name}` is a section in the table") };
         Self { node: self.node.and_then(|node| node.get(name)), keys, path: self.path(name), ..*self }
     }
 
-    /// The type of the section `name` and its parameters, when it is given.
+    /// Returns the type and the parameters of the section `name`, if it is given.
     pub(super) fn tagged(&self, name: &str) -> Option<(&'static str, Self)> {
         let Kind::Tagged(tagged) = self.key(name).kind else { unreachable!("`{name}` has a type in the table") };
         let node = self.node?.get(name)?;
@@ -46,27 +46,27 @@ impl<'a> Reader<'a> {
         Some((word, Self { node: node.get("params"), keys, path, ..*self }))
     }
 
-    /// Whether the key has a value other than `"auto"`.
+    /// Returns `true` if the key has a value other than `"auto"`.
     pub(super) fn given(&self, name: &str) -> bool {
         self.raw(name).is_some_and(|value| !value.is_auto())
     }
 
-    /// Whether the key says `"auto"`.
+    /// Returns `true` if the key is `"auto"`.
     pub(super) fn is_auto(&self, name: &str) -> bool {
         self.raw(name).is_some_and(Node::is_auto)
     }
 
-    /// Whether the key is not there.
+    /// Returns `true` if the key is missing.
     pub(super) fn absent(&self, name: &str) -> bool {
         self.raw(name).is_none()
     }
 
-    /// The value of a key, words in lower case; `T`'s default for one that has none.
+    /// Returns the value of a key, words in lower case, or `T`'s default if it has none.
     pub(super) fn get<T: DeserializeOwned + Default>(&self, name: &str) -> T {
         self.value(name).to().unwrap_or_default()
     }
 
-    /// Every value that is acted on, but for those that are `known`.
+    /// Returns `known` and every other value that is acted on.
     pub(super) fn values(&self, known: Vec<(&str, Node)>) -> Node {
         let mut entries: Vec<_> = known.into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
         for key in self.keys.iter().filter(|key| matches!(key.fate.treatment, Treatment::Acted)) {
@@ -93,7 +93,7 @@ impl<'a> Reader<'a> {
         self.findings.borrow_mut().warn(&self.path(name), message);
     }
 
-    /// What stands for an `"auto"`.
+    /// Records the value for an `"auto"`.
     pub(super) fn filled(&self, name: &str, by: &'static str, value: Option<Node>) {
         self.findings.borrow_mut().filled(&self.path(name), by, value);
     }
@@ -112,7 +112,7 @@ impl<'a> Reader<'a> {
                 _ => value.clone(),
             };
         }
-        // The batch sizes fill one another.
+        // The batch sizes are derived from one another.
         if fate.fill == Fill::Batch || self.stage < fate.from_stage {
             return key.default();
         }

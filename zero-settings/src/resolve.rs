@@ -1,4 +1,4 @@
-//! From a checked [`Config`] and the program's [`Context`] to a [`ZeroPlan`].
+//! Turns a checked [`Config`] and the program's [`Context`] into a [`ZeroPlan`].
 
 use std::cell::RefCell;
 use std::path::PathBuf;
@@ -19,11 +19,11 @@ use super::plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report
 use super::reader::Reader;
 use super::scheduler;
 
-/// The three batch sizes: of a step, of a rank's micro-batch, and micro-batches of a step.
+/// The three batch sizes: rows per step, rows per micro-batch and rank, micro-batches per step.
 const SIZES: [&str; 3] = ["train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"];
 
 impl Config {
-    /// Fills `"auto"`, does the batch arithmetic and reads the plan.
+    /// Fills `"auto"` values, derives the batch sizes and returns the plan.
     ///
     /// # Errors
     ///
@@ -34,8 +34,8 @@ impl Config {
         Ok(plan)
     }
 
-    /// As [`resolve`](Self::resolve), for someone who wants to see what the file means before everything is known: an
-    /// `"auto"` that `context` does not fill is no error but listed, without a value; the plan has the key's default there.
+    /// Like [`resolve`](Self::resolve), to show what the file means before every value is known. An `"auto"` that
+    /// `context` does not fill is not an error: it is listed without a value, and the plan has the key's default.
     ///
     /// # Errors
     ///
@@ -56,7 +56,7 @@ impl Config {
         let world = context.world.unwrap_or(named);
         let (zero, watchdog) = (top.section("zero_optimization"), top.section("watchdog"));
         let optimizer = OptimizerPlan::read(&top);
-        // A file asks for it by the section; DeepSpeed leaves the rest to the model, which is ours here.
+        // The section's presence enables checkpointing. DeepSpeed leaves the rest to the model, which is ours here.
         let activations = top.section("activation_checkpointing");
         let blocks = || activations.get::<Option<usize>>("blocks").unwrap_or(usize::MAX);
         let checkpointed = top.given("activation_checkpointing").then(blocks);
@@ -103,7 +103,7 @@ impl Config {
             grad_accum_dtype: float_named(&top.section("data_types").get::<String>("grad_accum_dtype")),
             schedule: scheduler::read(&top, optimizer.as_ref(), auto.learning_rate),
             optimizer,
-            // Where it has no effect there is a warning.
+            // The walk warns if it has no effect.
             offload_optimizer: offload(&zero.section("offload_optimizer"), false)
                 .filter(|_| self.stage.shards_optimizer()),
             offload_param: offload(&zero.section("offload_param"), true).filter(|_| self.stage.shards_parameters()),
@@ -126,7 +126,7 @@ impl Config {
         };
         let mut findings = findings.into_inner();
         if findings.problems.is_empty() {
-            // What ranks would say of it when they start.
+            // Errors that ranks would report at start.
             if let Err(error) = plan.zero_config(0).validate(world) {
                 findings.problem("zero_optimization", ProblemKind::Conflict(error.to_string()));
             }
@@ -137,12 +137,12 @@ impl Config {
         (plan, findings)
     }
 
-    /// The folder of the disk that the file offloads to, if it does; a program measures its room before it plans.
+    /// Returns the disk folder that the file offloads to, if any. A program measures its free space before planning.
     pub fn nvme_path(&self) -> Option<PathBuf> {
         self.read(&Context::default()).0.nvme_path().cloned()
     }
 
-    /// What the file says of waits, which a program may need before it knows its ranks.
+    /// Returns the file's watchdog settings, which a program may need before it knows its number of ranks.
     pub fn watchdog(&self) -> Watchdog {
         self.read(&Context::default()).0.watchdog
     }
@@ -169,8 +169,8 @@ impl Config {
     }
 }
 
-/// Global batch, micro-batch, accumulation. For `"auto"`, or where the file has nothing to start from, the program's
-/// value counts; the rest is left to the arithmetic.
+/// Returns global batch, micro-batch and accumulation. The program's values are used for `"auto"`, or if the file gives
+/// neither a global nor a micro-batch size; the rest is derived.
 fn batch_sizes(top: &Reader<'_>, auto: &Auto) -> [Option<usize>; 3] {
     let [global, micro, accumulation] = SIZES;
     let supplied = |key: &str, value: Option<usize>, wanted: bool| {
@@ -225,7 +225,7 @@ fn offload(section: &Reader<'_>, of_parameters: bool) -> Option<Offload> {
     };
     let mut offload = Offload::to(device);
     (offload.pin_memory, offload.buffer_count) = (section.get("pin_memory"), section.get("buffer_count"));
-    // Each section has keys of its own.
+    // Each section has its own keys.
     if of_parameters {
         (offload.buffer_size, offload.max_in_cpu) = (section.get("buffer_size"), section.get("max_in_cpu"));
     } else {
@@ -260,20 +260,20 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
         .then(|| LogFiles { output_path: section.get("output_path"), job_name: section.get("job_name") })
 }
 
-/// [`Batch::solve`], with the error reported where it arises.
+/// Returns the quantization `format`, if `key` is true.
 fn quantized(zero: &Reader<'_>, key: &str, format: &str) -> Option<Format> {
     let format: String = zero.get(format);
     format.parse().ok().filter(|_| zero.get(key))
 }
 
-/// Ranks of a group, if there are several groups.
+/// Returns the ranks per group, if there are several groups.
 fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "mics_shard_size";
     let size = usize::try_from(zero.get::<i64>(KEY)).ok().filter(|&size| size > 0)?;
     (divides(zero, KEY, size, world, "-1 for all") && size < world).then_some(size)
 }
 
-/// Whether groups of `size` ranks are all the ranks; reports it otherwise.
+/// Returns `true` if groups of `size` evenly divide the ranks; reports it otherwise.
 fn divides(zero: &Reader<'_>, key: &str, size: usize, world: usize, otherwise: &str) -> bool {
     let divides = Mesh::new(world, size).is_some();
     if !divides {
@@ -283,7 +283,7 @@ fn divides(zero: &Reader<'_>, key: &str, size: usize, world: usize, otherwise: &
     divides
 }
 
-/// Ranks of a group that keeps a second cut of the parameters, if there are several groups.
+/// Returns the ranks per group that holds secondary shards, if there are several groups.
 fn secondary_shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "zero_hpz_partition_size";
     let size: usize = zero.get(KEY);

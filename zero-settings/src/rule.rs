@@ -1,4 +1,4 @@
-//! The vocabulary of the key tables: what a key may hold, what it holds by default, and what becomes of it.
+//! The vocabulary of the key tables: accepted values, default and handling of each key.
 
 use super::auto::Fill;
 use super::node::Node;
@@ -8,12 +8,12 @@ use super::node::Node;
 pub(super) struct Key {
     pub(super) name: &'static str,
     pub(super) kind: Kind,
-    /// What it holds when it is not given, as JSON.
+    /// The default, as JSON.
     pub(super) default: &'static str,
     pub(super) fate: Fate,
 }
 
-/// A table of keys. A row is of keys, each with its default, that may hold the same and become the same.
+/// Defines a table of keys. Each row lists keys with their defaults that share accepted values and handling.
 macro_rules! keys {
     ($($($name:ident = $default:expr),+ => $kind:expr, $fate:expr;)+) => {
         &[$($($crate::rule::Key {
@@ -26,7 +26,7 @@ macro_rules! keys {
 }
 pub(super) use keys;
 
-/// What a key may hold. `null` is always accepted and means "not given".
+/// Accepted values of a key. `null` is always accepted and means "not given".
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Kind {
     /// `true` or `false`.
@@ -35,15 +35,15 @@ pub(super) enum Kind {
     YesNo,
     /// A whole number from `min` to `max`.
     Int { min: i128, max: i128 },
-    /// A finite number, at least `min`, at most `max`.
+    /// A finite number from `min` to `max`.
     Num { min: f64, max: f64 },
     /// A number in [0, 1): the decay of a running average.
     Decay,
-    /// Two of them.
+    /// Two decays.
     Betas,
-    /// A number of at least 0, or a list of equal ones, one for each group of parameters.
+    /// A number of at least 0, or a list of equal ones, one per parameter group.
     Rates,
-    /// A number in [0, 1), or such a list of them.
+    /// A number in [0, 1), or a list of equal ones.
     Decays,
     /// A string.
     Text,
@@ -53,66 +53,66 @@ pub(super) enum Kind {
     OneOf(&'static str),
     /// Anything.
     Any,
-    /// A map of these keys.
+    /// A map with these keys.
     Section(&'static [Key], Gate),
-    /// A map whose `type` says which `params` it takes.
+    /// A map whose `type` determines the accepted `params`.
     Tagged(&'static Tagged),
-    /// A map whose keys are not looked at, because the feature does not exist here.
+    /// A map whose keys are not checked, because the feature does not exist here.
     Open(Gate),
 }
 
-/// Returns true for numbers that are all the same.
+/// Returns `true` if all items are the same number.
 fn alike(items: &[Node]) -> bool {
     items.first().and_then(Node::as_f64).is_some_and(|first| items.iter().all(|item| item.as_f64() == Some(first)))
 }
 
-/// When a section does anything; a section that does nothing gives no warning and is never refused.
+/// Condition under which a section has an effect; a section without effect is never warned about or refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Gate {
-    /// When it is not empty.
+    /// The section is not empty.
     Given,
-    /// When its `enabled`, or for an open section that of a part of it, is true.
+    /// Its `enabled` is true, or, for an open section, that of one of its parts.
     Enabled,
-    /// When its `device` is not `none`.
+    /// Its `device` is not `none`.
     Device,
 }
 
 /// A section with a `type` and its `params`.
 #[derive(Debug)]
 pub(super) struct Tagged {
-    /// What the section is, for messages.
+    /// Name of the section in messages.
     pub(super) what: &'static str,
     pub(super) variants: &'static [(&'static str, &'static [Key])],
-    /// DeepSpeed's types that do not exist here.
+    /// DeepSpeed types that are not supported here.
     pub(super) refused: &'static [&'static str],
-    /// Keys beside `type` and `params`.
+    /// Keys other than `type` and `params`.
     pub(super) beside: &'static [Key],
 }
 
-/// What becomes of a key.
+/// The handling of a key.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Fate {
     pub(super) treatment: Treatment,
-    /// What stands for `"auto"`.
+    /// Source of the value for `"auto"`.
     pub(super) fill: Fill,
-    /// The ZeRO stage from which the key has an effect.
+    /// First ZeRO stage at which the key has an effect.
     pub(super) from_stage: u8,
 }
 
-/// What becomes of a key that is set to something other than its default.
+/// The handling of a key that is set to a non-default value.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Treatment {
-    /// It is read into the plan.
+    /// The plan uses it.
     Acted,
-    /// Nothing, and nothing is lost: not worth a warning.
+    /// No effect and no loss: no warning.
     Quiet,
-    /// It has no meaning here: a warning with the reason.
+    /// No meaning here: a warning with the reason.
     NoEffect(&'static str),
-    /// It will act one day, and training is right without it: a warning with the reason.
+    /// Not implemented yet, and training is correct without it: a warning with the reason.
     NotYet(&'static str),
-    /// Training without it would be another training: an error with the reason.
+    /// Training without it would give another result: an error with the reason.
     Refused(&'static str),
-    /// Another name of a key of the same section, with the value turned into that key's; deprecated ones are warned of.
+    /// Another name of a key of the same section. The value is converted to that key's; deprecated names give a warning.
     Renamed { to: &'static str, change: fn(&Node) -> Node, deprecated: bool },
 }
 
@@ -136,12 +136,12 @@ impl Fate {
         Self::of(Treatment::Refused(reason))
     }
 
-    /// An old name for `to`.
+    /// Makes a deprecated name for `to`.
     pub(super) const fn renamed(to: &'static str, change: fn(&Node) -> Node) -> Self {
         Self::of(Treatment::Renamed { to, change, deprecated: true })
     }
 
-    /// Another name for `to`.
+    /// Makes another name for `to`.
     pub(super) const fn alias(to: &'static str) -> Self {
         Self::of(Treatment::Renamed { to, change: Node::clone, deprecated: false })
     }
@@ -164,7 +164,7 @@ impl Key {
         serde_json::from_str(self.default).expect("defaults in the tables are JSON")
     }
 
-    /// Whether `value` says what leaving the key out would say.
+    /// Returns `true` if `value` has the same meaning as leaving the key out.
     pub(super) fn is_default(&self, value: &Node) -> bool {
         match (value, self.default()) {
             (Node::Null, _) => true,
@@ -179,9 +179,9 @@ impl Key {
 }
 
 impl Kind {
-    /// A count that may be zero.
+    /// A count that may be 0.
     pub(super) const COUNT: Kind = Kind::Int { min: 0, max: i64::MAX as i128 };
-    /// A count of at least one.
+    /// A count of at least 1.
     pub(super) const ONE_UP: Kind = Kind::Int { min: 1, max: i64::MAX as i128 };
     /// Any whole number.
     pub(super) const INT: Kind = Kind::Int { min: i64::MIN as i128, max: i64::MAX as i128 };
@@ -192,30 +192,30 @@ impl Kind {
     /// Any number.
     pub(super) const NUM: Kind = Kind::Num { min: f64::MIN, max: f64::MAX };
 
-    /// A map of `keys` that acts as its keys say.
+    /// Makes a map of `keys` that has an effect unless empty.
     pub(super) const fn section(keys: &'static [Key]) -> Self {
         Kind::Section(keys, Gate::Given)
     }
 
-    /// A map of `keys` that does something once enabled.
+    /// Makes a map of `keys` that has an effect if enabled.
     pub(super) const fn switch(keys: &'static [Key]) -> Self {
         Kind::Section(keys, Gate::Enabled)
     }
 
-    /// `value` with YAML's several spellings of no and yes made one.
+    /// Normalizes YAML's spellings of no and yes in `value`, and lists of equal numbers.
     pub(super) fn normal(self, value: &Node) -> Node {
         let word = |word: &str| word.to_ascii_lowercase();
         match (self, value) {
             (Kind::YesNo, Node::Text(text)) if ["yes", "true", "on"].contains(&&*word(text)) => Node::Bool(true),
             (Kind::YesNo, Node::Text(text)) if ["no", "false", "off"].contains(&&*word(text)) => Node::Bool(false),
             (Kind::Rates | Kind::Decays, Node::List(items)) if alike(items) => items[0].clone(),
-            // YAML 1.1 reads a bare `no` as false.
+            // YAML 1.1 parses a bare `no` as false.
             (Kind::OneOf(words), Node::Bool(false)) if words.split(' ').any(|word| word == "no") => "no".into(),
             _ => value.clone(),
         }
     }
 
-    /// Whether `value` may stand here. Containers are only checked to be containers.
+    /// Returns `true` if the key accepts `value`. The contents of containers are not checked.
     pub(super) fn accepts(self, value: &Node) -> bool {
         let is_decay = |value: &Node| value.as_f64().is_some_and(|value| (0.0..1.0).contains(&value));
         match (self, value) {
@@ -230,13 +230,13 @@ impl Kind {
             (Kind::Texts, Node::List(items)) => items.iter().all(|item| item.as_text().is_some()),
             (Kind::OneOf(words), Node::Text(word)) => words.split(' ').any(|known| known.eq_ignore_ascii_case(word)),
             (Kind::Section(..) | Kind::Tagged(_) | Kind::Open(_), Node::Map(_)) => true,
-            // An open section of Accelerate may hold anything, and an empty list is as good as nothing.
+            // An open section of Accelerate may hold anything, and an empty list counts as absent.
             (Kind::Open(_), value) => value.is_empty() || matches!(value, Node::Bool(_)),
             _ => false,
         }
     }
 
-    /// What may stand here, in words.
+    /// Describes the accepted values in words.
     pub(super) fn expected(self) -> String {
         match self {
             Kind::Bool | Kind::YesNo => "true or false".to_owned(),

@@ -1,11 +1,11 @@
-//! `scheduler`: from DeepSpeed's keys to a [`Schedule`], and back.
+//! `scheduler`: converts DeepSpeed's keys to a [`Schedule`], and back.
 
 use super::node::Node;
 use super::optimizer::OptimizerPlan;
 use super::reader::Reader;
 use crate::schedule::{OneCycle, Schedule};
 
-/// Reads `scheduler`; the optimizer's learning rate stands for a highest one that is not given.
+/// Reads `scheduler`; a missing peak rate defaults to the optimizer's learning rate.
 pub(super) fn read(
     top: &Reader<'_>,
     optimizer: Option<&OptimizerPlan>,
@@ -79,7 +79,7 @@ pub(super) fn read(
     Some(schedule)
 }
 
-/// The section DeepSpeed would have.
+/// Converts to DeepSpeed's section.
 impl From<Schedule> for Node {
     fn from(schedule: Schedule) -> Self {
         let mut node = Node::of(&schedule);

@@ -1,4 +1,4 @@
-//! The known keys as a table for people: `zero check --keys`, and two pages of the book.
+//! The known keys as a Markdown table: `zero check --keys`, and two pages of the book.
 
 use std::fmt::Write;
 
@@ -7,7 +7,7 @@ use super::auto::Fill;
 use super::keys::{ACCELERATE, DEEPSPEED};
 use super::rule::{Key, Kind, Treatment};
 
-/// Every key that a file of this format may have, as a Markdown table: path, what it may hold, default, what becomes of it.
+/// Returns every key of this format as a Markdown table: path, accepted values, default, handling.
 pub fn key_table(format: Format) -> String {
     let mut text = String::from("| key | takes | default | here |\n|---|---|---|---|\n");
     let keys = match format {
@@ -37,10 +37,10 @@ fn rows(text: &mut String, section: &str, keys: &[Key]) {
             Treatment::Renamed { to, deprecated: true, .. } => format!("an old name of `{to}`, with a warning"),
             Treatment::Renamed { to, .. } => format!("another name of `{to}`"),
         };
-        // A string takes what is written.
+        // Writing to a string cannot fail.
         let _ = writeln!(text, "| `{path}` | {takes}{auto} | {default} | {here} |");
         match key.kind {
-            // Under its own name once.
+            // Aliases are listed once, without their keys.
             _ if matches!(key.fate.treatment, Treatment::Renamed { .. }) => {}
             Kind::Section(keys, _) => rows(text, &format!("{path}."), keys),
             Kind::Tagged(tagged) => {

@@ -1,15 +1,15 @@
-//! Checks a tree against a key table: unknown keys, types, ranges, and what becomes of keys that are not acted on.
-//! Out comes the same tree with every alias under its proper name.
+//! Checks a tree against a key table: unknown keys, types, ranges, and handling of unsupported keys. Returns the same
+//! tree with every alias under its canonical name.
 
 use super::auto::Fill;
 use super::error::{Findings, ProblemKind};
 use super::node::Node;
 use super::rule::{Gate, Key, Kind, Tagged, Treatment};
 
-/// Sections with more keys are too long to list in a message.
+/// Limit on keys listed in a message; longer sections are not listed.
 const SHORT_SECTION: usize = 12;
 
-/// Checks `node` as a map of `keys`; `stage` decides which keys have an effect.
+/// Checks `node` as a map of `keys`; `stage` determines which keys have an effect.
 pub(super) fn walk(node: &Node, keys: &[Key], stage: u8, findings: &mut Findings) -> Node {
     let Node::Map(entries) = node else {
         findings.problem("", ProblemKind::value("a map of settings", node));
@@ -23,13 +23,13 @@ struct Walk<'a> {
     stage: u8,
 }
 
-/// Where the walk stands.
+/// The current position in the tree.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     path: &'a str,
-    /// Whether the keys here do anything: those of a disabled section do not.
+    /// True if keys here have an effect; those of a disabled section do not.
     active: bool,
-    /// Whether DeepSpeed takes `"auto"` for "not given" here, as it does in the sections it checks.
+    /// True if DeepSpeed treats `"auto"` as "not given" here, as it does in the sections it validates.
     auto_is_default: bool,
 }
 
@@ -65,7 +65,7 @@ impl Walk<'_> {
             }
             let Some(target) = Key::find(keys, to) else { continue };
             let changed = change(value);
-            // A switch that became a section has no keys of its own to name.
+            // A switch that became a section has no keys to name.
             let unfolded = matches!(changed, Node::Map(_)) && !matches!(value, Node::Map(_));
             let path = if unfolded { join(parent, to) } else { path.clone() };
             out.push((to.to_owned(), self.entry(target, &changed, Place { path: &path, ..place })));
@@ -143,7 +143,7 @@ impl Walk<'_> {
         Node::Map(out)
     }
 
-    /// Whether the value is of the key's type; reports it otherwise.
+    /// Checks that the value is of the key's type; reports it otherwise.
     fn fits(&mut self, key: &Key, value: &Node, place: Place<'_>) -> bool {
         let fits = key.kind.accepts(value);
         if !fits {
@@ -201,7 +201,7 @@ fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }
 
-/// The known name that begins with `name`, or else the nearest of which two thirds agree.
+/// Returns a known name that starts with `name`, or else the nearest one with edits in at most a third of it.
 fn suggestion(name: &str, known: impl Iterator<Item = &'static str>) -> Option<String> {
     let begins = |key: &str| name.len() >= 6 && key.starts_with(name);
     known

@@ -1,9 +1,9 @@
-//! `zero generate`: text by a trained model, from a Hugging Face folder or a checkpoint.
+//! `zero generate`: generates text with a trained model, from a Hugging Face folder or a checkpoint.
 //!
-//! * In: a folder and prompts. Out: for each prompt the text that follows it, or that a BART or a T5 makes of it, on standard output, as
-//!   it is made where there is one.
-//! * Parameters are sharded over the ranks, or kept on a disk (`--offload disk`): then layers are read ahead of their use, and
-//!   all prompts of a rank share each pass.
+//! * In: a folder and prompts. Out: for each prompt, its continuation, or the output of a BART or a T5, on standard
+//!   output. A single text is printed as it is generated.
+//! * Parameters are sharded over the ranks or kept on a disk (`--offload disk`). On a disk, layers are read ahead of
+//!   their use, and all prompts of a rank share each pass.
 
 use std::io::{IsTerminal, Write};
 use std::path::{Path, PathBuf};
@@ -31,14 +31,14 @@ use zero_train::error::{Result, TrainError, io, wrong, wrong_data};
 use zero_train::export::{Weights, export_checkpoint};
 use zero_train::trainer::{BackendChoice, Dtype, OffloadTo};
 
-/// Most tokens of an answer where nothing says.
+/// Default limit on the tokens of an answer.
 const ANSWER: usize = 512;
 
-/// Answers messages from standard input, one a line, as one conversation: `zero chat`.
+/// Answers messages from standard input, one per line, as one conversation: `zero chat`.
 ///
 /// # Errors
 ///
-/// As [`run`]; for several ranks, which would wait for what is typed.
+/// The errors of [`run`], and more than one rank: the others would wait for the input.
 pub fn chat(options: Options) -> Result<()> {
     let Options { ranks, prompt, prompts, .. } = &options;
     if *ranks != 1 {
@@ -150,11 +150,11 @@ pub struct Options {
     pub dialogue: bool,
 }
 
-/// Generates and prints.
+/// Generates text and prints it.
 ///
 /// # Errors
 ///
-/// [`TrainError`] for a folder, a prompt or an option that cannot be used.
+/// [`TrainError`] for an invalid folder, prompt or option.
 pub fn run(options: &Options) -> Result<()> {
     if options.prompt.is_empty() && options.prompts.is_none() && !options.dialogue {
         return Err(wrong(
@@ -180,7 +180,7 @@ pub fn run(options: &Options) -> Result<()> {
             "is no folder: expected one with a config.json and weights, or a checkpoint",
         ));
     }
-    // A checkpoint is brought into the form of a folder first.
+    // Export a checkpoint to a model folder first.
     let mut exported = None;
     let mut dir = if ["config.json", "adapter_config.json"].iter().any(|file| options.model.join(file).is_file()) {
         options.model.clone()
@@ -220,7 +220,8 @@ pub fn run(options: &Options) -> Result<()> {
     }
 }
 
-/// As [`run`], with the model in the folder `dir` and what was trained beside it; one may lie in a folder that was made for this.
+/// Implements [`run`] for the model in `dir` and an optional adapter; `made_for_this` is the temporary folder that
+/// holds one of them, if any.
 fn run_on_model<F: TextFamily>(
     options: &Options,
     dir: &Path,
@@ -243,7 +244,7 @@ fn run_on_model<F: TextFamily>(
     let mut texts = options.prompt.clone();
     if let Some(file) = &options.prompts {
         let lines = std::fs::read_to_string(file).map_err(io("read", file))?;
-        // Some programs begin a file with a byte order mark.
+        // Some programs write a byte order mark at the start of a file.
         texts.extend(lines.trim_start_matches('\u{feff}').lines().map(str::to_string));
     }
     let encode = |text: &String| {
@@ -257,7 +258,7 @@ fn run_on_model<F: TextFamily>(
             .encode(text)
             .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is that of {whose}")))?;
         Ok::<_, TrainError>(match config.seq2seq() {
-            // As in training.
+            // Same as in training.
             Some(settings) => [tokenizer.begin_of(&settings), ids, vec![settings.end_token]].concat(),
             None => begun(&tokenizer, ids),
         })
@@ -294,7 +295,7 @@ fn run_on_model<F: TextFamily>(
             true => Ok(()),
             false => say(&format!("{all}\n")),
         };
-        // That nobody reads it any more (`| head`) is no error.
+        // A closed pipe (`| head`) is not an error.
         if printed.is_err() {
             break;
         }
@@ -306,8 +307,8 @@ fn system_message(options: &Options) -> Option<Message> {
     options.system.as_ref().map(|text| Message::new("system", text))
 }
 
-/// A prompt's tokens behind what the tokenizer puts before a text, unless they begin with it; of an empty one the token that begins
-/// a text.
+/// Prepends the tokenizer's prefix to a prompt's tokens, unless they start with it. If both are empty, returns the
+/// beginning-of-text token, if there is one.
 fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
     let begin = tokenizer.put_before();
     match ids.starts_with(begin) {
@@ -317,7 +318,7 @@ fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
     }
 }
 
-/// The sampling settings: those of the options, or else of the folder.
+/// Returns the sampling settings: from the options, with defaults from the folder.
 fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tokenizer) -> Result<Sampling> {
     let named = |token: &String| {
         let expected = "expected a token of the model's tokenizer, such as <|endoftext|>";
@@ -339,7 +340,7 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
     if !options.stop.is_empty() {
         how.stop = options.stop.iter().map(named).collect::<Result<_, _>>()?;
     }
-    // What nobody asked for goes no further than the model's positions.
+    // Default lengths do not exceed the model's positions.
     let positions = match config {
         ModelConfig::Gpt2(config) => Some(config.n_positions),
         ModelConfig::Llama(config) => Some(config.positions()),
@@ -354,7 +355,7 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
     if let Some(fewest) = options.min_new_tokens {
         (how.min_new_tokens, how.min_length) = (fewest, 0);
     }
-    // What is asked for here wins over the folder: beams do not draw.
+    // Options override the folder: beam search does not sample.
     match (options.beams, options.temperature) {
         (Some(beams), None) if beams > 1 => how.temperature = 0.0,
         (None, Some(temperature)) if temperature > 0.0 => how.beams = 1,
@@ -382,7 +383,7 @@ fn sampling(options: &Options, dir: &Path, config: &ModelConfig, tokenizer: &Tok
 struct Job<'a, F> {
     options: &'a Options,
     dir: &'a Path,
-    /// What was trained beside the weights in `dir`.
+    /// Adapter trained on the weights in `dir`.
     adapter: Option<&'a Path>,
     family: &'a F,
     config: &'a ModelConfig,
@@ -392,12 +393,12 @@ struct Job<'a, F> {
 }
 
 impl<F: TextFamily> Job<'_, F> {
-    /// Returns true if the text continues the prompt, and is shown after it.
+    /// Returns `true` if the generated text continues the prompt and is printed after it.
     fn goes_on(&self) -> bool {
         self.config.seq2seq().is_none() && !self.options.chat
     }
 
-    /// Returns true if tokens are printed as they are generated. Beam search prints at its end.
+    /// Returns `true` if tokens are printed as they are generated. Beam search prints at its end.
     fn streams(&self) -> bool {
         self.prompts.len() == 1 && self.how.beams == 1 && !self.options.json
     }
@@ -414,7 +415,7 @@ impl<F: TextFamily> Job<'_, F> {
         zero
     }
 
-    /// The tokens that follow each prompt.
+    /// Returns the tokens that follow each prompt.
     fn run<I: FusedBackend>(&self) -> Result<Vec<Vec<u32>>> {
         let zero = self.zero();
         let ranks = self.options.ranks;
@@ -444,7 +445,7 @@ impl<F: TextFamily> Job<'_, F> {
             return self.converse(&model, device);
         }
         let mine: Vec<usize> = (device.rank()..self.prompts.len()).step_by(self.options.ranks).collect();
-        // In place of prompts that only other ranks have.
+        // Placeholder on a rank without prompts.
         let rows = if mine.is_empty() { &[0][..] } else { &mine };
         let prompts: Vec<Vec<u32>> = rows.iter().map(|&row| self.prompts[row].clone()).collect();
         let begins = if self.goes_on() { &self.prompts[0][..] } else { &[] };
@@ -454,14 +455,14 @@ impl<F: TextFamily> Job<'_, F> {
                 shown.add(token);
             }
         };
-        // All gather as often.
+        // All ranks gather equally often.
         let mut goes_on = |needs: bool| {
             end_pass::<I>();
             all_gather::<I>(&[needs.into()]).iter().any(|rank| rank[0] != 0.0)
         };
         let hooks = Hooks { token: &mut token, goes_on: &mut goes_on, number: &|row| rows[row] };
         let texts = F::generate(&model, &prompts, &self.how, device, hooks).map_err(|error| match error {
-            // The folder may be what is wrong.
+            // The cause may be the folder.
             ModelError::Prompt { .. } => wrong_data(&self.options.model, error.to_string()),
             _ => error.into(),
         })?;
@@ -511,7 +512,7 @@ impl<F: TextFamily> Job<'_, F> {
             let tokens = F::generate(model, &[prompt], &self.how, device, hooks);
             let tokens = match tokens {
                 Ok(mut tokens) => tokens.pop().unwrap_or_default(),
-                // The conversation has become too long.
+                // The conversation is too long.
                 Err(error @ ModelError::Prompt { .. }) => {
                     messages.pop();
                     go_on(error.into())?;
@@ -525,7 +526,7 @@ impl<F: TextFamily> Job<'_, F> {
                 None if options.json => say(&json!({ "prompt": line, "text": text, "tokens": tokens }).to_string()),
                 None => say(&text),
             };
-            // Nobody reads the answers any more.
+            // The reader closed the pipe.
             if printed.is_err() {
                 return Ok(());
             }
@@ -534,12 +535,12 @@ impl<F: TextFamily> Job<'_, F> {
     }
 }
 
-/// Prints a line, unless nobody reads it.
+/// Prints a line; fails if the pipe is closed.
 fn say(line: &str) -> std::io::Result<()> {
     writeln!(std::io::stdout(), "{line}")
 }
 
-/// Shows what is wrong with a message to who typed it; a program gets the error.
+/// Shows an error in a message to an interactive user; otherwise returns it.
 fn go_on(error: TrainError) -> Result<()> {
     if !std::io::stdin().is_terminal() {
         return Err(error);
@@ -548,11 +549,11 @@ fn go_on(error: TrainError) -> Result<()> {
     Ok(())
 }
 
-/// A text on standard output, as it is made.
+/// A text printed to standard output while it is generated.
 struct Shown<'a> {
     tokenizer: &'a Tokenizer,
     tokens: Vec<u32>,
-    /// Bytes of the text that are printed.
+    /// Number of bytes already printed.
     printed: usize,
 }
 
@@ -570,13 +571,13 @@ impl<'a> Shown<'a> {
 
     fn print(&mut self) {
         let text = self.tokenizer.decode(&self.tokens);
-        // The rest of a character may be in the next token.
+        // The next token may complete the character.
         if text.ends_with('\u{fffd}') {
             return;
         }
         if let Some(new) = text.get(self.printed..) {
             let mut out = std::io::stdout();
-            // That nobody reads it any more (`| head`) is no error.
+            // A closed pipe (`| head`) is not an error.
             let _ = out.write_all(new.as_bytes()).and_then(|()| out.flush());
             self.printed = text.len();
         }

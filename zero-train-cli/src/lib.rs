@@ -1,6 +1,6 @@
-//! Parts of the command `zero`: generation, the launcher, the inspection of checkpoints, and the wizard for configurations.
+//! Parts of the command `zero`: text generation, launcher, checkpoint inspection and configuration wizard.
 //!
-//! Training itself is in `zero-train`, whose [`language`](zero_train::language) has the options of `zero train`.
+//! Training is in `zero-train`; its [`language`](zero_train::language) module has the options of `zero train`.
 
 pub mod generate;
 pub mod inspect;

@@ -1,77 +1,76 @@
-//! The questions of `zero config`, and the file they lead to: an Accelerate YAML, in Accelerate's order and words.
+//! The questions of `zero config` and the file they produce: an Accelerate YAML in Accelerate's order and wording.
 
 use std::ops::RangeInclusive;
 use std::path::PathBuf;
 
 use zero_train::config::{MixedPrecision, OffloadDevice};
 
-/// Asks a person. What comes back is one of what was offered, or the default; [`Stopped`] when the person gives up or cannot be
-/// asked.
+/// Asks a user. Each answer is one of the options or the default; [`Stopped`] if the user gives up or cannot be asked.
 pub trait Ask {
-    /// One of `options`, by its place.
+    /// Asks for one of `options` and returns its index.
     fn choose(&mut self, question: &str, options: &[&str], default: usize) -> Result<usize, Stopped>;
 
-    /// Yes or no.
+    /// Asks for yes or no.
     fn yes(&mut self, question: &str, default: bool) -> Result<bool, Stopped>;
 
-    /// A number of `range`.
+    /// Asks for a number in `range`.
     fn number(&mut self, question: &str, range: RangeInclusive<usize>, default: usize) -> Result<usize, Stopped>;
 
-    /// A number above 0.
+    /// Asks for a number above 0.
     fn fraction(&mut self, question: &str, default: f64) -> Result<f64, Stopped>;
 
-    /// A line of text that is not empty.
+    /// Asks for a non-empty line of text.
     fn text(&mut self, question: &str, default: &str) -> Result<String, Stopped>;
 }
 
-/// The questions were broken off; nothing has been written.
+/// The user stopped before the last question; nothing has been written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("stopped before the last question ({0}); nothing was written")]
 pub struct Stopped(pub String);
 
-/// By their numbers as [`MixedPrecision`].
+/// Indexed by [`MixedPrecision`].
 const PRECISIONS: [&str; 3] = ["no", "fp16", "bf16"];
 const DEVICES: [&str; 3] = ["none", "cpu", "nvme"];
 const MACHINES: [&str; 3] = ["No distributed training", "multi-CPU", "multi-GPU"];
 
-/// What the questions come to.
+/// Answers to the questions.
 // A field for each question.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Answers {
-    /// A DeepSpeed JSON, in place of all answers about ZeRO.
+    /// A DeepSpeed JSON that replaces all answers about ZeRO.
     pub deepspeed_config: Option<PathBuf>,
     /// ZeRO stage.
     pub stage: u8,
-    /// Where optimizer state is kept, if not on the device.
+    /// Offload of optimizer state; `None` keeps it on the device.
     pub offload_optimizer: Option<OffloadDevice>,
-    /// Where parameters are kept (stage 3), if not on the device.
+    /// Offload of parameters (stage 3); `None` keeps them on the device.
     pub offload_param: Option<OffloadDevice>,
     /// Micro-batches per update.
     pub accumulation: usize,
-    /// Largest global norm of the gradient.
+    /// Maximum global gradient norm.
     pub clipping: Option<f64>,
-    /// Save 16-bit weights (stage 3).
+    /// If true, 16-bit weights are saved (stage 3).
     pub save_16bit: bool,
-    /// Build the model in shards (stage 3).
+    /// If true, the model is created as shards (stage 3).
     pub zero_init: bool,
     /// Number of machines.
     pub machines: usize,
-    /// This machine's number.
+    /// Index of this machine.
     pub machine_rank: usize,
     /// Address and port of the first machine.
     pub main_process: Option<(String, u16)>,
     /// Ranks over all machines.
     pub processes: usize,
-    /// True if ranks compute on processors.
+    /// True if ranks compute on CPUs.
     pub use_cpu: bool,
-    /// Names of layers with experts, with commas, for Accelerate.
+    /// Comma-separated names of mixture-of-experts layers, for Accelerate.
     pub moe_layers: Option<String>,
     /// Precision.
     pub precision: MixedPrecision,
 }
 
 impl Default for Answers {
-    /// Stage 2 on two ranks of one machine, in fp32.
+    /// Returns stage 2 on two ranks of one machine, in fp32.
     fn default() -> Self {
         Self {
             deepspeed_config: None,
@@ -94,11 +93,11 @@ impl Default for Answers {
 }
 
 impl Answers {
-    /// Asks for everything, in Accelerate's order and words. What `self` holds are the defaults.
+    /// Asks all questions, in Accelerate's order and wording. The values of `self` are the defaults.
     ///
     /// # Errors
     ///
-    /// [`Stopped`].
+    /// [`Stopped`] if the user gives up.
     pub fn ask(mut self, ask: &mut dyn Ask) -> Result<Self, Stopped> {
         let defaults = self.clone();
         let machine =
@@ -164,7 +163,7 @@ impl Answers {
         } else {
             self.processes = 1;
         }
-        // A DeepSpeed file says it itself.
+        // A DeepSpeed file sets this itself.
         if self.deepspeed_config.is_none() {
             self.precision =
                 match ask.choose("Do you wish to use mixed precision?", &PRECISIONS, defaults.precision as usize)? {
@@ -176,7 +175,7 @@ impl Answers {
         Ok(self)
     }
 
-    /// The file: what Accelerate's own `accelerate config` writes.
+    /// Returns the file as Accelerate's own `accelerate config` writes it.
     pub fn to_yaml(&self) -> String {
         let Self { stage, accumulation, zero_init, save_16bit, machines, machine_rank, processes, use_cpu, .. } = self;
         let mut yaml = String::from("compute_environment: LOCAL_MACHINE\ndebug: false\ndeepspeed_config:\n");
@@ -189,7 +188,7 @@ impl Answers {
             }
             None => {
                 yaml += &self.moe_line();
-                // 0 is DeepSpeed's "no clipping"; without the key it clips at 1.
+                // 0 is DeepSpeed's "no clipping"; a missing key means 1.
                 let clipping = self.clipping.unwrap_or(0.0);
                 yaml += &format!("  gradient_accumulation_steps: {accumulation}\n  gradient_clipping: {clipping:?}\n");
                 for (what, place) in [("optimizer", &self.offload_optimizer), ("param", &self.offload_param)] {
@@ -228,7 +227,7 @@ impl Answers {
     }
 }
 
-/// The place of this number among [`DEVICES`], whose folder is asked for.
+/// Converts an index into [`DEVICES`]; asks for the folder if there is one.
 fn place(ask: &mut dyn Ask, device: usize, question: &str) -> Result<Option<OffloadDevice>, Stopped> {
     Ok(match device {
         1 => Some(OffloadDevice::Cpu),
@@ -237,7 +236,7 @@ fn place(ask: &mut dyn Ask, device: usize, question: &str) -> Result<Option<Offl
     })
 }
 
-/// Text that YAML reads as this text, whatever is in it.
+/// Quotes text so that YAML reads it unchanged.
 fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', "''"))
 }

@@ -1,6 +1,6 @@
 //! cargo test -p zero-train-cli --test export_limit -- --nocapture
 //!
-//! A model is exported by a process that may not hold a quarter of it.
+//! Exports a model in a process that cannot hold a quarter of it.
 #![cfg(target_os = "linux")]
 
 mod sharded;
@@ -16,7 +16,7 @@ use zero_train::export::{Weights, export_checkpoint};
 
 const DIR: &str = "ZERO_TEST_EXPORT_DIR";
 
-/// 38 M parameters; the largest has 15 M, the largest that is transposed in the file 2.4 M.
+/// 38 M parameters; the largest has 15 M, the largest one transposed in the file 2.4 M.
 fn config() -> ModelConfig {
     let config = BertConfig { vocab_size: 20_000, num_hidden_layers: 3, ..BertConfig::preset("bert-base").unwrap() };
     config.into()
@@ -26,7 +26,7 @@ fn parameter_bytes() -> usize {
     4 * config().parameters().iter().map(|param| param.numel()).sum::<usize>()
 }
 
-/// Not a test of its own: what the parent runs under the limit.
+/// Not a separate test: the parent runs it under the limit.
 #[test]
 fn export_under_the_parents_limit() {
     let Some(dir) = std::env::var_os(DIR).map(PathBuf::from) else { return };

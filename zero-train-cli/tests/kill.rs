@@ -1,5 +1,5 @@
-//! A training process is killed with SIGKILL at random moments, now and then stopped with SIGTERM, and started again with
-//! `--resume auto`, until it has trained all its steps, of every task: every loss is that of the run that nothing broke, bit by bit.
+//! Kills a training process with SIGKILL at random moments, sometimes stops it with SIGTERM, and restarts it with
+//! `--resume auto` until all steps are done, for every task. Every loss must equal that of an uninterrupted run, bit by bit.
 #![cfg(unix)]
 
 mod common;
@@ -16,7 +16,7 @@ use common::{signal, start, texts, trajectory, write_inputs};
 const STEPS: usize = 150;
 
 const GPT2: &[&str] = &["--model", "model", "--data", "rows.safetensors"];
-/// So wide that its pieces are worth a disk.
+/// Wide enough that its shards are offloaded to a disk.
 const WIDE: &[&str] = &["--model", "wide", "--data", "rows.safetensors"];
 const LORA: &[&str] = &["--weights", "gpt2-hf", "--data", "rows.safetensors", "--lora-r", "4", "--lora-dropout", "0.1"];
 const CLASSES: &[&str] = &[
@@ -50,7 +50,7 @@ const SEQ2SEQ: &[&str] = &[
     "9",
 ];
 
-/// What is trained, and how.
+/// The tasks and their training options.
 const KINDS: [(&[&str], &[&str]); 8] = [
     (WIDE, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2", "--offload", "all"]),
     (LORA, &["--ranks", "2", "--stage", "3", "--save-every", "2", "--keep-last", "2"]),
@@ -87,7 +87,7 @@ fn train(inputs: &Path, run: &Path, (what, how): (&[&str], &[&str])) -> Command 
     command
 }
 
-/// Models and texts of the tasks besides [`write_inputs`].
+/// Writes the models and texts of the tasks, except those of [`write_inputs`].
 fn write_tasks(dir: &Path) {
     texts::labelled(dir);
     texts::bert(dir);
@@ -96,7 +96,7 @@ fn write_tasks(dir: &Path) {
     texts::ok(&["export", "gpt2-base", "gpt2-hf", "--dtype", "fp32"], dir);
 }
 
-/// `ZERO_KILLS`; 24 without it, which take about a minute.
+/// `ZERO_KILLS`; the default of 24 takes about a minute.
 fn wanted() -> usize {
     std::env::var("ZERO_KILLS").map_or(24, |kills| kills.parse().expect("ZERO_KILLS is a number"))
 }

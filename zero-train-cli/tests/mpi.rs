@@ -1,7 +1,7 @@
 //! Ranks as processes: `cargo test -p zero-train-cli --features mpi --test mpi`, with Open MPI's mpirun.
 //!
-//! What threads compute, processes compute, bit by bit; what one saves, the other goes on from; and a job that cannot work,
-//! or that dies, says so.
+//! Processes compute the same bits as threads; each resumes from the other's checkpoints; and a job that cannot run or
+//! that dies reports it.
 
 mod common;
 
@@ -17,10 +17,10 @@ use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
 
-/// No job here takes as long, however busy the machine.
+/// Time limit that no job here reaches, even on a busy machine.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// mpirun with so many ranks.
+/// mpirun with `ranks` ranks.
 fn mpirun(ranks: usize) -> Command {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n"]).arg(ranks.to_string());
@@ -41,7 +41,7 @@ fn processes(ranks: usize, inputs: &Path, run: &Path, options: &[&str]) {
     good(&finish(&mut command));
 }
 
-/// Runs to the end, which comes within the limit.
+/// Runs to the end; fails at the time limit.
 fn finish(command: &mut Command) -> Output {
     let child = start(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()));
     let pid = child.id().to_string();
@@ -223,7 +223,7 @@ fn launch_starts_a_job_again_that_has_lost_a_rank() {
     }
 }
 
-/// Launches a training, kills its last rank once there is a checkpoint, and gives what the launcher has said by its good end.
+/// Launches a training, kills its last rank once there is a checkpoint, and returns the launcher's output after its successful end.
 fn lose_a_rank(inputs: &Path, run: &Path, launch: &[&str], options: &[&str]) -> String {
     let mut command = Command::new(ZERO);
     command.arg("launch").args(launch).args(["--", "train"]);

@@ -1,4 +1,4 @@
-//! Disks that fail under a training run: one clear error, the checkpoints as they were, and no files left.
+//! Disks that fail during a training run: one clear error, intact checkpoints, and no files left.
 #![cfg(target_os = "linux")]
 
 mod common;
@@ -120,7 +120,7 @@ fn a_limit_on_the_size_of_files_is_told() {
     run.nothing_is_left();
 }
 
-/// A tmpfs of a few MiB, where mounting is allowed.
+/// A tmpfs of a few MiB, if mounting is allowed.
 struct Mounted(PathBuf);
 
 impl Mounted {

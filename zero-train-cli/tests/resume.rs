@@ -1,4 +1,4 @@
-//! `zero train --save` and `--resume` as a user runs them.
+//! `zero train --save` and `--resume` from a user's view.
 
 mod common;
 
@@ -24,7 +24,7 @@ impl Inputs {
         self.0.path().join(name)
     }
 
-    /// Trains `steps` steps in all, with metrics in `run/out` and checkpoints in `run/checkpoints`.
+    /// Trains to step `steps`, with metrics in `run/out` and checkpoints in `run/checkpoints`.
     fn train(&self, run: &str, steps: usize, options: &[&str]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_zero"));
         command.arg("train").arg("--model").arg(self.path("model")).arg("--data").arg(self.path("rows.safetensors"));
@@ -34,7 +34,7 @@ impl Inputs {
         command
     }
 
-    /// The same without checkpoints, as a child whose output is read.
+    /// The same without checkpoints, as a child with piped output.
     fn begin(&self, run: &str, steps: usize, options: &[&str]) -> Child {
         let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_zero"));
         command.arg("train").arg("--model").arg(self.path("model")).arg("--data").arg(self.path("rows.safetensors"));
@@ -247,7 +247,7 @@ fn what_cannot_work_is_refused_before_the_first_step() {
     assert!(said.contains("cannot resume from") && said.contains("only this model has: h.2."), "{said}");
 }
 
-/// What `zero launch` tells the ranks that it starts again.
+/// Sets the variables that `zero launch` passes to restarted ranks.
 fn restarted(command: &mut Command, launched_unix_ms: u128) -> &mut Command {
     command.env("ZERO_RESTARTS", "1").env("ZERO_LAUNCHED_UNIX_MS", launched_unix_ms.to_string())
 }
@@ -274,7 +274,7 @@ fn a_restart_goes_on_from_what_its_job_has_saved_and_otherwise_as_it_was_told() 
     assert!(said.contains("step 2, saved by"), "{said}");
 }
 
-/// The numbers of the steps that have a line of their own.
+/// Returns the numbers of the steps that have their own line.
 fn logged(said: &str) -> Vec<usize> {
     let numbers = said.lines().filter_map(|line| line.strip_prefix("step ")?.split_once('/')?.0.parse().ok());
     numbers.collect()
@@ -363,7 +363,7 @@ fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
     }
 }
 
-/// An evaluation is dropped, and what was trained is saved.
+/// The evaluation is aborted, and the trained state is saved.
 #[test]
 fn a_signal_ends_an_evaluation_within_seconds() {
     let inputs = Inputs::new();

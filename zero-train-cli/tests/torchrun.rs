@@ -1,7 +1,7 @@
-//! Ranks as processes without MPI: `cargo test -p zero-train-cli --test torchrun`. The processes get the variables that torchrun
-//! sets, so that nothing is needed but the program.
+//! Ranks as processes without MPI: `cargo test -p zero-train-cli --test torchrun`. The processes get the variables that
+//! torchrun sets, so only the program is needed.
 //!
-//! What threads compute, processes compute, bit by bit; and a job that cannot work, or that dies, says so on every rank.
+//! Processes compute the same bits as threads; and a job that cannot run or that dies reports it on every rank.
 
 mod common;
 #[path = "../../zero-core/tests/common/port.rs"]
@@ -20,10 +20,10 @@ use serde_json::Value;
 
 const ZERO: &str = env!("CARGO_BIN_EXE_zero");
 
-/// No job here takes as long, however busy the machine.
+/// Time limit that no job here reaches, even on a busy machine.
 const LIMIT: Duration = Duration::from_secs(90);
 
-/// One process as torchrun starts it.
+/// One process, started as torchrun does.
 fn rank(rank: usize, ranks: usize, port: u16) -> Command {
     let mut command = Command::new(ZERO);
     command.arg("train");
@@ -37,7 +37,7 @@ fn begin(command: &mut Command) -> Child {
     start(command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()))
 }
 
-/// The ends of processes, which come within the limit.
+/// Waits for processes; fails at the time limit.
 fn finish(children: Vec<Child>) -> Vec<Output> {
     let pids: Vec<String> = children.iter().map(|child| child.id().to_string()).collect();
     let (done, watch) = std::sync::mpsc::channel::<()>();
@@ -421,7 +421,7 @@ fn a_launched_job_that_loses_a_rank_goes_on_from_its_checkpoint() {
     }
 }
 
-/// Other ranks draw other masks.
+/// Disables dropout: masks depend on the ranks.
 fn without_dropout(inputs: &Path) {
     for model in ["model", "wide"] {
         let path = inputs.join(model).join("config.json");
@@ -430,7 +430,7 @@ fn without_dropout(inputs: &Path) {
     }
 }
 
-/// Two runs had the same losses, but for the order in which ranks add.
+/// Checks that two runs have the same losses, except for the order in which ranks are summed.
 fn assert_same_losses(run: &Path, unbroken: &Path) {
     let losses = |run: &Path| -> Vec<f64> { trajectory(run).iter().map(|step| step[1].parse().unwrap()).collect() };
     let (ours, theirs) = (losses(run), losses(unbroken));
@@ -471,7 +471,7 @@ fn restarts_on_fewer_ranks_keep_the_rows_of_a_step() {
     assert!(output.status.success() && told.contains("with 8 rows in a step, this run has 2"), "{told}");
 }
 
-/// Launches a training, kills its last rank once there is a checkpoint, and gives what was said by its good end.
+/// Launches a training, kills its last rank once there is a checkpoint, and returns the output after its successful end.
 fn lose_a_rank(inputs: &Path, run: &Path, ranks: &[&str], options: &[&str]) -> String {
     let mut command = launch(&[ranks, &["--max-restarts", "1", "--", "train"]].concat());
     small(&mut command, inputs, run, options);
@@ -512,7 +512,7 @@ fn a_launcher_that_is_asked_to_end_lets_its_ranks_save() {
     assert_eq!(std::fs::read_dir(&temporary).unwrap().count(), 0, "nothing is left behind");
 }
 
-/// Launchers on several machines count restarts each for itself.
+/// Each launcher of a multi-machine job counts its own restarts.
 #[test]
 fn ranks_of_different_attempts_go_on_together() {
     let dir = tempfile::tempdir().unwrap();
@@ -552,7 +552,7 @@ fn a_large_text_is_cut_once_for_all_processes() {
     assert_eq!((cuts, kept), (1, 1), "one makes the tokens, the others find them");
 }
 
-/// Two "machines", each of which starts its half of the ranks that a file of Accelerate's asks for.
+/// Two "machines", each of which starts its half of the ranks that an Accelerate file asks for.
 #[test]
 fn machines_of_an_accelerate_file_start_their_shares() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The crate's errors: bad input, told in one message that says what to change.
+//! The crate's errors: bad input, reported in one message that says what to change.
 
 use std::error::Error;
 use std::io;
@@ -15,10 +15,10 @@ use zero_models::ModelError;
 use crate::loss_scale::LossScaleError;
 use crate::step::EngineError;
 
-/// Of what can go wrong in a run.
+/// A result whose error is [`TrainError`] by default.
 pub type Result<T, E = TrainError> = core::result::Result<T, E>;
 
-/// Why training cannot start or go on.
+/// The reason that training cannot start or continue.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// An option's value cannot be used.
@@ -28,7 +28,7 @@ pub enum TrainError {
         option: &'static str,
         /// The value given.
         got: String,
-        /// What is expected, and what to change.
+        /// The expected value, and what to change.
         expected: String,
     },
     /// A file or folder cannot be read or written.
@@ -46,10 +46,10 @@ pub enum TrainError {
     Data {
         /// The file.
         path: PathBuf,
-        /// What is wrong, what was expected, and what to change.
+        /// The problem, what was expected, and what to change.
         problem: String,
     },
-    /// The engine refused its settings, or stopped.
+    /// The engine rejected its settings, or stopped.
     #[error(transparent)]
     Engine(#[from] EngineError),
     /// A log file cannot be written.
@@ -67,42 +67,42 @@ pub enum TrainError {
     /// This process cannot be one of its launcher's ranks.
     #[error("{0}")]
     Launch(String),
-    /// A deadline passed in a wait for another rank.
+    /// A deadline passed while waiting for another rank.
     #[error("training stopped: {0}")]
     Late(String),
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
-    /// Updates cannot be made any more, as gradients are not finite: to start it again would not help.
+    /// No further update is possible because gradients are not finite; a restart would not help.
     #[error("training stopped: {0}")]
     Diverged(String),
-    /// A signal ended the run, after a whole step.
+    /// A signal ended the run after a completed step.
     #[error("{told}")]
     Signal {
-        /// The signal, how far the run has come, and where it can be resumed.
+        /// The signal, the run's progress, and where it can be resumed.
         told: String,
-        /// 128 and the signal's number.
+        /// 128 plus the signal's number.
         code: u8,
     },
 }
 
-/// An option that cannot be what it is.
+/// Returns the error of an option with an unusable value.
 pub fn wrong(option: &'static str, got: impl ToString, expected: impl Into<String>) -> TrainError {
     TrainError::Option { option, got: got.to_string(), expected: expected.into() }
 }
 
-/// A file with the wrong content: what is wrong, what was expected, and what to change.
+/// Returns the error of a file with the wrong content; `problem` says what is wrong, what was expected, and what to change.
 pub fn wrong_data(path: &Path, problem: impl Into<String>) -> TrainError {
     TrainError::Data { path: path.to_path_buf(), problem: problem.into() }
 }
 
-/// What makes an error of the system this crate's.
+/// Returns a function that converts I/O errors to this crate's error.
 pub fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> TrainError + use<> {
     let path = path.to_path_buf();
     move |source| TrainError::Io { action, path: path.clone(), source }
 }
 
-/// A launch's error that no rank's body gave.
+/// Converts a launch error that no rank's body returned.
 pub(crate) fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
         zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
@@ -113,7 +113,7 @@ pub(crate) fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_co
     }
 }
 
-/// Whether a deadline has passed in a wait for another rank.
+/// Returns whether a deadline passed while waiting for another rank.
 pub(crate) fn is_late(error: &CommError) -> bool {
     matches!(error, CommError::Timeout { .. } | CommError::Stalled { .. })
 }
@@ -147,7 +147,7 @@ impl From<LossScaleError> for TrainError {
     }
 }
 
-/// A collective's error, where no rank is known to have failed.
+/// A collective's error, with no rank known to have failed.
 impl From<CommError> for TrainError {
     fn from(error: CommError) -> Self {
         if is_late(&error) { Self::Late(error.to_string()) } else { Self::Run(error.to_string()) }
@@ -169,7 +169,7 @@ impl From<LaunchError<TrainError>> for TrainError {
     }
 }
 
-/// The end of a program: prints the error, if it is one, once, and gives its exit code ([`TrainError::exit_code`]).
+/// Ends a program: prints the error, if there is one, and returns its exit code ([`TrainError::exit_code`]).
 ///
 /// ```no_run
 /// use burn_flex::Flex;
@@ -194,9 +194,9 @@ pub fn exit<T>(result: Result<T, impl Into<TrainError>>) -> ExitCode {
 }
 
 impl TrainError {
-    /// The exit code of a command that ends with this error: 2 for bad input and for a training whose gradients are not finite, 75 when a deadline passed in a wait for
-    /// another rank, 128 and the number of the signal for a run that one ended, 1 for a run that failed in another way, for which it
-    /// may be started again.
+    /// Returns the exit code of a command that ends with this error: 2 for bad input and for training with non-finite
+    /// gradients, 75 when a deadline passed while waiting for another rank, 128 plus the signal's number for a run that a
+    /// signal ended, and 1 for any other failure, after which the run may be started again.
     pub fn exit_code(&self) -> u8 {
         const LATE: u8 = zero_core::collective::exit::code::WATCHDOG as u8;
         match self {
@@ -218,8 +218,8 @@ impl TrainError {
         }
     }
 
-    /// Whether the system's error behind this one is no answer to what was asked of it, such as a file that is not there: a
-    /// disk, a network or a limit has failed it, which may pass.
+    /// Returns whether the I/O error behind this one comes from a disk, a network or a limit, and may pass, rather than from
+    /// the request, such as one for a missing file.
     fn is_of_a_device(&self) -> bool {
         use io::ErrorKind as Kind;
         let first: &(dyn Error + 'static) = self;
@@ -248,10 +248,10 @@ impl TrainError {
     }
 }
 
-/// `ELOOP`, which has no stable kind: a link that leads to itself.
+/// `ELOOP`, which has no stable [`io::ErrorKind`]: a link that leads to itself.
 const TOO_MANY_LINKS: i32 = 40;
 
-/// An error with its causes, which some errors tell themselves, on one line.
+/// Formats an error with its causes on one line, without causes that the text already contains.
 pub fn told_once(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |&cause| cause.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |text, more| if text.contains(&more) { text } else { format!("{text}: {more}") })

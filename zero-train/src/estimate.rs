@@ -1,5 +1,5 @@
-//! `zero estimate`: bytes per rank of a model's state at every stage and with every offload, by the ZeRO formulas, and what
-//! fits into this machine.
+//! `zero estimate`: bytes per rank of a model's state at every stage and with every offload, by the ZeRO formulas, and the
+//! cheapest that fits this machine.
 
 use std::fmt::Write;
 
@@ -10,7 +10,7 @@ use zero_kernels::quantized::Format;
 
 use crate::memory::format_bytes;
 
-/// What is moved off the device.
+/// The model state that is offloaded from the device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Offloaded {
     /// Nothing.
@@ -26,7 +26,7 @@ pub enum Offloaded {
 pub struct Estimate {
     /// ZeRO stage.
     pub stage: Stage,
-    /// What is offloaded.
+    /// The offloaded state.
     pub offloaded: Offloaded,
     /// Model state on the device.
     pub device: u64,
@@ -35,15 +35,15 @@ pub struct Estimate {
 }
 
 impl Estimate {
-    /// Both.
+    /// Returns the sum of device and host memory.
     pub fn total(&self) -> u64 {
         self.device + self.host
     }
 }
 
-/// Every stage and offload for `parameters` parameters, the largest of `largest` elements, over `ranks` ranks.
+/// Returns a row for every stage and offload, for `parameters` parameters, the largest of `largest` elements, over `ranks` ranks.
 ///
-/// Where parameters are offloaded, the device holds one gathered parameter at a time, the largest at most.
+/// If parameters are offloaded, the device holds one gathered parameter at a time, the largest at most.
 pub fn estimates(parameters: u64, largest: u64, ranks: u64, precision: Precision) -> Vec<Estimate> {
     let mut rows = Vec::new();
     for stage in Stage::ALL {
@@ -62,7 +62,7 @@ pub fn estimates(parameters: u64, largest: u64, ranks: u64, precision: Precision
     rows
 }
 
-/// What fits `memory` bytes of a machine with `ranks_here` ranks at stage 3, with the least on a disk: in words.
+/// Describes the stage 3 row that fits `memory` bytes of a machine with `ranks_here` ranks and has the least on a disk.
 pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
     let mut sharded = rows.iter().filter(|row| row.stage.shards_parameters());
     let fits = sharded.find(|row| row.device * ranks_here <= memory);
@@ -85,8 +85,8 @@ pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
     )
 }
 
-/// The table, and which rows fit `available` bytes when `ranks_here` ranks run on this machine, where device and host are
-/// one memory.
+/// Formats the table, and says which rows fit `available` bytes when `ranks_here` ranks run on this machine and device and
+/// host share one memory.
 pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> String {
     let mut text =
         format!("{:<7} {:<24} {:>12} {:>12} {:>14}", "stage", "offloaded", "device/rank", "host/rank", "this machine");
@@ -117,16 +117,16 @@ pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> Stri
     text
 }
 
-/// Bytes a second.
+/// Bandwidths, in bytes per second.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Links {
-    /// Of a machine from the others, in each direction; its ranks share it.
+    /// To a machine from the others, in each direction; its ranks share it.
     pub across: f64,
-    /// Of a rank from the others of its machine.
+    /// To a rank from the others of its machine.
     pub within: f64,
 }
 
-/// A way to lay stage 3 over machines: bytes of one rank, a step of one micro-batch.
+/// A layout of stage 3 over machines, with bytes per rank for a step of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Laid {
     /// Options of `zero train` besides `--stage 3`.
@@ -135,14 +135,15 @@ pub struct Laid {
     pub memory: u64,
     /// Received from ranks of other machines.
     pub across: u64,
-    /// Received from those of its own.
+    /// Received from ranks of its own machine.
     pub within: u64,
-    /// What both take, one after the other.
+    /// Time of both transfers, one after the other.
     pub seconds: f64,
 }
 
-/// Every way to lay stage 3 over `nodes` machines with `here` ranks each: all ranks shard, with a second cut on each machine (hpZ), or
-/// only those of a machine (MiCS); as it is, with quantised gradients (qgZ), and with quantised weights (qwZ) too.
+/// Returns every layout of stage 3 over `nodes` machines with `here` ranks each. Either all ranks shard, without or with a
+/// secondary shard on each machine (hpZ), or only those of a machine (MiCS). Each comes unquantised, with quantised
+/// gradients (qgZ), and with quantised weights (qwZ) too.
 pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, links: Links) -> Vec<Laid> {
     let (whole, sent) = (precision.parameter * parameters, precision.gradient * parameters);
     let int8 = Format::Int8.bytes(parameters as usize) as u64;
@@ -187,8 +188,8 @@ pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, lin
     laid
 }
 
-/// The table of [`layouts`], and of those that fit `memory` bytes of a rank the one that takes the least time: the first as training is
-/// without it, and the first of all.
+/// Formats the table of [`layouts`], and names the fastest that fits `memory` bytes of a rank: first among the unquantised
+/// ones, then among all.
 pub fn layouts_table(laid: &[Laid], memory: Option<u64>) -> String {
     let mut text = format!(
         "{:<74} {:>12} {:>12} {:>12} {:>8}",
@@ -224,7 +225,7 @@ pub fn layouts_table(laid: &[Laid], memory: Option<u64>) -> String {
 mod tests {
     use super::*;
 
-    /// What the trainer's own plan says that a rank receives, which tests hold against what it does receive.
+    /// Compares with the bytes that the trainer's own plan says a rank receives; other tests check that against measured bytes.
     #[test]
     fn layouts_receive_what_their_plans_say() {
         let precision = Precision { parameter: 2, gradient: 2, optimizer: 12 };

@@ -1,10 +1,10 @@
-//! From a sharded checkpoint of the engine to a Hugging Face checkpoint, without a model and without ranks.
+//! Conversion of the engine's sharded checkpoints to Hugging Face checkpoints, without a model and without ranks.
 //!
-//! * In: a folder that [`zero_core::checkpoint`] wrote, by any number of ranks. Its tensors `model.<path of the module>` are
-//!   the parameters, in fp32 or 16 bit, and its state may have `"model"`, a [`ModelConfig`]. Everything else in it is left alone.
-//! * Out: a folder as [`zero_models::hf_export`] writes it; every byte that it comes from has met its checksum.
-//! * Memory: as of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the model.
-//! * Threads: all on the caller's.
+//! * Input: a folder that [`zero_core::checkpoint`] wrote, with any number of ranks. Its tensors `model.<path>` are the
+//!   module's parameters, in fp32 or 16 bit, and its state may hold `"model"`, a [`ModelConfig`]. It is not modified.
+//! * Output: a folder as [`zero_models::hf_export`] writes it; the checksum of every byte read is verified.
+//! * Memory: that of [`zero_models::hf_export`], a chunk, or one parameter that is transposed; never the full model.
+//! * Threads: the caller's only.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -17,16 +17,16 @@ use zero_models::hf_export::{ExportOptions, Exported, export};
 use zero_models::lora::merge_with;
 use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig, listed, names_differ};
 
-/// What names of parameters begin with in a checkpoint.
+/// Prefix of parameter names in a checkpoint.
 const PREFIX: &str = "model.";
 
 /// The name of an average among a parameter's states, `zero_burn::optim::EMA`.
 const AVERAGE: &str = "ema";
 
-/// Elements in 16 bit that are read and widened at a time.
+/// Number of 16-bit elements that are read and widened at a time.
 const PART_ELEMS: usize = 1 << 18;
 
-/// Why a checkpoint cannot be exported.
+/// The reason that a checkpoint cannot be exported.
 #[derive(Debug, thiserror::Error)]
 pub enum ExportError {
     /// There is nothing to export.
@@ -36,12 +36,12 @@ pub enum ExportError {
         reasons(skipped)
     )]
     NoCheckpoint {
-        /// The folder that was looked into.
+        /// The folder that was searched.
         dir: PathBuf,
-        /// Checkpoints that are not sound, with the reason.
+        /// Invalid checkpoints, with the reason.
         skipped: Vec<(PathBuf, CheckpointError)>,
     },
-    /// What the checkpoint says of its model cannot be read.
+    /// The model configuration in the checkpoint cannot be read.
     #[error(
         "the \"model\" in the state of {} is no configuration of a known model: {reason}; expected {{\"family\": \"gpt2\", \
          \"bert\", \"llama\", \"bart\", \"t5\", \"adapted\" or \"module\", \"config\": {{...}}}}",
@@ -50,7 +50,7 @@ pub enum ExportError {
     BadModel {
         /// The checkpoint.
         path: PathBuf,
-        /// What is wrong.
+        /// The problem.
         reason: String,
     },
     /// The checkpoint's parameters are not those of the model that it names.
@@ -58,7 +58,7 @@ pub enum ExportError {
     Unfit {
         /// The checkpoint.
         path: PathBuf,
-        /// What is missing, unexpected, or of another shape or type, by name.
+        /// Parameters that are missing, unexpected, or of another shape or type, by name.
         problems: String,
     },
     /// The checkpoint cannot be read.
@@ -69,14 +69,14 @@ pub enum ExportError {
     Model(#[from] ModelError),
 }
 
-/// Which numbers of a checkpoint are its parameters.
+/// The values to export as parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Weights {
-    /// The weights as they were trained.
+    /// The trained weights.
     #[default]
     Trained,
-    /// Their exponential moving averages, which a run with `--ema-decay` saves. A parameter that has none, as it is frozen, is as it
-    /// was trained.
+    /// The exponential moving averages of the weights, which a run with `--ema-decay` saves. A frozen parameter has no
+    /// average; its weights are exported.
     Averaged,
 }
 
@@ -87,20 +87,21 @@ pub struct ExportedCheckpoint {
     pub checkpoint: PathBuf,
     /// Its step.
     pub step: u64,
-    /// Newer ones that are not sound, with the reason.
+    /// Newer checkpoints that are invalid, with the reason.
     pub skipped: Vec<(PathBuf, CheckpointError)>,
     /// Its model.
     pub model: ModelConfig,
-    /// What has been written.
+    /// The exported files.
     pub written: Exported,
 }
 
-/// Exports the parameters of `checkpoint`, a folder `step-...` or the folder above it, of which the newest sound one is
-/// taken (by its manifest and the sizes of its files; contents are checked as they are read), into the folder `out`. `names` are
-/// for the parameters of a model of another family, from their paths in the module; then no `config.json` is written.
+/// Exports the parameters of `checkpoint` into the folder `out`. `checkpoint` is a folder `step-...`, or the folder above
+/// it, whose newest valid checkpoint is used (by its manifest and file sizes; contents are checked as they are read).
+/// `names` renames the parameters of a model of another family by their paths in the module; then no `config.json` is
+/// written.
 ///
 /// # Errors
-/// [`ExportError`]; nothing is left at `out` then.
+/// [`ExportError`]; nothing is left at `out`.
 pub fn export_checkpoint(
     checkpoint: &Path,
     out: &Path,
@@ -119,12 +120,12 @@ pub fn export_checkpoint(
     Ok(exported(&checkpoint, skipped, model, written))
 }
 
-/// Adds what LoRA has trained to the weights of its base, and exports the whole model. `checkpoint` is as for
-/// [`export_checkpoint`], or a folder with an adapter as PEFT writes it; `base` the folder with the base's weights, if they are not
-/// where they were in training.
+/// Merges a trained LoRA adapter into the weights of its base, and exports the merged model. `checkpoint` is as for
+/// [`export_checkpoint`], or a folder with an adapter in PEFT's format. `base` is the folder with the base's weights, if
+/// they have moved since training.
 ///
 /// # Errors
-/// As [`export_checkpoint`].
+/// Same as [`export_checkpoint`].
 pub fn merge_checkpoint(
     checkpoint: &Path,
     base: Option<&Path>,
@@ -160,7 +161,7 @@ fn parameter(
     }
 }
 
-/// With the files that the checkpoint keeps, unless there are some.
+/// Adds the files that the checkpoint keeps to the options, unless they name some.
 fn with_files(checkpoint: &Checkpoint, options: &ExportOptions) -> Result<ExportOptions, CheckpointError> {
     let files = if options.files.is_empty() { checkpoint.files()? } else { options.files.clone() };
     Ok(ExportOptions { files, ..options.clone() })
@@ -176,7 +177,7 @@ fn exported(checkpoint: &Checkpoint, skipped: Skipped, model: ModelConfig, writt
 
 type Skipped = Vec<(PathBuf, CheckpointError)>;
 
-/// As [`open`]; of a checkpoint that has such weights.
+/// Opens a checkpoint like [`open`], and checks that it has such weights.
 fn open_with(path: &Path, weights: Weights) -> Result<(Checkpoint, Skipped), ExportError> {
     let (checkpoint, skipped) = open(path)?;
     let is_average = |name: &String| name.ends_with(&format!(".{AVERAGE}")) && name.starts_with("optimizer.");
@@ -200,8 +201,8 @@ fn open(path: &Path) -> Result<(Checkpoint, Skipped), ExportError> {
     }
 }
 
-/// The model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this model. If it
-/// names none, a module of these parameters, which keep their paths as names.
+/// Returns the model that the state of the checkpoint in `path` names, if the parameters among `tensors` are those of this
+/// model. If it names none, returns a module of these parameters, named by their paths.
 ///
 /// # Errors
 /// [`ExportError::BadModel`] and [`ExportError::Unfit`].
@@ -230,10 +231,10 @@ pub fn model_of(
     Ok(model)
 }
 
-/// Whether the tensors may be those of `model`, before its parameters are listed: a configuration can name any number of
-/// layers, of any width.
+/// Checks that the tensors can be those of `model`, before its parameters are listed: a configuration can name any number
+/// of layers, of any width.
 fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> Result<(), String> {
-    /// Of a base, whose tensors are elsewhere.
+    /// The limit for a base, whose tensors are elsewhere.
     const MOST_LAYERS: usize = 1 << 16;
     let layers = model.blocks();
     if matches!(model, ModelConfig::Adapted(_)) {
@@ -251,7 +252,7 @@ fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> R
     }
 }
 
-/// Whether the parameters among `tensors` are these and no others, or what is missing, unexpected or different.
+/// Checks that the parameters among `tensors` are exactly these; the error lists what is missing, unexpected or different.
 fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> Result<(), String> {
     let mut unexpected: BTreeSet<&str> =
         tensors.keys().map(String::as_str).filter(|name| name.starts_with(PREFIX)).collect();
@@ -282,7 +283,7 @@ fn is_float(entry: &TensorEntry) -> bool {
     matches!(entry.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16)
 }
 
-/// Elements of a tensor in fp32, which holds numbers of 16 bits exactly. The only copy is the one that is returned.
+/// Returns elements of a tensor in fp32, which represents 16-bit floats exactly. The returned copy is the only one.
 fn elements(checkpoint: &Checkpoint, tensor: &str, range: Range<usize>) -> Result<Vec<f32>, CheckpointError> {
     let dtype = checkpoint.tensor(tensor)?.dtype;
     let mut values = vec![0f32; range.len()];

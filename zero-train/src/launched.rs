@@ -1,25 +1,25 @@
-//! Words between a rank that is a process and the launcher on its machine: variables of the environment, and files in a folder.
+//! Communication between a rank's process and the launcher on its machine: environment variables, and files in a folder.
 
 use std::path::Path;
 
-pub use crate::signals::Asked;
+pub use crate::signals::{Asked, SIGNALS};
 
 /// The variable that names the folder where ranks write their status.
 pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
 
-/// The variable that says how often a job has been started again.
+/// The variable with the number of restarts of a job so far.
 pub const RESTARTS: &str = "ZERO_RESTARTS";
 
-/// The variable that says how many ranks a job was started with first.
+/// The variable with the number of ranks that a job was first started with.
 pub const FIRST_RANKS: &str = "ZERO_FIRST_RANKS";
 
-/// The variable that says how many ranks the job's restarts will have.
+/// The variable with the number of ranks that the job's restarts will have.
 pub const RESTART_RANKS: &str = "ZERO_RESTART_RANKS";
 
-/// The variable that says when a job was launched first, in milliseconds since 1970.
+/// The variable with the time of a job's first launch, in milliseconds since 1970.
 pub const LAUNCHED: &str = "ZERO_LAUNCHED_UNIX_MS";
 
-/// Tells the launcher on the same machine, if there is one that looks, that this rank has begun.
+/// Notifies the launcher on the same machine, if it listens, that this rank has started.
 pub fn say_begun(rank: usize) {
     if let Some(dir) = std::env::var_os(STATUS_DIR) {
         // Where there is no such folder, on another machine, nobody looks.
@@ -27,7 +27,7 @@ pub fn say_begun(rank: usize) {
     }
 }
 
-/// Writes the status of a rank that failed, and what it ends with, for the launcher on the same machine.
+/// Writes the exit code and the reason of a failed rank for the launcher on the same machine.
 pub fn write_status(rank: usize, code: u8, reason: &str) {
     let Some(dir) = std::env::var_os(STATUS_DIR) else { return };
     let (path, partial) = (format!("rank-{rank:05}.txt"), format!("rank-{rank:05}.partial"));

@@ -1,13 +1,12 @@
 //! Burn's `Learner` on several ranks: a training strategy for `SupervisedTraining`.
 //!
-//! * In: on every rank, the same `SupervisedTraining` and `Learner` over `Autodiff<Zero<B>>`, built in the body of
-//!   [`launch`](zero_burn::launch::launch), with the whole data set. [`ZeroStrategy::attach`] gives the training its
-//!   strategy.
-//! * Out: the trained model on every rank. Rank 0 renders, logs, and decides on checkpoints and on stopping early, from
+//! * Input: on every rank, the same `SupervisedTraining` and `Learner` over `Autodiff<Zero<B>>`, built in the body of
+//!   [`launch`](zero_burn::launch::launch), with the full data set. [`ZeroStrategy::attach`] sets the training's strategy.
+//! * Output: the trained model on every rank. Rank 0 renders, logs, and decides on checkpoints and early stopping, from
 //!   metrics over the outputs of all ranks ([`AcrossRanks`]).
-//! * Every rank trains on a part of its own of each data set. An iteration is one batch on each rank, so that a batch size
-//!   of 8 on 4 ranks is 32; the learning rate scheduler steps once an iteration.
-//! * Threads: tensors are touched on the rank's thread only. What Burn's event thread is given is whole and stays whole.
+//! * Every rank trains on its own part of each data set. An iteration is one batch on each rank: a batch size of 8 on 4
+//!   ranks is a global batch of 32. The learning rate scheduler steps once per iteration.
+//! * Threads: only the rank's thread accesses tensors. Burn's event thread receives full outputs, never shards.
 //!
 //! ```no_run
 //! # use burn::{module::AutodiffModule, optim::{Optimizer, lr_scheduler::LrScheduler}, record::CompactRecorder};
@@ -62,12 +61,12 @@ use self::checkpoints::Checkpoints;
 pub use self::silent::SilentRenderer;
 use crate::engine::{EngineError, clip_factor};
 
-/// Trains a Burn `Learner` data-parallel over the ranks of a launch, sharded by the launch's stage.
+/// A strategy that trains a Burn `Learner` data-parallel over the ranks of a launch, sharded by the launch's stage.
 ///
 /// It calls `prepare` on the learner's model. Gradients are averaged over the ranks with every batch; Burn's
-/// `grads_accumulation` adds up what has been averaged, so that at stages 0 and 1 it saves no communication. Parameters in bf16
-/// need [`Fused`], which keeps fp32 masters of them; fp16 needs a loss scale, which the
-/// [engine](crate::engine::ZeroEngine) has.
+/// `grads_accumulation` sums the averages, so at stages 0 and 1 it saves no communication. Parameters in bf16 need
+/// [`Fused`], which keeps fp32 masters of them; fp16 needs a loss scale, which only the [engine](crate::engine::ZeroEngine)
+/// has.
 pub struct ZeroStrategy<LC: LearningComponentsTypes> {
     device: Device<TrainingBackend<LC>>,
     clipping: Option<f64>,
@@ -81,24 +80,24 @@ where
     <LC::TrainingModel as TrainStep>::Output: AcrossRanks,
     <LC::InferenceModel as InferenceStep>::Output: AcrossRanks,
 {
-    /// The strategy of the rank whose device this is.
+    /// Creates the strategy of the rank with this device.
     pub fn new(device: &Device<TrainingBackend<LC>>) -> Self {
         Self { device: device.clone(), clipping: None, checkpoints: None }
     }
 
     /// Scales gradients down so that their L2 norm over all parameters and ranks is at most `norm`. Burn's own clipping,
-    /// of each parameter by itself, is set on the optimizer.
+    /// per parameter, is set on the optimizer.
     #[must_use]
     pub fn with_clipping(mut self, norm: f64) -> Self {
         self.clipping = Some(norm);
         self
     }
 
-    /// Saves model, optimizer and scheduler to `directory` after an epoch, in files as Burn's `with_file_checkpointer`
-    /// writes them, and reads them where `SupervisedTraining::checkpoint` asks for it, also on another number of ranks or
-    /// at another stage. Keeps the last two epochs; see [`with_checkpointing_strategy`](Self::with_checkpointing_strategy).
+    /// Saves model, optimizer and scheduler to `directory` after an epoch, in the files of Burn's `with_file_checkpointer`,
+    /// and restores them if `SupervisedTraining::checkpoint` asks for it, also with another number of ranks or at another
+    /// stage. Keeps the last two epochs; see [`with_checkpointing_strategy`](Self::with_checkpointing_strategy).
     ///
-    /// Memory: model and optimizer state whole, on every rank, while they are saved.
+    /// Memory: the full model and optimizer state, on every rank, while they are saved.
     #[must_use]
     pub fn with_checkpoints<FR>(mut self, directory: impl AsRef<Path>, recorder: FR) -> Self
     where
@@ -108,11 +107,11 @@ where
         self
     }
 
-    /// When checkpoints are saved and deleted. Asked on rank 0.
+    /// Sets the strategy that decides, on rank 0, when checkpoints are saved and deleted.
     ///
     /// # Panics
     ///
-    /// Without [`with_checkpoints`](Self::with_checkpoints) before it.
+    /// If [`with_checkpoints`](Self::with_checkpoints) was not called before.
     #[must_use]
     pub fn with_checkpointing_strategy(self, strategy: impl CheckpointingStrategy + 'static) -> Self {
         match &self.checkpoints {
@@ -122,7 +121,7 @@ where
         self
     }
 
-    /// Makes this the strategy of `training`, and silences it on all ranks but rank 0. Set a renderer and loggers before.
+    /// Makes this the strategy of `training`, and silences all ranks but rank 0. Set a renderer and loggers before.
     pub fn attach(self, training: SupervisedTraining<LC>) -> SupervisedTraining<LC> {
         let rank = self.device.rank();
         let training = training.with_training_strategy(TrainingStrategy::Custom(Arc::new(self)));
@@ -136,7 +135,7 @@ where
         Ranks::new::<LC::Backend>(self.device.rank())
     }
 
-    /// Parameters in 16 bit need what a learner may not have.
+    /// Stops the rank if 16-bit parameters need a loss scale or fp32 masters that the learner lacks.
     fn check_precision(&self, ranks: &Ranks) {
         let settings = zero_burn::ranks::config::<<LC::Backend as ZeroAutodiff>::Base>();
         if settings.param_dtype == Float::F16 {
@@ -152,13 +151,13 @@ where
         }
     }
 
-    /// Prepares the learner's model.
+    /// Shards the learner's model.
     fn shard(&self, learner: &mut Learner<LC>, ranks: &Ranks) {
         let prepared = prepare::<LC::Backend, _>(learner.model(), &self.device);
         let wanted = parameters::<LC::Backend, _>(&prepared);
         replace_model(learner, prepared);
-        // Burn takes over whether a parameter is trained from the model it replaces, where a parameter that has been
-        // transposed since its birth counts as the result of an operation.
+        // Burn copies whether a parameter is trained from the model it replaces, where a parameter that was transposed
+        // after its initialization counts as the result of an operation.
         let got = parameters::<LC::Backend, _>(&learner.model());
         if let Some((lost, _)) = wanted.iter().zip(&got).find(|(wanted, got)| wanted.trained != got.trained) {
             ranks.stop(format!(
@@ -309,17 +308,17 @@ where
     }
 }
 
-/// What an epoch works on.
+/// The state of an epoch.
 struct Epoch<'a, LC: LearningComponentsTypes> {
     learner: &'a mut Learner<LC>,
     processor: &'a mut SupervisedTrainingEventProcessor<LC>,
     interrupter: &'a Interrupter,
-    /// Of the epochs.
+    /// Number of the epoch, and of all epochs.
     progress: Progress,
     ranks: Ranks,
 }
 
-/// Why a loop over batches has ended, on all ranks alike.
+/// The reason that a loop over batches ended, the same on all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Ended {
     /// No rank has data left.
@@ -329,8 +328,8 @@ enum Ended {
 }
 
 impl<LC: LearningComponentsTypes> Epoch<'_, LC> {
-    /// Calls `step` in each iteration, on which the ranks agree first: with this rank's batch, none where only others have one
-    /// left; with how many items all ranks have had; and with the iteration's number.
+    /// Calls `step` in each iteration, on which the ranks agree first. Its arguments are this rank's batch, `None` if only
+    /// others have one left; the number of items that all ranks have processed; and the iteration's number.
     fn each_batch<B: Backend, O>(
         &mut self,
         loader: &Arc<dyn DataLoader<B, O>>,
@@ -360,7 +359,7 @@ impl<LC: LearningComponentsTypes> Epoch<'_, LC> {
     }
 }
 
-/// The rank's part of a data set: contiguous, and at most one item larger than another rank's.
+/// Returns the rank's part of a data set: contiguous, and at most one item larger than another rank's.
 fn part_of_rank<B: Backend, O: 'static>(
     loader: &Arc<dyn DataLoader<B, O>>,
     device: &B::Device,
@@ -373,9 +372,9 @@ fn part_of_rank<B: Backend, O: 'static>(
     loader.slice(rank * items / world, (rank + 1) * items / world).to_device(device)
 }
 
-/// Puts `model` in the place of the learner's, which Burn allows by way of a record only.
+/// Replaces the learner's model, which Burn allows only through a record.
 fn replace_model<LC: LearningComponentsTypes>(learner: &mut Learner<LC>, model: TrainingModel<LC>) {
-    /// A record holds no part of a graph.
+    /// Detaches parameters, because a record holds no part of a graph.
     struct Untracked;
     impl<B: Backend> ModuleMapper<B> for Untracked {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
@@ -386,11 +385,10 @@ fn replace_model<LC: LearningComponentsTypes>(learner: &mut Learner<LC>, model: 
     learner.load_model(Module::<LC::Backend>::map(model, &mut Untracked).into_record());
 }
 
-/// Waits until the event thread has passed on everything that it was given, so that what is asked of the event store is
-/// of the whole epoch.
+/// Waits until the event thread has processed all events, so that the event store covers the full epoch.
 ///
-/// The thread's inbox holds one event: when it has room for the second of two more, the event before them is done. Burn
-/// ignores a validation's start.
+/// The thread's queue holds one event: once it accepts the second of two more, the events before them are processed. Burn
+/// ignores the start of a validation.
 fn settle<LC: LearningComponentsTypes>(processor: &mut SupervisedTrainingEventProcessor<LC>) {
     processor.process_valid(LearnerEvent::Start);
     processor.process_valid(LearnerEvent::Start);

@@ -1,14 +1,14 @@
 //! Training on [`Zero<B>`](zero_burn::Zero): the engine of a training loop, Burn's learner on ranks, and a trainer for any Burn model.
 //!
-//! * In: a plan of [`config`] (a DeepSpeed JSON, an Accelerate YAML, or a builder), or the trainer's options ([`trainer::Options`]).
-//! * Out: a trained module ([`engine::ZeroEngine`], [`learner::ZeroStrategy`]); `metrics.jsonl` (one [`metrics::StepMetrics`] a step), CSV,
-//!   TensorBoard event files, a report in HTML or a JSON summary; a Hugging Face checkpoint of what the engine saved
-//!   ([`export`](mod@export)).
-//! * Threads: ranks are threads of this process ([`zero_burn::launch`]); rank 0 alone writes and prints.
+//! * Input: a plan of [`config`] (a DeepSpeed JSON, an Accelerate YAML, or a builder), or the trainer's options ([`trainer::Options`]).
+//! * Output: a trained module ([`engine::ZeroEngine`], [`learner::ZeroStrategy`]); `metrics.jsonl` (one
+//!   [`metrics::StepMetrics`] per step), CSV, TensorBoard event files, an HTML report or a JSON summary; a Hugging Face
+//!   checkpoint from a checkpoint of the engine ([`export`](mod@export)).
+//! * Threads: ranks are threads of this process ([`zero_burn::launch`]); only rank 0 writes and prints.
 //!
 //! # Features
 //!
-//! * `burn` (default): Burn 0.21. Without it the trainer runs on what a [`trainer::Front`] brings along: `zero-param` for Burn 0.22.
+//! * `burn` (default): Burn 0.21. Without it, the trainer needs another [`trainer::Front`]: `zero-param` for Burn 0.22.
 //! * `cli`: the trainer's options are arguments of a `clap` command line, and a progress bar is shown.
 //! * `language`: tasks for language models, with their data and tokenizers.
 //! * `mpi`, `cuda`, `vulkan`: ranks over MPI, and devices.

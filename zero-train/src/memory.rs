@@ -1,28 +1,28 @@
-//! The machine's memory: what is free, what this process has used at most.
+//! Memory of the machine and of this process: available, used, and peak.
 
 use std::fs;
 use std::path::{Component, Path};
 
 pub use zero_core::estimate::format_bytes;
 
-/// Bytes this process may still take: what the system says is available, cut at the limits of its control groups.
+/// Returns the bytes that this process may still allocate: the system's available memory, capped by the limits of its control groups.
 pub fn available_bytes() -> Option<u64> {
     let system = proc_field("/proc/meminfo", "MemAvailable:")?;
     let limit = cgroup_headroom(Path::new("/")).unwrap_or(u64::MAX);
     Some(system.min(limit))
 }
 
-/// The most bytes of memory this process has held (its resident set).
+/// Returns the peak resident set size of this process, in bytes.
 pub fn peak_rss_bytes() -> Option<u64> {
     proc_field("/proc/self/status", "VmHWM:")
 }
 
-/// Bytes of memory that this process holds now (its resident set).
+/// Returns the current resident set size of this process, in bytes.
 pub(crate) fn rss_bytes() -> Option<u64> {
     proc_field("/proc/self/status", "VmRSS:")
 }
 
-/// A field of a `/proc` file given in kB.
+/// Returns, in bytes, a field of a `/proc` file that is given in kB.
 fn proc_field(path: &str, field: &str) -> Option<u64> {
     let text = fs::read_to_string(path).ok()?;
     let line = text.lines().find(|line| line.starts_with(field))?;
@@ -30,18 +30,18 @@ fn proc_field(path: &str, field: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// Bytes of `available` that a plan leaves to other programs: a tenth and at least 1 GiB, but no more than a quarter.
+/// Returns the bytes of `available` that a plan leaves to other programs: a tenth and at least 1 GiB, but at most a quarter.
 pub(crate) fn left_to_others(available: u64) -> u64 {
     (available / 10).max(1 << 30).min(available / 4)
 }
 
-/// The names of a control group's files: its folder below the system's, limits, usage, and what of the usage is page cache.
+/// The names of a control group's files: its folder below the root, limits, usage, and the page-cache entries of `memory.stat`.
 type Files = (&'static str, &'static [&'static str], &'static str, [&'static str; 2]);
 
-/// Beyond `memory.high` processes are slowed down, beyond `memory.max` they are ended.
+/// Beyond `memory.high`, processes are throttled; beyond `memory.max`, they are killed.
 const V2: Files = ("sys/fs/cgroup", &["memory.max", "memory.high"], "memory.current", ["inactive_file", "active_file"]);
 
-/// Version 2 beside version 1, on systems that have both.
+/// Version 2 alongside version 1, on systems that have both.
 const HYBRID: Files = ("sys/fs/cgroup/unified", V2.1, V2.2, V2.3);
 
 const V1: Files = (
@@ -51,8 +51,8 @@ const V1: Files = (
     ["total_inactive_file", "total_active_file"],
 );
 
-/// What this process's control groups leave: the least of its own, which a job of Slurm or a service of systemd has, and of
-/// all above it. `root` is the root folder.
+/// Returns the bytes that this process's control groups leave: the minimum over its own, which a Slurm job or a systemd
+/// service has, and all groups above it. `root` is the root folder.
 fn cgroup_headroom(root: &Path) -> Option<u64> {
     // "0::/a/b" is version 2's, "5:memory:/a/b" one of version 1's. Without such a file there is the topmost group.
     let text = fs::read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
@@ -69,7 +69,7 @@ fn cgroup_headroom(root: &Path) -> Option<u64> {
     all.into_iter().filter_map(|(files, path)| least_headroom(root, files, path)).min()
 }
 
-/// The least that the group at `path` and the groups above it leave, of those that can be seen and have a limit.
+/// Returns the minimum that the group at `path` and the groups above it leave, among those that are visible and have a limit.
 fn least_headroom(root: &Path, (base, limits, usage, cache): Files, path: &str) -> Option<u64> {
     let mut group = root.join(base);
     let mut groups = vec![group.clone()];
@@ -119,7 +119,7 @@ mod tests {
         assert!((1 << 18..1 << 34).contains(&rss), "{rss}");
     }
 
-    /// A root folder with these files.
+    /// Creates a root folder with these files.
     fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {

@@ -1,11 +1,12 @@
-//! SIGINT, SIGTERM, SIGHUP of a terminal that closes, and SIGUSR1 and SIGUSR2, by which Slurm and submitit tell that the time is
-//! nearly up: what they do to a run, and to a launcher.
+//! Handling of SIGINT, SIGTERM, SIGHUP (when a terminal closes), and SIGUSR1 and SIGUSR2 (by which Slurm and submitit
+//! announce the time limit), in a run and in a launcher.
 //!
-//! While a run trains, the first one asks its ranks to end after the step, or the batch of an evaluation, that they are in, and a
-//! second one ends the process at once. At other times signals do what they do anyway. A signal may reach some ranks only, at any moment: each hands what it has
-//! been asked to the others with the figures that ranks exchange at the end of a step, and all of them decide alike.
+//! While a run trains, the first signal asks its ranks to end after the current step or the current batch of an evaluation,
+//! and a second one ends the process at once. At other times signals have their default effect. A signal may reach only
+//! some ranks, at any moment: each rank shares the signal it received along with the figures that ranks exchange at the end
+//! of a step, so that all ranks decide alike.
 //!
-//! The handler runs on any thread, in the middle of anything: it touches atomics, a clock, and `write` and `_exit`.
+//! The handler runs on any thread, at any point: it uses only atomics, a clock, `write` and `_exit`.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -14,21 +15,22 @@ use std::time::{Duration, Instant};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2, SIGXFSZ};
 use signal_hook::low_level::{emulate_default_handler, exit, register, signal_name};
 
-/// Milliseconds in which more signals count as one: some reach every process of a job, and a launcher then hands its own on.
+/// Milliseconds within which more signals count as one: some reach every process of a job, and a launcher then forwards its own.
 const ECHO_MS: u64 = 400;
 
-/// How often what is waited for beside a signal is looked at.
+/// Polling interval of a wait that a signal ends.
 const POLL: Duration = Duration::from_millis(50);
 
-const SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
+/// Signals that end a run after its current step.
+pub const SIGNALS: [i32; 5] = [SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2];
 
-/// Runs that train in this process.
+/// Number of runs that train in this process.
 static TRAINING: AtomicUsize = AtomicUsize::new(0);
 
-/// The first signal's number, and from bit 8 on when it came, in milliseconds since [`BEGIN`]; 0 for none.
+/// The first signal's number, and from bit 8 on its time, in milliseconds since [`BEGIN`]; 0 for none.
 static FIRST: AtomicU64 = AtomicU64::new(0);
 
-/// Whether this process tells that it has been asked.
+/// True if this process prints a message when it receives a signal.
 static TELLS: AtomicBool = AtomicBool::new(false);
 
 static BEGIN: OnceLock<Instant> = OnceLock::new();
@@ -38,36 +40,36 @@ static BEGIN: OnceLock<Instant> = OnceLock::new();
 pub(crate) struct Signal(i32);
 
 impl Signal {
-    /// What this process has been asked, as a number that travels between ranks: 0 for nothing.
+    /// Returns the signal that this process has received, as a number that ranks exchange: 0 for none.
     pub(crate) fn asked() -> f64 {
         (FIRST.load(Ordering::Relaxed) & 0xff) as f64
     }
 
-    /// What all ranks have been asked, from each one's number: the first rank's that has been.
+    /// Returns the signal of the first rank that has received one, given each rank's number.
     pub(crate) fn of_ranks(mut asked: impl Iterator<Item = f64>) -> Option<Self> {
         asked.find(|&number| number > 0.0).map(|number| Self(number as i32))
     }
 
-    /// As shells call it.
+    /// Returns the name that shells use.
     pub(crate) fn name(self) -> &'static str {
         signal_name(self.0).unwrap_or("a signal")
     }
 
-    /// What a shell gives for a process that the signal has ended.
+    /// Returns the exit code that a shell reports for a process ended by this signal.
     pub(crate) fn exit_code(self) -> u8 {
         128 + self.0 as u8
     }
 }
 
-/// While it lives, signals ask in place of ending the process.
+/// While it exists, signals ask the run to end and do not end the process.
 pub(crate) struct Watch(());
 
 impl Watch {
-    /// `tells` says whether the process prints that it has been asked.
+    /// Installs the handlers. With `tells`, the process prints a message when it receives a signal.
     ///
     /// # Errors
     ///
-    /// The system's, when it takes no handler.
+    /// The system's error if it accepts no handler.
     pub(crate) fn begin(tells: bool) -> std::io::Result<Self> {
         static HANDLERS: OnceLock<Result<(), i32>> = OnceLock::new();
         let registered = HANDLERS.get_or_init(|| {
@@ -97,27 +99,27 @@ impl Drop for Watch {
     }
 }
 
-/// Whether this process was started with the signal ignored, as a shell does with SIGINT for a script's jobs in the background.
+/// Returns whether this process was started with the signal ignored, as a shell does with SIGINT for a script's background jobs.
 fn is_ignored(signal: i32) -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask >> (signal - 1) & 1 == 1))
 }
 
-/// The signals that ask a launcher to end what it has started, from [`Asked::watch`] on.
+/// Signals that ask a launcher to end the processes it has started, counted from [`Asked::watch`] on.
 #[derive(Debug, Clone)]
 pub struct Asked {
-    /// The first one's number.
+    /// Number of the first signal.
     first: Arc<AtomicUsize>,
     times: Arc<AtomicUsize>,
 }
 
 impl Asked {
-    /// Takes SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
+    /// Handles SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
     ///
     /// # Errors
     ///
-    /// The system's, when it takes no handler.
+    /// The system's error if it accepts no handler.
     pub fn watch() -> std::io::Result<Self> {
         let asked = Self::never();
         for signal in SIGNALS.into_iter().filter(|&signal| !is_ignored(signal)) {
@@ -128,7 +130,7 @@ impl Asked {
         Ok(asked)
     }
 
-    /// By no signal.
+    /// Creates an instance that handles no signals.
     pub fn never() -> Self {
         Self { first: Arc::default(), times: Arc::default() }
     }
@@ -140,17 +142,17 @@ impl Asked {
         self.times.fetch_add(1, Ordering::SeqCst);
     }
 
-    /// The first signal's number.
+    /// Returns the first signal's number.
     pub fn first(&self) -> Option<i32> {
         Some(self.first.load(Ordering::SeqCst) as i32).filter(|&signal| signal != 0)
     }
 
-    /// How many came.
+    /// Returns the number of signals received.
     pub fn times(&self) -> usize {
         self.times.load(Ordering::SeqCst)
     }
 
-    /// Waits, but not on after a signal.
+    /// Sleeps for `time`, or until a signal is received.
     pub fn sleep(&self, time: Duration) {
         let since = Instant::now();
         while self.first().is_none() && since.elapsed() < time {
@@ -159,8 +161,8 @@ impl Asked {
     }
 }
 
-/// The handler. It takes no lock and no memory: `BEGIN` is there before it is registered, and what it calls of the system may be
-/// called in a handler.
+/// The handler. It takes no lock and allocates no memory: `BEGIN` is set before the handler is registered, and every system
+/// function that it calls is async-signal-safe.
 fn on(signal: i32) {
     if TRAINING.load(Ordering::SeqCst) == 0 {
         // It does not fail for signals that there are.

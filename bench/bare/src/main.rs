@@ -14,7 +14,7 @@ static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 fn main() {
     let sizes = gpt2_steps::Sizes::from_args();
-    // As a rank of `Zero` does, compute on a worker of the pool.
+    // Like a rank of `Zero`, compute on a worker of the pool.
     let pool = rayon::ThreadPoolBuilder::new().build().expect("threads");
     let (seconds, loss) =
         pool.install(|| gpt2_steps::train::<Autodiff<Flex>>(&sizes, &FlexDevice, |model| model, |grads, _| grads));

@@ -1,15 +1,15 @@
-//! What a bag of words can tell: multinomial naive Bayes over the words of a text, in any order.
+//! A bag-of-words baseline: multinomial naive Bayes over the words of a text, in any order.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::lines::{GAP, Row};
 
-/// Counts of words by label.
+/// Word counts by label.
 pub struct Bayes {
     labels: BTreeMap<String, Label>,
     vocabulary: HashMap<String, ()>,
     rows: usize,
-    /// What is added to every count.
+    /// Pseudocount added to every word count.
     smoothing: f64,
 }
 
@@ -20,7 +20,7 @@ struct Label {
     count: HashMap<String, usize>,
 }
 
-/// Lower case, without punctuation.
+/// Splits text into lower-case words without punctuation.
 fn words(text: &str) -> impl Iterator<Item = String> + '_ {
     let letter = |c: char| c.is_alphanumeric() || c == '\'';
     text.split(GAP)
@@ -30,7 +30,7 @@ fn words(text: &str) -> impl Iterator<Item = String> + '_ {
 }
 
 impl Bayes {
-    /// Learns from `rows`; of some smoothings it takes the one that is best on `held_out`.
+    /// Learns from `rows`, with the smoothing that is best on `held_out`.
     pub fn learn(rows: &[Row], held_out: &[Row]) -> Self {
         let mut bayes = Self { labels: BTreeMap::new(), vocabulary: HashMap::new(), rows: rows.len(), smoothing: 1.0 };
         for row in rows {
@@ -54,7 +54,7 @@ impl Bayes {
         bayes
     }
 
-    /// The most likely label.
+    /// Returns the most likely label.
     pub fn tell(&self, text: &str) -> Option<&str> {
         let known: Vec<String> = words(text).filter(|word| self.vocabulary.contains_key(word)).collect();
         let score = |label: &Label| -> f64 {
@@ -66,7 +66,7 @@ impl Bayes {
         best.map(|(name, _)| name.as_str())
     }
 
-    /// The part of the rows that it tells right.
+    /// Returns the share of rows that it labels correctly.
     pub fn accuracy(&self, rows: &[Row]) -> f64 {
         let right = rows.iter().filter(|row| self.tell(&row.text) == Some(&row.label)).count();
         right as f64 / rows.len().max(1) as f64

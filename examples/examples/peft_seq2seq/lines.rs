@@ -1,45 +1,45 @@
-//! The data: who says this line? Short scenes of the plays, in which a name is left out.
+//! The data set: short scenes of plays with one name masked. The task is to tell who says the line.
 
 use std::collections::BTreeMap;
 
 use zero_core::random::Draws;
 
-/// What stands for a name that is left out: the tokenizer's own token for that.
+/// Token that replaces a masked name: the tokenizer's mask token.
 pub const GAP: &str = "[MASK]";
 
-/// Speeches that follow one another are trained on, held out or tested together: what is tested was never near what was trained
-/// on. Of ten such parts, one is held out and one is the test.
+/// Speeches per part. A part is trained on, held out or tested as a unit, so tested speeches were never close to
+/// trained ones. One in ten parts is held out, and one is the test.
 const PART: usize = 40;
 const HELD_OUT: usize = 4;
 const TEST: usize = 9;
 
-/// Speeches before the line and after it.
+/// Number of speeches before and after the line.
 const BEFORE: usize = 2;
 const AFTER: usize = 1;
 
-/// Most words of the line, and of a speech around it.
+/// Maximum words of the line, and of a speech around it.
 const LINE: usize = 12;
 const AROUND: usize = 6;
 
-/// A scene with a gap, and what is to be made of it.
+/// A scene with a masked name, and the expected answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Row {
     /// The scene.
     pub text: String,
-    /// What was left out.
+    /// The masked name.
     pub label: String,
 }
 
 /// All rows.
 #[derive(Debug, Default)]
 pub struct Lines {
-    /// Any name is left out, in scenes of all speakers: for the base.
+    /// Scenes of all speakers with any name masked, to train the base.
     pub gaps: Vec<Row>,
-    /// Who says the line? One of the most frequent speakers does.
+    /// Scenes in which the line's name, one of the most frequent speakers, is masked.
     pub train: Vec<Row>,
     /// The same, held out.
     pub held_out: Vec<Row>,
-    /// The same, to be told without labels.
+    /// The same, to predict without labels.
     pub test: Vec<Row>,
 }
 
@@ -48,12 +48,12 @@ struct Speech<'a> {
     words: Vec<&'a str>,
 }
 
-/// A scene: the numbers of its speeches, with their words cut.
+/// A scene: the index, speaker and truncated words of each speech.
 type Scene<'a> = Vec<(usize, &'a str, &'a [&'a str])>;
 
 impl Lines {
-    /// Of plays: a name with a colon, a speech, an empty line. `speakers` says among how many is asked. The same text gives the
-    /// same rows.
+    /// Builds rows from plays: a name with a colon, a speech, an empty line. Labels are the `speakers` most frequent
+    /// names. The result is deterministic.
     pub fn of(plays: &str, speakers: usize) -> Self {
         let speeches: Vec<Speech<'_>> = plays.split("\n\n").filter_map(Speech::of).collect();
         let mut count: BTreeMap<&str, usize> = BTreeMap::new();
@@ -94,7 +94,7 @@ fn part(at: usize) -> usize {
     at / PART % 10
 }
 
-/// The speech at a place and those around it, of its own part.
+/// Returns the speech at index `at` and those around it, within its part.
 fn scene<'a>(speeches: &'a [Speech<'a>], at: usize) -> Scene<'a> {
     let first = at.saturating_sub(BEFORE).max(at / PART * PART);
     let end = (at + AFTER + 1).min((at / PART + 1) * PART).min(speeches.len());
@@ -114,7 +114,7 @@ fn without_name(scene: &Scene<'_>, gap: usize) -> Row {
     Row { text, label: label.expect("the gap is in the scene") }
 }
 
-/// The scene without the name of its line, and twice without any name.
+/// Masks the name of the line in one row, and a random name of the scene in two more.
 fn gaps(scene: &Scene<'_>, at: usize, draws: &mut Draws) -> Vec<Row> {
     let any = (0..2).map(|_| scene[draws.below(scene.len())].0);
     [at].into_iter().chain(any).map(|gap| without_name(scene, gap)).collect()

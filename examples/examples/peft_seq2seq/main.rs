@@ -1,9 +1,9 @@
 //! `cargo run --release --example peft_seq2seq`
 //!
-//! Fine-tunes a BART with LoRA to say who speaks: conditional generation at ZeRO stage 3, optimizer state and parameters offloaded to
-//! the host's memory, as PEFT's guide for DeepSpeed does it. Everything it needs is in the repository: it makes labelled rows of
-//! the plays (`lines.rs`), learns a vocabulary, pre-trains a base on scenes with gaps, adapts that, and compares it with a bag of words
-//! (`bayes.rs`). What is made lies in --work, and is used again by the next run. `-- --help` lists the options.
+//! Fine-tunes a BART with LoRA to name the speaker of a line: conditional generation at ZeRO stage 3 with optimizer state and
+//! parameters offloaded to host memory, as in PEFT's guide for DeepSpeed. All data is in the repository. The example builds
+//! labelled rows from the plays (`lines.rs`), learns a vocabulary, pre-trains a base on masked scenes, adapts it, and compares
+//! it with a bag of words (`bayes.rs`). Results are stored in --work and reused by the next run. `-- --help` lists the options.
 
 mod bayes;
 mod lines;
@@ -29,12 +29,12 @@ use zero_train::{TrainError, exit};
 use bayes::Bayes;
 use lines::{Lines, Row};
 
-/// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
+/// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
 const PLAYS: &str = include_str!("../../data/tinyshakespeare.txt");
-/// What `zero config` writes for stage 3 with both offloads on two ranks.
+/// The output of `zero config` for stage 3 with both offloads on two ranks.
 const CONFIG: &str = include_str!("../../data/zero3_offload.yaml");
 const PROGRAM: Program<'_> = Program {
     model: "bart-tiny",
@@ -42,7 +42,7 @@ const PROGRAM: Program<'_> = Program {
     allocator: Some(&ALLOCATOR),
 };
 
-/// Tokens of the vocabulary, and of the longest scene.
+/// Size of the vocabulary, and tokens of the longest scene.
 const VOCABULARY: usize = 2048;
 const SEQ: usize = 96;
 
@@ -85,7 +85,7 @@ fn main() -> ExitCode {
     trainer.main_then(task, |summary| told(&options, &lines, summary))
 }
 
-/// Makes what is not there yet, and says how to train on it.
+/// Creates missing inputs and returns the training options.
 fn prepared(cli: Cli, lines: &Lines) -> Result<language::Options> {
     let Cli { work, base_steps, epochs, mut lora, mut train, .. } = cli;
     let at = |name: &str| work.join(name);
@@ -133,7 +133,7 @@ fn prepared(cli: Cli, lines: &Lines) -> Result<language::Options> {
     })
 }
 
-/// Writes the vocabulary and the rows, where they are not there.
+/// Writes the vocabulary and the rows, if they are missing.
 fn write_data(work: &Path, lines: &Lines) -> Result<()> {
     let at = |name: &str| work.join(name);
     if !at("tokenizer").is_dir() {
@@ -145,7 +145,7 @@ fn write_data(work: &Path, lines: &Lines) -> Result<()> {
     write(&at("lines.jsonl"), &(labelled(&lines.train) + &labelled(&lines.held_out) + &unlabelled))
 }
 
-/// Pre-trains the base on scenes with gaps, into the folder `base`; one that was broken off goes on.
+/// Pre-trains the base on masked scenes, into the folder `base`; resumes an interrupted run.
 fn make_base(work: &Path, steps: usize, train: &trainer::Options, ranks: usize) -> Result<()> {
     let at = |name: &str| work.join(name);
     let config = json!({
@@ -199,7 +199,7 @@ fn make_base(work: &Path, steps: usize, train: &trainer::Options, ranks: usize) 
     Ok(())
 }
 
-/// Of a finished run: each epoch with its memory, what the model says of the test, and what a bag of words says of it.
+/// Prints the result of a finished run: each epoch with its memory, and the accuracy of the model and of a bag of words.
 fn told(options: &language::Options, lines: &Lines, summary: Option<&Summary>) -> Result<()> {
     let path = options.train.predictions.as_deref().expect("it was set");
     let text = std::fs::read_to_string(path).map_err(io("read", path))?;
@@ -212,7 +212,7 @@ fn told(options: &language::Options, lines: &Lines, summary: Option<&Summary>) -
     };
     let bayes = Bayes::learn(&lines.train, &lines.held_out);
     let own = &lines.held_out[lines.held_out.len() - held_out.len()..];
-    // Without, all steps were done before.
+    // No summary: all steps were done before.
     let mut told = summary.map(epochs).unwrap_or_default();
     let _ = writeln!(told, "\n{:<34} {:>8} {:>16} {:>14}", "accuracy", "rows", "BART with LoRA", "bag of words");
     for (name, said, rows) in [("held out", held_out, own), ("test, without labels", test, &lines.test[..])] {
@@ -224,7 +224,7 @@ fn told(options: &language::Options, lines: &Lines, summary: Option<&Summary>) -
     let test: Vec<String> = test.iter().map(ToString::to_string).collect();
     let _ = writeln!(told, "\nthe test's first ten: {}\n             labels: {}", ten(&test), ten(&labels));
     let _ = write!(told, "\nall predictions: {}", path.display());
-    // With --json, standard output has the summary alone.
+    // If --json is set, standard output has only the summary.
     if options.train.json {
         eprintln!("{told}")
     } else {
@@ -233,7 +233,7 @@ fn told(options: &language::Options, lines: &Lines, summary: Option<&Summary>) -
     Ok(())
 }
 
-/// What each epoch came to, and what memory it took.
+/// Formats the metrics and the memory use of each epoch.
 fn epochs(summary: &Summary) -> String {
     let mut table = format!(
         "{:<8} {:>17} {:>10} {:>10} {:>10}\n",
@@ -279,7 +279,7 @@ fn line(row: &Row, labelled: bool) -> String {
     format!("{object}\n")
 }
 
-/// Writes a file, whole, if it does not say that already.
+/// Writes a file atomically, unless it already has this text.
 fn write(path: &Path, text: &str) -> Result<()> {
     if std::fs::read(path).is_ok_and(|there| there == text.as_bytes()) {
         return Ok(());

@@ -1,8 +1,8 @@
 //! `cargo run --release --example tensor_parallel -- --data 2 --tensor 2 --stage 3`
 //!
-//! ZeRO along one axis of a mesh, tensor parallelism along the other: blocks of GPT-2's size, cut over `--tensor` ranks, each part sharded over
-//! `--data` ranks. Losses are those of `--tensor 1` (1e-5; sums have another order). Ranks are threads, or processes:
-//! `zero launch` and torchrun start it as any program.
+//! ZeRO along one axis of a mesh, tensor parallelism along the other: blocks of GPT-2's size are split over `--tensor`
+//! ranks, and each part is sharded over `--data` ranks. Losses equal those of `--tensor 1` to 1e-5, as sums have
+//! another order. Ranks are threads or processes: `zero launch` and torchrun start it like any program.
 
 mod mlp;
 
@@ -66,10 +66,10 @@ impl<B: GroupBackend> Model<B> {
     }
 }
 
-/// Rows of a data rank's batch.
+/// Rows in the batch of one data rank.
 const ROWS: usize = 8;
 
-/// Random rows, and each shifted by one: what the model is to learn.
+/// Returns random rows, and each shifted by one as the target.
 fn batch<B: Backend>(step: usize, rank: usize, width: usize, device: &B::Device) -> (Tensor<B, 2>, Tensor<B, 2>) {
     let mut draws = Draws::new(2).fork(step as u64).fork(rank as u64);
     let values: Vec<f32> = (0..ROWS * width).map(|_| draws.unit() as f32 - 0.5).collect();

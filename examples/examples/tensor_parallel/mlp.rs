@@ -1,5 +1,5 @@
-//! GPT-2's feed-forward block cut over a tensor axis, as Megatron-LM cuts it (<https://arxiv.org/abs/1909.08053>, section 3): the first
-//! layer by its outputs, the second by its inputs, with one sum behind them forward and one backward.
+//! GPT-2's feed-forward block split over a tensor axis, as in Megatron-LM (<https://arxiv.org/abs/1909.08053>, section
+//! 3): the first layer by its outputs, the second by its inputs, followed by one sum forward and one backward.
 //!
 //! Shapes: B rows, D the model's width, H = 4 D, T ranks on the axis.
 
@@ -11,25 +11,25 @@ use zero_burn::module::{ZeroAutodiff, replicated_along};
 use zero_burn::parallel::{Group, GroupBackend, copy_to, reduce_from};
 use zero_core::random::Draws;
 
-/// The axis over which a block is cut.
+/// The axis over which a block is split.
 pub const TENSOR: &str = "tensor";
 
 /// This rank's part of a block.
 #[derive(Module, Debug)]
 pub struct Mlp<B: Backend> {
     norm: LayerNorm<B>,
-    /// [D, H / T]: columns of the whole.
+    /// [D, H / T]: columns of the full matrix.
     up: Param<Tensor<B, 2>>,
     /// [H / T]
     up_bias: Param<Tensor<B, 1>>,
-    /// [H / T, D]: rows of the whole.
+    /// [H / T, D]: rows of the full matrix.
     down: Param<Tensor<B, 2>>,
-    /// [D], added once, behind the sum.
+    /// [D], added once, after the sum.
     down_bias: Param<Tensor<B, 1>>,
 }
 
 impl<B: GroupBackend> Mlp<B> {
-    /// Place `part` of `parts` of block `number`: the same whole whatever the parts.
+    /// Creates part `part` of `parts` of block `number`. The full block does not depend on `parts`.
     pub fn new(width: usize, number: u64, (part, parts): (usize, usize), device: &B::Device) -> Self {
         let hidden = 4 * width;
         let columns = part * hidden / parts..(part + 1) * hidden / parts;
@@ -50,7 +50,7 @@ impl<B: GroupBackend> Mlp<B> {
         }
     }
 
-    /// [B, D] to [B, D], the same on all ranks of `tensor`.
+    /// Maps [B, D] to [B, D]; the result is the same on all ranks of `tensor`.
     pub fn forward(&self, x: Tensor<B, 2>, tensor: &Group) -> Tensor<B, 2> {
         let h = copy_to(self.norm.forward(x.clone()), tensor);
         let h = gelu(h.matmul(self.up.val()) + self.up_bias.val().unsqueeze());
@@ -59,7 +59,7 @@ impl<B: GroupBackend> Mlp<B> {
 }
 
 impl<B: GroupBackend + ZeroAutodiff> Mlp<B> {
-    /// Says which parameters every rank of the axis has, for gradients' norms. Of a block that is prepared.
+    /// Marks the parameters that are replicated along the axis, for gradient norms. Call it on a prepared block.
     pub fn tell_replicated(&self) {
         replicated_along::<B, _>(&self.norm, TENSOR);
         replicated_along::<B, _>(&self.down_bias, TENSOR);

@@ -1,4 +1,4 @@
-//! Helpers of the programs: two ranks against one rank with the whole batch, at every stage, with a watchdog.
+//! Helpers that compare two ranks with one rank that has the full batch, at every stage, with a timeout.
 #![allow(dead_code)]
 
 use std::ops::Range;
@@ -19,16 +19,16 @@ pub type Inner = Zero<Flex>;
 pub type B = Autodiff<Inner>;
 pub type Device = ZeroDevice<FlexDevice>;
 
-/// Rows of the whole batch, and their width.
+/// Rows of the full batch, and their width.
 pub const ROWS: usize = 8;
 pub const WIDTH: usize = 4;
 
-/// Small parameters are sharded as large ones are.
+/// Shards small parameters like large ones.
 pub fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 64, seed: 7, ..ZeroConfig::new(stage) }
 }
 
-/// The ranks' results, or what the launch says. A hang is an error too.
+/// Returns the ranks' results, or the launch error. A hang is an error too.
 pub fn run<T: Send + 'static>(
     world: usize,
     config: ZeroConfig,
@@ -47,25 +47,25 @@ pub fn run<T: Send + 'static>(
     }
 }
 
-/// Rows of the whole batch that are this rank's.
+/// This rank's rows of the full batch.
 pub fn rows(device: &Device, world: usize) -> Range<usize> {
     let each = ROWS / world;
     device.rank() * each..(device.rank() + 1) * each
 }
 
-/// This rank's part of the batch of a step.
+/// This rank's part of a step's batch.
 pub fn batch(device: &Device, world: usize, step: usize) -> Tensor<B, 2> {
     let value = |row: usize, i: usize| ((row * 5 + i * 3 + step * 7) % 11) as f32 / 7.0 - 0.6;
     let values: Vec<f32> = rows(device, world).flat_map(|row| (0..WIDTH).map(move |i| value(row, i))).collect();
     Tensor::from_data(TensorData::new(values, [ROWS / world, WIDTH]), device)
 }
 
-/// All parameters of a model, one after the other. Every rank calls it.
+/// All parameters of a model, concatenated. Every rank must call it.
 pub fn whole<M: AutodiffModule<B>>(model: &M) -> Vec<f32> {
     gathered::read::<B, M>(model, |_| true).into_iter().flat_map(|parameter| parameter.values).collect()
 }
 
-/// Backward pass and update.
+/// Runs the backward pass and the update.
 pub fn update<M: AutodiffModule<B>>(model: M, optimizer: &mut impl Optimizer<M, B>, loss: Tensor<B, 1>) -> M {
     let grads = GradientsParams::from_grads(loss.backward(), &model);
     optimizer.step(0.05, model, grads)
@@ -80,8 +80,8 @@ pub fn distance(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(far).fold(0.0, f32::max)
 }
 
-/// Every rank of two ends with what one rank ends with that has the whole batch, at every stage. `body` is given the number of ranks.
-/// All stages run before any is complained of.
+/// Checks that two ranks, at every stage, give the result of one rank that has the full batch. `body` gets the number
+/// of ranks. All stages run before failures are reported.
 pub fn like_one_rank(what: &str, body: impl Fn(Device, usize) -> Vec<f32> + Clone + Send + Sync + 'static) {
     let mut wrong = Vec::new();
     for stage in Stage::ALL {
@@ -108,7 +108,7 @@ pub fn like_one_rank(what: &str, body: impl Fn(Device, usize) -> Vec<f32> + Clon
     assert!(wrong.is_empty(), "{what}:\n{}", wrong.join("\n"));
 }
 
-/// Two ranks end with an error that names all of `phrases`, at every stage.
+/// Checks that two ranks fail with an error that contains all of `phrases`, at every stage.
 pub fn refused<T: Send + core::fmt::Debug + 'static>(
     what: &str,
     phrases: &[&str],

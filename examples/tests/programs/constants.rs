@@ -1,4 +1,4 @@
-//! Tensors that a module holds and does not train.
+//! Tensors that a module holds but does not train.
 
 use crate::common::*;
 use burn::module::{Module, Param, ParamId};
@@ -20,7 +20,7 @@ struct Fourier<B: Backend> {
     out: Linear<B>,
 }
 
-/// Expected: all ranks have the frequencies of one rank (as DDP and FSDP hand on buffers), or an error of `prepare`.
+/// Expected: all ranks have the frequencies of one rank (as DDP and FSDP broadcast buffers), or `prepare` returns an error.
 #[test]
 fn fixed_random_features() {
     like_one_rank("fixed random features", |device, world| {
@@ -39,7 +39,7 @@ fn fixed_random_features() {
     });
 }
 
-/// A layer of a flow: a fixed random order of the columns, and a fixed random mask, both parameters that are not floats.
+/// A layer of a flow: a fixed random column order and a fixed random mask, both non-float parameters.
 #[derive(Module, Debug)]
 struct Flow<B: Backend> {
     order: Param<Tensor<B, 1, Int>>,
@@ -80,7 +80,7 @@ fn parameters_of_ints_and_bools() {
     });
 }
 
-/// A checkpoint does not hold them: the engine says so before it trains, and not when it is to save.
+/// Checkpoints do not hold them: the engine reports this before training, not when saving.
 #[test]
 fn the_engine_refuses_ints_and_bools() {
     let plan = ZeroPlan::builder(Stage::Parameters).micro_batch(2).build(2).unwrap();
@@ -92,7 +92,7 @@ fn the_engine_refuses_ints_and_bools() {
     assert!(error.contains("\"order\" is not of a float type"), "{error}");
 }
 
-/// Made of a random tensor outside of any initialiser. Expected: rank 0's values on all ranks.
+/// A parameter created from a random tensor outside of any initialiser. Expected: rank 0's values on all ranks.
 #[test]
 fn a_parameter_made_of_noise() {
     like_one_rank("a parameter made of noise", |device, world| {
@@ -105,8 +105,8 @@ fn a_parameter_made_of_noise() {
     });
 }
 
-/// Seeds. Expected: a seed outside of the launch changes nothing inside; inside, the same seed on all ranks gives the same weights as
-/// one rank has.
+/// Seeds. Expected: a seed outside of the launch changes nothing inside; inside, the same seed on all ranks gives the
+/// weights of a single rank.
 #[test]
 fn seeds_inside_and_outside() {
     like_one_rank("seeds", |device, _| {

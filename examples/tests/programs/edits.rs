@@ -21,7 +21,7 @@ fn loss(model: &Linear<B>, device: &Device, world: usize, step: usize) -> Tensor
     model.forward(batch(device, world, step)).powf_scalar(2.0).mean()
 }
 
-/// A moving average as a look-ahead optimizer writes it: to the average's device, then parameter minus average.
+/// A moving average in the style of a look-ahead optimizer: moved to the average's device, then parameter minus average.
 #[test]
 fn a_moving_average_that_asks_for_the_device_first() {
     like_one_rank("a moving average", |device, world| {
@@ -38,7 +38,7 @@ fn a_moving_average_that_asks_for_the_device_first() {
     });
 }
 
-/// A check of devices before the same, as careful programs have it.
+/// The same with a device check first, as in careful programs.
 #[test]
 fn a_moving_average_that_compares_devices() {
     like_one_rank("a moving average that compares devices", |device, world| {
@@ -55,10 +55,10 @@ fn a_moving_average_that_compares_devices() {
     });
 }
 
-/// A target network that follows softly, used in every loss.
+/// A target network that is softly updated, used in every loss.
 #[test]
 fn a_target_network() {
-    /// Takes the other module's parameters in the order of the fields.
+    /// Mixes in the other module's parameters in field order.
     struct Follow(Vec<burn::tensor::TensorPrimitive<Inner>>, f64);
     impl ModuleMapper<Inner> for Follow {
         fn map_float<const D: usize>(&mut self, param: Param<Tensor<Inner, D>>) -> Param<Tensor<Inner, D>> {
@@ -90,7 +90,7 @@ fn a_target_network() {
     });
 }
 
-/// Each rank keeps a piece of a moving average, however it is written, and counts it as optimizer state, of which plain SGD has none.
+/// Each rank keeps a shard of a moving average, in any of its forms, and counts it as optimizer state; plain SGD has none.
 #[test]
 fn a_moving_average_is_kept_in_pieces() {
     type T = Tensor<Inner, 2>;
@@ -143,7 +143,7 @@ fn a_moving_average_is_kept_in_pieces() {
     }
 }
 
-/// A penalty on what has changed since the beginning (L2-SP): two versions of a parameter meet in a loss.
+/// A penalty on the change since the start (L2-SP): a loss with two versions of a parameter.
 #[test]
 fn a_penalty_on_what_has_changed() {
     like_one_rank("a penalty on what has changed", |device, world| {
@@ -158,8 +158,8 @@ fn a_penalty_on_what_has_changed() {
     });
 }
 
-/// Weights kept at a norm after each update: max-norm, spectral norm, weight standardisation. Expected: as one rank and as plain
-/// Burn.
+/// Weights kept at a norm after each update: max-norm, spectral norm, weight standardisation. Expected: the results of
+/// one rank and of plain Burn.
 #[test]
 fn columns_are_kept_at_a_norm() {
     like_one_rank("columns are kept at a norm", |device, world| {
@@ -176,7 +176,7 @@ fn columns_are_kept_at_a_norm() {
     });
 }
 
-/// The row of a padding token is set to nought after each update.
+/// The row of a padding token is set to zero after each update.
 #[test]
 fn a_padding_row_stays_nought() {
     like_one_rank("a padding row stays nought", |device, world| {
@@ -196,7 +196,7 @@ fn a_padding_row_stays_nought() {
     });
 }
 
-/// Calls `prepare` after each edit, which also hands all weights on by rank 0.
+/// Calls `prepare` after each edit, which also broadcasts all weights from rank 0.
 #[test]
 fn prepared_again_after_each_edit() {
     like_one_rank("prepared again after each edit", |device, world| {
@@ -233,14 +233,14 @@ fn weights_are_clamped() {
     });
 }
 
-/// A weight, and a temperature that the program lowers by itself.
+/// A weight, and a temperature that the program lowers itself.
 #[derive(Module, Debug)]
 struct Annealed<B: Backend> {
     layer: Linear<B>,
     temperature: Param<Tensor<B, 1>>,
 }
 
-/// Expected: the 400th step takes what the 40th takes.
+/// Expected: step 400 takes as long as step 40.
 #[test]
 fn a_temperature_is_lowered_each_step() {
     let took = run(2, config(Stage::Parameters), |device| {

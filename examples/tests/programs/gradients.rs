@@ -73,32 +73,32 @@ fn changed_model(device: &Device, world: usize, how: How) -> Vec<f32> {
     whole(&model)
 }
 
-/// Some rows of an embedding are not to be trained.
+/// Some rows of an embedding stay untrained.
 #[test]
 fn masked_by_a_product() {
     changed("masked by a product", How::TimesMask);
 }
 
-/// The same by `mask_fill`.
+/// The same with `mask_fill`.
 #[test]
 fn masked_by_filling() {
     changed("masked by filling", How::FilledMask);
 }
 
-/// Noise as for privacy, too small to be seen in the values. It differs from rank to rank, which
-/// only an error can say.
+/// Noise as for differential privacy, too small to be visible in the values. It differs between ranks, which only an
+/// error can report.
 #[test]
 fn noise_is_added() {
     refused("noise is added", &["float_add", "a product, mask_fill"], |device| changed_model(&device, 2, How::Noise));
 }
 
-/// One norm over all gradients: the sum over a shard is the whole's.
+/// One norm over all gradients: sums over shards must give the norm of the full gradients.
 #[test]
 fn clipped_by_one_norm() {
     changed("clipped by one norm", How::Norm(0.1));
 }
 
-/// A loss that is a parameter, a log-variance that is learnt, alone in a step. (Burn 0.21 panics where it is the loss as it is.)
+/// A loss that is a parameter, a learnt log-variance, alone in a step. (Burn 0.21 panics if it is the loss itself.)
 #[test]
 fn a_parameter_is_the_loss() {
     like_one_rank("a parameter is the loss", |device, _| {

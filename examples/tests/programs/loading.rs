@@ -1,4 +1,4 @@
-//! Models that are read from files, and models that only one rank has.
+//! Models loaded from files, and models that only one rank has.
 
 use crate::common::*;
 use burn::module::{Module, Param, ParamId};
@@ -10,10 +10,10 @@ use zero_burn::ZeroTensor;
 use zero_burn::optim::distributed;
 use zero_core::Stage;
 
-/// Elements of a side of the weight that is loaded.
+/// Side length of the loaded weight.
 const SIDE: usize = 64;
 
-/// Returns true if a rank holds its piece of the weight, and not the whole.
+/// Returns `true` if a rank holds only its shard of the weight.
 fn is_piece(model: &Linear<B>) -> bool {
     matches!(model.weight.val().inner().into_primitive().tensor(), ZeroTensor::Shard(_))
 }
@@ -34,7 +34,7 @@ fn a_record_is_loaded_in_pieces() {
     assert_eq!(ranks.unwrap(), [true; 2]);
 }
 
-/// As burn-store does: it makes an ordinary tensor of what it has read, and the parameter of this.
+/// Loads like burn-store: creates an ordinary tensor from the data, and a parameter from it.
 fn read(device: &Device) -> Linear<B> {
     let values: Vec<f32> = (0..SIDE * SIDE).map(|i| (i % 23) as f32 / 40.0 - 0.3).collect();
     let weight = Tensor::<B, 2>::from_data(TensorData::new(values, [SIDE, SIDE]), device).set_require_grad(true);
@@ -61,8 +61,8 @@ fn what_a_reader_loads_is_cut_as_it_is_read() {
     }
 }
 
-/// A teacher that only rank 0 makes and asks, where each rank holds all of it. At stage 3 the ranks would wait for one another until the
-/// deadline.
+/// A teacher that only rank 0 creates and uses, at stages where each rank holds all of it. At stage 3 the ranks would
+/// wait for each other until the deadline.
 #[test]
 fn a_teacher_of_rank_0_alone() {
     for stage in [Stage::DataParallel, Stage::OptimizerState, Stage::Gradients] {

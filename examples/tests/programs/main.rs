@@ -1,6 +1,6 @@
 //! `cargo test -p zero-examples --test programs [MODULE]`
 //!
-//! Programs as users of Burn write them, on two ranks at every stage, against one rank that has all rows.
+//! Typical programs of Burn users, on two ranks at every stage, compared with one rank that has all rows.
 
 mod common;
 mod constants;

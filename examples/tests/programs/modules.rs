@@ -1,4 +1,4 @@
-//! Modules of Burn that the tests of the project do not train: recurrent nets, attention, norms, containers. All are checks.
+//! Burn modules that the project's other tests do not train: recurrent nets, attention, norms, containers.
 
 use crate::common::*;
 use burn::backend::Autodiff;
@@ -29,8 +29,8 @@ struct Recurrent<B: Backend> {
     out: Linear<B>,
 }
 
-/// The state is carried from step to step and cut from the graph, as truncated backpropagation does: every
-/// weight is used once for each place in the sequence.
+/// The state is carried between steps and detached from the graph, as in truncated backpropagation: every weight is
+/// used once per position of the sequence.
 #[test]
 fn recurrent_nets_with_carried_state() {
     like_one_rank("recurrent nets", |device, world| {
@@ -57,7 +57,7 @@ struct Words<B: Backend> {
     layers: TransformerEncoder<B>,
 }
 
-/// The embedding's weight is the output layer's too.
+/// The output layer shares the embedding's weight.
 #[test]
 fn an_encoder_with_a_tied_embedding() {
     like_one_rank("an encoder with a tied embedding", |device, world| {
@@ -90,7 +90,7 @@ struct Norms<B: Backend> {
     instances: InstanceNorm<B>,
 }
 
-/// these norms are of single rows (batch norm, which is not, is each rank's own and the book says so).
+/// Norms over single rows. (Batch norm is not one: its statistics are per rank, as the book states.)
 #[test]
 fn norms_of_single_rows() {
     like_one_rank("norms of single rows", |device, world| {
@@ -119,7 +119,7 @@ enum Head<B: Backend> {
 #[derive(Debug, Clone)]
 struct Note(#[allow(dead_code)] String);
 
-/// Every container that Burn knows.
+/// Every container that Burn supports.
 #[derive(Module, Debug)]
 struct Zoo<B: Backend> {
     shift: Option<Param<Tensor<B, 1>>>,
@@ -162,7 +162,7 @@ impl<B: Backend> Zoo<B> {
     }
 }
 
-/// Fields that are no parameters stay.
+/// Fields that are not parameters stay unchanged.
 #[test]
 fn every_container() {
     like_one_rank("every container", |device, world| {
@@ -180,7 +180,7 @@ fn every_container() {
     });
 }
 
-/// Expected: the bits of a run that keeps everything. Burn's own recomputation of activations, over sharded parameters.
+/// Burn's own recomputation of activations, over sharded parameters. Expected: the bits of a run that keeps everything.
 #[test]
 fn balanced_checkpointing() {
     type Balanced = Autodiff<Inner, BalancedCheckpointing>;

@@ -1,4 +1,4 @@
-//! Optimizers: own ones, several, and those that want whole parameters.
+//! Custom optimizers, several optimizers, and optimizers that need full parameters.
 
 use crate::common::*;
 use burn::module::{AutodiffModule, Module, ParamId};
@@ -15,7 +15,7 @@ use zero_burn::module::{collect_grads, collect_grads_of, prepare};
 use zero_burn::optim::distributed;
 use zero_burn::stats::all_gather;
 
-/// The sign of a mean of gradients, added.
+/// Adds the sign of a mean of gradients.
 #[derive(Clone)]
 struct AddsSigns;
 
@@ -47,7 +47,7 @@ impl<B: Backend> SimpleOptimizer<B> for AddsSigns {
     }
 }
 
-/// Expected: as one rank, or an error at the first step that says how an update has to end.
+/// Expected: the result of one rank, or an error at the first step that explains how an update has to end.
 #[test]
 fn an_optimizer_that_adds() {
     like_one_rank("an optimizer that adds", |device, world| {
@@ -62,8 +62,8 @@ fn an_optimizer_that_adds() {
     });
 }
 
-/// The same, and then one rank alone looks at its output, as a program that logs does. Expected: no wait, for the book says that a
-/// parameter can be read by any one rank.
+/// The same, and then one rank alone reads its output, as a program that logs does. Expected: no wait, because the book
+/// states that any one rank can read a parameter.
 #[test]
 fn an_optimizer_that_adds_and_one_rank_that_evaluates() {
     like_one_rank("one rank evaluates after an update that adds", |device, world| {
@@ -86,7 +86,7 @@ fn an_optimizer_that_adds_and_one_rank_that_evaluates() {
 struct Two<B: Backend> {
     trunk: Linear<B>,
     head: Linear<B>,
-    /// Used by rank 1's rows alone.
+    /// Used only by rank 1's rows.
     extra: Linear<B>,
 }
 
@@ -108,8 +108,8 @@ impl<B: Backend> Two<B> {
     }
 }
 
-/// Two optimizers with rates of their own on one module, Burn's `from_params`; one layer has gradients on rank 1 alone. Expected: the
-/// second optimizer steps it on all ranks, as `collect_grads_of` does (below).
+/// Two optimizers with their own rates on one module, Burn's `from_params`; one layer has gradients only on rank 1.
+/// Expected: the second optimizer steps it on all ranks, like `collect_grads_of` (below).
 #[test]
 fn two_groups_and_a_layer_of_one_rank() {
     fn body(device: Device, by_hand: bool) -> Vec<f32> {
@@ -146,8 +146,8 @@ fn two_groups_and_a_layer_of_one_rank() {
     }
 }
 
-/// L-BFGS puts ordinary tensors in the place of parameters. Where its closure collects gradients and gives the mean loss of all ranks,
-/// they are alike on all ranks, and it trains as on one.
+/// L-BFGS replaces parameters by ordinary tensors. If its closure collects gradients and returns the mean loss of all
+/// ranks, these are equal on all ranks, and it trains as on one rank.
 #[test]
 fn lbfgs_of_collected_gradients() {
     like_one_rank("L-BFGS", |device, world| {
@@ -166,7 +166,7 @@ fn lbfgs_of_collected_gradients() {
     });
 }
 
-/// A generator and a discriminator with an optimizer each; the generator's pass goes through the other.
+/// A generator and a discriminator with an optimizer each; the generator's pass goes through the discriminator.
 #[test]
 fn a_generator_and_a_discriminator() {
     like_one_rank("a generator and a discriminator", |device, world| {
@@ -190,7 +190,7 @@ fn a_generator_and_a_discriminator() {
     });
 }
 
-/// Burn's accumulator over micro-batches, collected one by one as the book says.
+/// Burn's accumulator over micro-batches, collected one by one as the book describes.
 #[test]
 fn accumulated() {
     like_one_rank("accumulated", |device, world| {

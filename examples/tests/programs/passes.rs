@@ -1,4 +1,4 @@
-//! Backward passes that are no training step, or that not all ranks make.
+//! Backward passes outside of training steps, or not on all ranks.
 
 use crate::common::*;
 use burn::module::Module;
@@ -13,15 +13,15 @@ fn prepared(device: &Device) -> (Linear<B>, impl Optimizer<Linear<B>, B>) {
     distributed::<B, Linear<B>, _>(model, SgdConfig::new().init(), device)
 }
 
-/// The slope of the output by the input: forces in a validation, saliency maps, adversarial examples.
+/// The gradient of the output with respect to the input: forces in a validation, saliency maps, adversarial examples.
 fn slope(model: &Linear<B>, x: Tensor<B, 2>) -> Tensor<Inner, 2> {
     let x = x.require_grad();
     let grads = model.forward(x.clone()).sum().backward();
     x.grad(&grads).expect("the input's gradient")
 }
 
-/// Rank 0 alone validates, with a backward pass to the input, as many programs do "on the main process": the pass would pair with the
-/// other rank's training pass.
+/// Rank 0 alone validates, with a backward pass to the input, as many programs do "on the main process": the pass would
+/// pair with the other rank's training pass.
 #[test]
 fn rank_0_alone_validates_with_gradients() {
     for check_replicas in [0, 1] {
@@ -39,7 +39,7 @@ fn rank_0_alone_validates_with_gradients() {
     }
 }
 
-/// Ranks make as many such passes as they have rows left: one here, two there. Only a step's first pass is reduced as it comes.
+/// The number of such passes depends on a rank's remaining rows: one here, two there. Only a step's first pass is reduced while it runs.
 #[test]
 fn ranks_validate_unevenly() {
     like_one_rank("ranks validate unevenly", |device, world| {
@@ -55,7 +55,7 @@ fn ranks_validate_unevenly() {
     });
 }
 
-/// One rank alone may differentiate a copy without gradients, which has no marks.
+/// One rank alone may differentiate a copy without gradients, which is not marked for reduction.
 #[test]
 fn rank_0_alone_validates_on_a_copy_without_gradients() {
     like_one_rank("rank 0 alone validates on a copy", |device, world| {
@@ -71,7 +71,7 @@ fn rank_0_alone_validates_on_a_copy_without_gradients() {
     });
 }
 
-/// All ranks make the same such passes.
+/// All ranks run the same such passes.
 #[test]
 fn all_ranks_validate_with_gradients() {
     like_one_rank("all ranks validate with gradients", |device, world| {
@@ -86,8 +86,8 @@ fn all_ranks_validate_with_gradients() {
     });
 }
 
-/// One rank finds a gradient that is not a number and leaves this step out, after its backward pass: the next collective says which
-/// ranks did what.
+/// One rank finds a NaN gradient and skips this step after its backward pass: the next collective reports what each
+/// rank did.
 #[test]
 fn one_rank_leaves_a_step_out_after_its_pass() {
     refused("one rank leaves a step out after its pass", &["backward pass", "rank 0", "rank 1"], |device| {
@@ -104,8 +104,8 @@ fn one_rank_leaves_a_step_out_after_its_pass() {
     });
 }
 
-/// The same before the pass, at a loss that is not a number. Passes of different steps meet, which no count tells; there is an error when
-/// the other rank has one more.
+/// The same before the pass, at a NaN loss. Passes of different steps pair up, which a count cannot detect; the error
+/// comes when the other rank has one more.
 #[test]
 fn one_rank_leaves_a_step_out_before_its_pass() {
     refused("one rank leaves a step out before its pass", &["step"], |device| {
@@ -121,7 +121,7 @@ fn one_rank_leaves_a_step_out_before_its_pass() {
     });
 }
 
-/// Two losses of one step, each with a pass of its own.
+/// Two losses of one step, each with its own pass.
 #[test]
 fn two_losses_two_passes() {
     like_one_rank("two losses", |device, world| {

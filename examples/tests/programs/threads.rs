@@ -1,4 +1,4 @@
-//! Threads that are not the rank's own.
+//! Threads other than the rank's own.
 
 use std::sync::mpsc::channel;
 
@@ -21,7 +21,7 @@ fn train(device: &Device, world: usize) -> Vec<f32> {
     whole(&model)
 }
 
-/// A body hands the whole training to a thread of its own: for a user interface, for a runtime.
+/// The body hands the full training to another thread: for a user interface, for a runtime.
 #[test]
 fn a_thread_of_the_body_trains() {
     like_one_rank("a thread of the body trains", |device, world| {
@@ -30,7 +30,7 @@ fn a_thread_of_the_body_trains() {
     });
 }
 
-/// Members of an ensemble that are made side by side would be numbered in another order on each rank.
+/// Members of an ensemble that are created concurrently would be numbered in a different order on each rank.
 #[test]
 fn members_are_made_side_by_side() {
     refused("members made side by side", &["on thread \"member\""], |device| {
@@ -43,8 +43,8 @@ fn members_are_made_side_by_side() {
     });
 }
 
-/// A thread answers requests with the weights that it was last given, while training goes on. At stage 3 it reads pieces of other ranks,
-/// which may have let go of them: then it says so.
+/// A thread answers requests with the weights that it received last, while training continues. At stage 3 it reads
+/// shards of other ranks, which may have freed them: it then reports an error.
 #[test]
 fn a_thread_infers_while_the_rank_trains() {
     fn body(device: &Device, world: usize) -> Vec<f32> {
@@ -77,7 +77,7 @@ fn a_thread_infers_while_the_rank_trains() {
     }
 }
 
-/// A stack that fits the 8 MiB of a program's first thread fits a rank's.
+/// A stack that fits in the 8 MiB of a program's main thread fits in a rank's.
 #[test]
 fn a_body_of_four_mebibytes_of_stack() {
     /// Calls itself until `bytes` of the stack are in use, however large the compiler makes a frame.
@@ -94,7 +94,7 @@ fn a_body_of_four_mebibytes_of_stack() {
     assert!(ranks.unwrap().iter().all(|used| *used >= 4 << 20));
 }
 
-/// Two launches side by side in one process, as one after the other.
+/// Two concurrent launches in one process give the results of separate ones.
 #[test]
 fn two_launches_side_by_side() {
     let alone = run(2, config(Stage::Parameters), |device| train(&device, 2)).unwrap();

@@ -1,4 +1,4 @@
-//! What the tests share: small GPT-2 and BERT runs on several ranks.
+//! Shared by the tests: small GPT-2 and BERT runs on several ranks.
 #![allow(dead_code)] // each test uses its part
 
 use std::path::PathBuf;
@@ -20,7 +20,7 @@ use zero_models::{Gpt2, Gpt2Config};
 pub type B = Autodiff<Zero<Flex>>;
 pub type Device = ZeroDevice<FlexDevice>;
 
-/// A folder of the fixtures.
+/// The path of a fixture folder.
 pub fn fixture(name: &str) -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("fixtures").join(name)
 }
@@ -37,7 +37,7 @@ pub struct Run {
 }
 
 impl Run {
-    /// Two layers, 32 wide, a vocabulary of 61.
+    /// Two layers of width 32, a vocabulary of 61.
     pub fn tiny(stage: Stage) -> Self {
         let preset = Gpt2Config::preset("tiny").unwrap();
         let model = Gpt2Config { vocab_size: 61, n_positions: 16, n_embd: 32, n_layer: 2, n_head: 4, ..preset };
@@ -52,7 +52,7 @@ impl Run {
         Self { model, zero, ranks: 2, batch: 2, seq: 12, steps: 5 }
     }
 
-    /// Tokens that can be learnt: each row counts up from a start.
+    /// Learnable tokens: each row counts up from a start.
     pub fn tokens(&self, step: usize, rank: usize, device: &Device) -> Tensor<B, 2, Int> {
         let first = (step * self.ranks + rank) * self.batch;
         let vocab = self.model.vocab_size;
@@ -63,7 +63,7 @@ impl Run {
     }
 }
 
-/// One thread a rank, or as `ZERO_THREADS` says.
+/// One thread per rank, unless `ZERO_THREADS` is set.
 pub fn launch_options() -> LaunchOptions {
     let threads_per_rank = std::env::var("ZERO_THREADS").map_or(1, |threads| threads.parse().expect("ZERO_THREADS"));
     LaunchOptions { threads_per_rank, deadline: Duration::from_secs(120), ..LaunchOptions::default() }
@@ -80,7 +80,7 @@ pub fn adamw<M: AutodiffModule<B>>() -> impl Optimizer<M, B> {
     AdamWConfig::new().with_epsilon(1e-8).with_weight_decay(0.01).init()
 }
 
-/// One step: global mean loss, global gradient norm, updated model.
+/// Runs one step: updated model, global mean loss, global gradient norm.
 pub fn step<M: AutodiffModule<B>>(
     model: M,
     optimizer: &mut impl Optimizer<M, B>,
@@ -113,7 +113,7 @@ pub fn gpt2_losses(run: &Run) -> Vec<f64> {
     .swap_remove(0)
 }
 
-/// What each rank measures in the last step of a run: traffic in the step, memory.
+/// Returns each rank's measurements of the last step of a run: traffic and memory.
 pub fn gpt2_stats(run: &Run) -> Vec<RankStats> {
     on_ranks(run.ranks, &run.zero, |device| {
         let mut model = prepare::<B, _>(run.model.init::<B>(&device), &device);

@@ -1,10 +1,10 @@
-//! Trouble of ranks that are processes: every kind is found in time, by every rank, and nothing hangs.
+//! Failures of ranks that run as processes: every rank detects every kind in time, and nothing hangs.
 //!
-//! `cargo test -p zero-tests --test socket_faults -- --nocapture`, or `--features mpi --test mpi_faults`, prints what was done
-//! to whom; `ZERO_FAULT_RUNS` sets the number of runs of each kind.
+//! `cargo test -p zero-tests --test socket_faults -- --nocapture`, or `--features mpi --test mpi_faults`, prints the
+//! fault and the victim of each run; `ZERO_FAULT_RUNS` sets the number of runs per kind.
 //!
-//! A run trains a small GPT-2 by the engine on 2 or 3 ranks. One of them, the *victim*, kills itself, stops, or does
-//! something else than the others, at a moment that is drawn anew in each run.
+//! A run trains a small GPT-2 with the engine on 2 to 4 ranks. One of them, the *victim*, kills itself, stops, or
+//! deviates from the others, at a random moment of each run.
 
 use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
@@ -30,22 +30,22 @@ use zero_train::engine::{EngineConfig, ZeroEngine};
 type B = Autodiff<Zero<Flex>>;
 type Device = ZeroDevice<burn_flex::FlexDevice>;
 
-/// What a rank waits for another at most.
+/// Maximum time a rank waits for another.
 const DEADLINE: Duration = Duration::from_secs(2);
-/// From the trouble to the end of the last process: the deadline, and what the issue allows for a rank that dies.
+/// Maximum time from the fault to the end of the last process: the deadline, plus the issue's allowance for a rank that dies.
 const FOUND_WITHIN: Duration = Duration::from_secs(2 + 10);
-/// Of a whole run.
+/// Time limit of a full run.
 const LIMIT: Duration = Duration::from_secs(60);
-/// What a rank may have that the others have not: a wider model, a deeper one, other settings of the decorator, one of the engine.
+/// Differences of the victim from the other ranks: a wider or a deeper model, other settings of the decorator or of the engine.
 const ODD: [&str; 5] = ["model", "depth", "bucket", "mesh", "clipping"];
-/// Long before it, the victim has had its trouble.
+/// Number of steps; the fault occurs long before the last one.
 const STEPS: usize = 40;
 
 fn runs() -> usize {
     std::env::var("ZERO_FAULT_RUNS").map_or(2, |runs| runs.parse().expect("ZERO_FAULT_RUNS is a number"))
 }
 
-/// A random number below `end`: the seed of each hasher is one.
+/// Returns a random number below `end`: every hasher has a random seed.
 fn chance(end: u64) -> u64 {
     RandomState::new().build_hasher().finish() % end
 }
@@ -56,12 +56,12 @@ fn micros() -> u128 {
 
 // ---- the rank ----
 
-/// What happens to the victim, and when.
+/// The fault of the victim, and its time.
 struct Fault {
     kind: String,
     victim: usize,
     step: usize,
-    /// From the beginning of the phase.
+    /// Time from the start of the phase.
     delay: Duration,
     stage: Stage,
 }
@@ -79,7 +79,7 @@ impl Fault {
         }
     }
 
-    /// The trouble comes in this phase, after the delay, while the rank goes on.
+    /// Triggers the fault in this phase, after the delay, while the rank continues.
     fn strike(&self, phase: &str, step: usize, rank: usize, folder: &Path) {
         let Some((signal, of)) = self.kind.split_once('-') else { return };
         if (of, step, rank) != (phase, self.step, self.victim) {
@@ -173,7 +173,7 @@ fn train(fault: &Fault, device: &Device, folder: &Path) -> Result<(), String> {
 
 // ---- the tests ----
 
-/// Runs one kind `runs()` times; `check` gets what each run came to.
+/// Runs one kind of fault `runs()` times; `check` gets the outcome of each run.
 fn repeat(kind: &str, most_delay_us: u64, mut check: impl FnMut(&Launched, usize)) {
     let (mut slowest, begin, runs) = (Duration::ZERO, Instant::now(), runs());
     for run in 0..runs {
@@ -198,7 +198,7 @@ fn repeat(kind: &str, most_delay_us: u64, mut check: impl FnMut(&Launched, usize
     );
 }
 
-/// What was saved before the trouble is sound.
+/// Checks that a checkpoint saved before the fault is intact.
 fn last_save_is_sound(got: &Launched) {
     let dir = got.folder.path().join("checkpoints");
     if dir.exists() {
@@ -258,7 +258,7 @@ fn ranks_with_different_models_or_settings_are_told_before_they_train() {
     }
 }
 
-/// The errors that these tests look for exist as values too.
+/// The errors that these tests expect also exist as values.
 #[test]
 fn a_deadline_has_an_exit_code_of_its_own() {
     let late = CommError::Timeout { at: Called::new("world", 0, 0, "barrier"), waited_ms: 1, missing: vec![1] };

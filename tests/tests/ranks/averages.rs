@@ -1,5 +1,5 @@
-//! Moving averages of the weights: PyTorch's formula, operation by operation, at every stage and tier, and without a trace in what is
-//! trained.
+//! Moving averages of the weights: PyTorch's formula, operation by operation, at every stage and tier, without any
+//! effect on training.
 
 use crate::common;
 
@@ -37,7 +37,7 @@ fn train(run: &Run, engine: &mut Engine, step: usize, device: &Device) -> f64 {
     all_gather::<Flex>(&[value]).iter().map(|rank| rank[0]).sum()
 }
 
-/// The loss of rows that no step has.
+/// Returns the loss of rows that no step uses.
 fn held_out(run: &Run, engine: &Engine, device: &Device) -> f64 {
     let rows = run.tokens(100, device.rank(), device);
     let rows: Tensor<Zero<Flex>, 2, Int> = rows.inner();

@@ -1,4 +1,4 @@
-//! ZeRO along the data axis of a mesh whose other axis cuts the model: `cargo test -p zero-tests --test ranks axes -- --nocapture`.
+//! ZeRO along the data axis of a mesh whose other axis splits the model: `cargo test -p zero-tests --test ranks axes -- --nocapture`.
 
 use std::path::Path;
 use std::time::Duration;
@@ -28,7 +28,7 @@ mod mlp;
 use mlp::{Mlp, TENSOR};
 
 const WIDTH: usize = 32;
-/// Of all data ranks.
+/// Rows of all data ranks.
 const ROWS: usize = 8;
 
 #[derive(Module, Debug)]
@@ -77,7 +77,7 @@ fn engine(device: &Device) -> Engine {
     engine
 }
 
-/// Losses and gradient norms from where the engine is to update `last`.
+/// Returns losses and gradient norms from the engine's current update to update `last`.
 fn train(engine: &mut Engine, last: usize, in_blocks: bool) -> Vec<(f64, f64)> {
     let (group, device) = (ranks::group::<Flex>(TENSOR), engine.device().clone());
     let (mut steps, mut loss_sum) = (Vec::new(), 0.0);
@@ -151,7 +151,7 @@ fn a_model_cut_over_an_axis_trains_as_on_the_data_axis_alone_at_all_stages() {
     }
 }
 
-/// Saves two steps, the first of them elsewhere too.
+/// Saves two steps; the first one also in another folder.
 fn save(dir: &Path, config: &ZeroConfig) -> Vec<(f64, f64)> {
     let losses = on_ranks(world(config), config, |device| {
         let mut engine = engine(&device);
@@ -220,7 +220,7 @@ fn parts_are_saved_apart_and_resumed_on_another_data_axis_together() {
     on_ranks(4, &config, |_| assert!(ranks::find_latest::<Flex>(&two, Check::Sizes).unwrap().checkpoint.is_none()));
 }
 
-/// A rank that could not read its part is told by its number in the run.
+/// A rank that cannot read its part is reported by its global rank.
 #[test]
 fn a_part_that_cannot_be_loaded_is_told_by_its_rank_in_the_run() {
     let dir = tempfile::tempdir().unwrap();
@@ -245,14 +245,14 @@ fn a_part_that_cannot_be_loaded_is_told_by_its_rank_in_the_run() {
     assert!(told[3].contains("rank-00001-of-00002"), "{}", told[3]);
 }
 
-/// Layers of Burn's, cut as on paper: a part of the outputs, then of the inputs.
+/// Burn's layers, split as in Megatron-LM: by outputs, then by inputs.
 #[derive(Module, Debug)]
 struct Layers<B: Backend> {
     up: Linear<B>,
     down: Linear<B>,
 }
 
-/// The first layer's weights on every rank, before a first update. `tell` sees the layers as they were made.
+/// Returns the first layer's weights on every rank, before the first update. `tell` gets the layers right after their creation.
 fn drawn(config: &ZeroConfig, tell: impl Fn(&Layers<B>, &Device) + Sync) -> Result<Vec<Vec<f32>>, LaunchError<String>> {
     launch::<Flex, _, String>(world(config), config, &Default::default(), |device| {
         let group = ranks::group::<Flex>(TENSOR);
@@ -306,7 +306,7 @@ fn parts_are_drawn_apart_and_what_is_drawn_alike_is_told() {
     assert!(data.contains("the data axis is ZeroConfig's to cut"), "{data}");
 }
 
-/// Both forward passes before both backward passes: no sum of a forward pass keeps ranks together between these.
+/// Both forward passes run before both backward passes, so no sum of a forward pass synchronizes the ranks between these.
 #[test]
 fn ranks_that_wait_for_each_other_in_a_pass_are_never_in_two_passes() {
     let config = mesh(&[("data", 2), (TENSOR, 2)], Stage::Parameters);

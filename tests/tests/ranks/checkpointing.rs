@@ -1,4 +1,4 @@
-//! Activation checkpointing changes no bit, in a model of ours and in a module of stock layers.
+//! Activation checkpointing changes no bit, in one of our models and in a module of Burn's layers.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -16,7 +16,7 @@ use zero_train::engine::{EngineConfig, Step, ZeroEngine};
 
 use crate::common::{B, Run, adamw, on_ranks, step};
 
-/// Bits of the losses and norms of some updates of two micro-batches on all ranks, and bytes received in the last.
+/// Returns bits of losses and norms of updates with two micro-batches on all ranks, and bytes received in the last one.
 fn trained(run: &Run) -> (Vec<[u64; 2]>, u64) {
     let of_ranks = on_ranks(run.ranks, &run.zero, |device| {
         let model = run.model.init::<B>(&device);
@@ -40,7 +40,7 @@ fn trained(run: &Run) -> (Vec<[u64; 2]>, u64) {
     (of_ranks.into_iter().flat_map(|(bits, _)| bits).collect(), bytes)
 }
 
-/// What goes to a disk and comes back is what it was.
+/// Inputs read back from a disk are unchanged.
 #[test]
 fn no_bit_differs_of_inputs_on_a_disk() {
     let swap = tempfile::tempdir().unwrap();
@@ -86,8 +86,8 @@ fn no_bit_differs_at_any_stage() {
     }
 }
 
-/// A layer of Burn's own parts, with what is recorded by each way there is: views, products, elementwise operations, a parameter
-/// among them, random numbers, masks, several results.
+/// A layer of Burn's own parts that uses every way to record: views, products, elementwise operations (one with a
+/// parameter), random numbers, masks, several results.
 #[derive(Module, Debug)]
 struct Layer<B: FusedBackend> {
     norm: LayerNorm<B>,
@@ -111,7 +111,7 @@ impl<B: FusedBackend> Layer<B> {
     }
 }
 
-/// Losses and norms of Burn's own loop: a checkpointed call within another, and several outputs.
+/// Losses and norms of Burn's own loop: a nested checkpointed call, and several outputs.
 fn trained_by_hand(stage: Stage, ranks: usize, is_checkpointed: bool) -> Vec<[u64; 2]> {
     let run = Run { ranks, ..Run::tiny(stage) };
     let of_ranks = on_ranks(ranks, &run.zero, |device| {

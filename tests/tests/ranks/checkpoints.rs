@@ -1,4 +1,4 @@
-//! The engine's checkpoints: any number of ranks and any stage goes on where any other stopped, bit by bit.
+//! The engine's checkpoints: any number of ranks and any stage resumes where any other stopped, bit by bit.
 //!
 //! `cargo test -p zero-tests --test ranks checkpoints -- --nocapture` prints what is compared.
 
@@ -33,7 +33,7 @@ use zero_train::schedule::{Schedule, Warmup};
 
 type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
 
-/// Rows of a global batch: every number of ranks here divides it.
+/// Rows of a global batch, divisible by every number of ranks here.
 const ROWS: usize = 12;
 
 fn engine(run: &Run, device: &Device) -> Engine {
@@ -45,7 +45,7 @@ fn engine_by(rule: Rule, run: &Run, device: &Device) -> Engine {
     ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(rule), config, device).unwrap()
 }
 
-/// A learning rate that tells the steps apart.
+/// A learning rate that differs between steps.
 fn warmup() -> Schedule {
     Schedule::WarmupLr { min_lr: 1e-4, max_lr: 1e-2, warmup_steps: 20, kind: Warmup::Linear }
 }
@@ -74,7 +74,7 @@ fn train(run: &Run, engine: &mut Engine, steps: std::ops::Range<usize>, device: 
         .collect()
 }
 
-/// Bits of all parameters and moments, whole.
+/// Bits of all full parameters and moments.
 fn state(engine: &Engine) -> BTreeMap<String, Vec<u32>> {
     let bits = |values: Vec<f32>| values.into_iter().map(f32::to_bits).collect();
     let mut state = BTreeMap::new();
@@ -98,13 +98,13 @@ fn worst(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| (a - b).abs() / a.abs()).fold(0.0, f64::max)
 }
 
-/// A run that was saved after two of four updates.
+/// A run saved after two of four updates.
 struct Source {
     run: Run,
     path: PathBuf,
     /// Losses of the two updates that followed.
     next: Vec<f64>,
-    /// At the save, and after those two.
+    /// State at the save, and after those two updates.
     saved: BTreeMap<String, Vec<u32>>,
     end: BTreeMap<String, Vec<u32>>,
 }
@@ -244,7 +244,7 @@ fn every_mesh_goes_on_where_every_other_stopped() {
     }
 }
 
-/// Passes compute with what few bits stand for; what is read out and saved is the parameter.
+/// Passes compute with the quantized values; reads and checkpoints have exact values.
 #[test]
 fn quantized_weights_are_saved_with_all_digits() {
     let dir = tempfile::tempdir().unwrap();
@@ -478,7 +478,7 @@ fn burns_optimizers_are_told_to_use_records() {
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
 
-/// `model.into_record()` and `optimizer.to_record()` through one of Burn's recorders, for any optimizer.
+/// `model.into_record()` and `optimizer.to_record()` through one of Burn's recorders, with any optimizer.
 #[test]
 fn records_go_on_at_any_shape() {
     let recorder = BinBytesRecorder::<FullPrecisionSettings, Vec<u8>>::default();
@@ -546,7 +546,7 @@ fn a_live_model_is_exported_as_its_checkpoint_is() {
     }
 }
 
-/// Ranks that were seeded differently go on with their own random numbers.
+/// Ranks with different seeds continue their own random streams.
 #[test]
 fn seeds_of_ranks_go_on() {
     let dir = tempfile::tempdir().unwrap();

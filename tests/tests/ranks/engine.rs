@@ -1,4 +1,4 @@
-//! The engine: accumulation, clipping, loss scales, mixed precision, evaluation, uneven data, access to what is sharded.
+//! The engine: accumulation, clipping, loss scales, mixed precision, evaluation, uneven data, access to sharded state.
 //!
 //! `cargo test -p zero-tests --test ranks engine -- --nocapture` prints the differences that are asserted on. The reference is
 //! `tests/fixtures/engine.json`, made by `tests/fixtures/make_engine_reference.py`.
@@ -36,7 +36,7 @@ fn engine(run: &Run, config: EngineConfig, device: &Device) -> Engine {
     ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(Rule::adamw()), config, device).unwrap()
 }
 
-/// Rows `rows` of a stream of token rows that can be learnt.
+/// Rows `rows` of a stream of learnable token rows.
 fn tokens(run: &Run, rows: std::ops::Range<usize>, device: &Device) -> Tensor<B, 2, Int> {
     let (len, vocab) = (rows.len(), run.model.vocab_size);
     let ids: Vec<i32> =
@@ -52,7 +52,7 @@ fn value(loss: &Tensor<B, 1>) -> f64 {
     f64::from(loss.clone().into_data().iter::<f32>().next().unwrap())
 }
 
-/// Global losses of `updates` updates of 8 rows a rank, cut into `accumulation` micro-batches, and wire bytes of the last.
+/// Returns the global losses of `updates` updates of 8 rows per rank, split into `accumulation` micro-batches, and wire bytes of the last.
 fn accumulated(run: &Run, accumulation: usize, updates: usize, no_sync: bool) -> (Vec<f64>, Vec<f64>, u64) {
     on_ranks(run.ranks, &run.zero, |device| {
         let mut engine = engine(run, config(accumulation), &device);
@@ -292,7 +292,7 @@ fn fused_optimizers_follow_pytorchs() {
     }
 }
 
-/// Losses of 6 updates of one rank's view, and what rank 0 measures in the last.
+/// Returns losses of 6 updates as seen by one rank, and rank 0's measurements of the last one.
 fn measured(zero: &ZeroConfig, accumulation: usize) -> (Vec<u64>, zero_burn::stats::RankStats) {
     let run = Run { zero: zero.clone(), ..Run::tiny(zero.stage) };
     on_ranks(run.ranks, zero, |device| {
@@ -512,7 +512,7 @@ fn the_schedule_counts_updates() {
     assert_eq!(rates[0], (0..6).map(|step| schedule.lr(step)).collect::<Vec<_>>());
 }
 
-/// A plan whose batch sizes are of two ranks does not train four (DeepSpeed#3341).
+/// A plan with batch sizes for two ranks does not train four (DeepSpeed#3341).
 #[test]
 fn a_plan_for_another_number_of_ranks_is_refused() {
     let run = Run::tiny(Stage::Parameters);
@@ -532,7 +532,7 @@ fn a_plan_for_another_number_of_ranks_is_refused() {
     }
 }
 
-/// Gradients that are added are the mean times the ranks.
+/// Summed gradients are the mean times the number of ranks.
 #[test]
 fn gradients_are_added_if_asked_for() {
     let updated = |sums_gradients, lr| {

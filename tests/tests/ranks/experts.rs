@@ -1,4 +1,4 @@
-//! Experts over an axis of their own, whose places train on rows of their own: `cargo test -p zero-tests --test ranks experts`.
+//! Experts on their own axis, whose ranks train on different rows: `cargo test -p zero-tests --test ranks experts`.
 
 use burn::module::{Module, Param};
 use burn::prelude::Backend;
@@ -18,14 +18,14 @@ use crate::common::{B, Device, on_ranks};
 
 const WIDTH: usize = 16;
 const EXPERTS: usize = 4;
-/// Of all ranks.
+/// Rows of all ranks.
 const ROWS: usize = 64;
 
-/// A dense layer, experts between which rows are parted by their number, and a dense layer that only some places use.
+/// A dense layer, experts with rows assigned by index, and a dense layer that only some ranks use.
 #[derive(Module, Debug)]
 struct Model<B: Backend> {
     dense: Param<Tensor<B, 2>>,
-    /// This place's.
+    /// This rank's experts.
     experts: Vec<Param<Tensor<B, 2>>>,
     rare: Param<Tensor<B, 2>>,
 }

@@ -1,5 +1,5 @@
-//! Hugging Face weights under ZeRO: every stage and number of ranks has the bits of a plain load, and of what is sharded a
-//! rank converts its piece.
+//! Hugging Face weights under ZeRO: every stage and number of ranks gives the bits of a plain load, and a rank converts
+//! only its shard of a sharded parameter.
 //!
 //! `cargo test -p zero-tests --test ranks hugging_face -- --nocapture` prints the shares.
 
@@ -23,7 +23,7 @@ use zero_models::{
     BartConfig, BertConfig, Gpt2Config, LlamaConfig, ModelConfig, T5Config, bart, bert, gpt2, llama, t5,
 };
 
-/// Sizes that no world divides.
+/// Sizes that no world size divides.
 fn configs() -> [ModelConfig; 5] {
     let gpt2 = Gpt2Config {
         vocab_size: 61,
@@ -74,7 +74,7 @@ fn configs() -> [ModelConfig; 5] {
     [gpt2.into(), bert.into(), llama.into(), bart.into(), t5.into()]
 }
 
-/// A checkpoint whose every element is another number, in two files.
+/// Writes a checkpoint in two files; every element has a different value.
 fn write(config: &ModelConfig, dtype: ExportDtype, out: &Path) {
     let options = ExportOptions { dtype, max_shard_bytes: 20_000, ..ExportOptions::default() };
     let mut next = 0u32;
@@ -114,7 +114,7 @@ fn plain(config: &ModelConfig, dir: &Path) -> Vec<Vec<u32>> {
     }
 }
 
-/// Each rank's bits, the bytes that it has converted, and the bytes of parameters that it holds.
+/// Returns each rank's bits, the bytes it converted, and the bytes of parameters it holds.
 fn sharded(config: &ModelConfig, dir: &Path, stage: Stage, world: usize) -> Vec<(Vec<Vec<u32>>, u64, u64)> {
     let zero = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(stage) };
     on_ranks(world, &zero, |device| {

@@ -1,6 +1,6 @@
-//! LAMB: the paper's formula over all of a parameter, whatever ranks hold of it.
+//! LAMB: the paper's formula over the full parameter, for any sharding.
 //!
-//! `cargo test -p zero-tests --test ranks lamb -- --nocapture` prints how far it is from double precision.
+//! `cargo test -p zero-tests --test ranks lamb -- --nocapture` prints the difference from double precision.
 
 use crate::common;
 
@@ -16,21 +16,21 @@ use zero_core::Stage;
 const STEPS: usize = 6;
 const LR: f64 = 0.02;
 
-/// Parameters of several shapes: many chunks of a pass over memory, norms that are zero, fewer elements than ranks.
+/// Parameters of several shapes: many chunks per pass, zero norms, fewer elements than ranks.
 #[derive(Module, Debug)]
 struct Weights<B: burn::tensor::backend::Backend> {
     wide: Param<Tensor<B, 2>>,
-    /// Of zeros at first.
+    /// Initially zero.
     zero: Param<Tensor<B, 1>>,
     /// Without gradient and weight decay: its update is zero.
     still: Param<Tensor<B, 1>>,
     few: Param<Tensor<B, 1>>,
 }
 
-/// Of each parameter, its elements.
+/// Number of elements of each parameter.
 const SIZES: [usize; 4] = [150 * 211, 7, 5, 2];
 
-/// Exact in 16 bit.
+/// Initial values, exact in 16 bit.
 fn start() -> [Vec<f32>; 4] {
     let of = |size: usize, scale: f32| (0..size).map(|i| ((i * 53) % 127) as f32 * scale - 63.0 * scale).collect();
     [of(SIZES[0], 1.0 / 32.0), of(SIZES[1], 0.0), of(SIZES[2], 0.5), of(SIZES[3], 0.25)]
@@ -43,7 +43,7 @@ fn gradients(step: usize) -> [Vec<f32>; 4] {
     [of(0, 1.0 / 64.0), of(1, 1.0 / 64.0), of(2, 0.0), of(3, 1.0 / 8.0)]
 }
 
-/// Bits of all parameters after each step, of their masters in 16 bit, as rank 0 sees them.
+/// Returns the bits of all parameters (in 16 bit, of their masters) after each step, as seen by rank 0.
 fn train(rule: Rule, ranks: usize, stage: Stage, param_dtype: Float) -> Vec<[Vec<u32>; 4]> {
     let zero = ZeroConfig { param_persistence_threshold: 3, param_dtype, ..ZeroConfig::new(stage) };
     on_ranks(ranks, &zero, |device| steps(rule, param_dtype != Float::F32, &device)).swap_remove(0)

@@ -1,4 +1,4 @@
-//! Burn's `Learner` on ranks: the same bits as a plain loop on as many ranks, and the numbers of one rank.
+//! Burn's `Learner` on ranks: the bits of a plain loop on the same number of ranks, and the numbers of one rank.
 //!
 //! `cargo test -p zero-tests --test ranks learner -- --nocapture` prints the differences that are asserted on.
 
@@ -56,8 +56,8 @@ fn row(number: usize) -> Row {
     Row { features, class: class as i32 }
 }
 
-/// Rows in the order in which each rank's contiguous part holds what `world` ranks share of each global batch of
-/// `BATCH * 2` rows.
+/// Orders rows so that the contiguous part of each of `world` ranks holds its share of each global batch of `BATCH * 2`
+/// rows.
 fn rows(world: usize) -> Vec<Row> {
     let (global, per_rank) = (BATCH * 2, BATCH * 2 / world);
     (0..world)
@@ -145,7 +145,7 @@ fn inner_parameters(model: Classifier<Zero<Flex>>) -> Vec<f32> {
     [hidden, bias, head].iter().flat_map(|data| data.iter::<f32>()).collect()
 }
 
-/// What a learner is trained with beside the defaults.
+/// Settings of a learner that differ from the defaults.
 #[derive(Clone, Copy, Default)]
 struct Setting<'a> {
     accumulation: Option<usize>,
@@ -215,7 +215,7 @@ fn trained<O: Optimizer<Classifier<B>, B> + 'static>(
     inner_parameters(strategy.attach(training).launch(learner).model)
 }
 
-/// The same without a learner.
+/// Trains the same without a learner.
 fn plain(world: usize, stage: Stage, epochs: usize) -> Vec<f32> {
     let results = launch::<Flex, _, String>(world, &ZeroConfig::new(stage), &LaunchOptions::default(), |device| {
         let mut model = prepare::<B, _>(Classifier::<B>::new(&device), &device);
@@ -237,7 +237,7 @@ fn plain(world: usize, stage: Stage, epochs: usize) -> Vec<f32> {
     results.into_iter().next().unwrap()
 }
 
-/// The largest difference, relative to the larger of the numbers and 1e-2.
+/// Returns the largest difference, relative to the larger of the numbers and 1e-2.
 fn difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs() / a.abs().max(b.abs()).max(1e-2)).fold(0.0, f32::max)
@@ -357,7 +357,7 @@ fn burns_own_checkpointer_is_refused_by_name() {
     assert!(error.to_string().contains("ZeroStrategy::with_checkpoints"), "{error}");
 }
 
-/// What a learner of two ranks says at stage 3 with parameters of this type; its parameters if it trains.
+/// Trains two ranks at stage 3 with parameters of this type and returns the parameters, or the learner's error.
 fn in_16_bit<O: Optimizer<Classifier<B>, B> + 'static>(
     param_dtype: Float,
     optimizer: impl Fn() -> O + Sync,

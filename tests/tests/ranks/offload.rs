@@ -80,7 +80,7 @@ fn disk(path: &Path) -> Disk {
     Disk { path: path.into(), aio, buffer_count: 7, buffer_bytes: 64 << 10, ..Disk::default() }
 }
 
-/// Of optimizer state with gradients and of parameters, and how much of the first is there.
+/// Tiers of optimizer state with gradients and of parameters, and the offloaded share of the former.
 fn tiers(stage: Stage) -> Vec<(Tier, Tier, f32)> {
     let mut tiers = vec![(Tier::Disk, Tier::Memory, 1.0), (Tier::Disk, Tier::Memory, 0.4)];
     if stage.shards_parameters() {
@@ -324,7 +324,7 @@ fn states_leave_memory_for_a_while_and_come_back() {
     }
 }
 
-/// What is on a disk for a while can be used there, and updated: the new state is where it is configured to be.
+/// State that is moved to a disk can be used and updated there; the new state is placed as configured.
 #[test]
 fn states_that_are_on_a_disk_for_a_while_are_updated_all_the_same() {
     for (stage, dtype, configured) in [
@@ -391,7 +391,7 @@ fn what_cannot_work_is_refused() {
     refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, absent), "absent");
 }
 
-/// Keeps every weight within bounds, where it lies, as some training recipes do after each step.
+/// Clamps every weight in place, as some training recipes do after each step.
 struct Clamp;
 
 impl ModuleMapper<B> for Clamp {
@@ -402,7 +402,7 @@ impl ModuleMapper<B> for Clamp {
     }
 }
 
-/// Such a parameter is put on the disk after its update, by the thread whose pipeline has the buffers.
+/// Such a parameter is written to the disk after its update, by the thread whose pipeline holds the buffers.
 #[test]
 fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
     let run = run_of(Stage::Parameters, 2);
@@ -437,7 +437,7 @@ fn weights_that_are_changed_between_steps_are_updated_from_the_disk_too() {
     );
 }
 
-/// Every weight so near to zero that the clamp has something to do in each step.
+/// Brings every weight so close to zero that the clamp has an effect in each step.
 struct Tight;
 
 impl ModuleMapper<B> for Tight {
@@ -451,7 +451,7 @@ impl ModuleMapper<B> for Tight {
     }
 }
 
-/// What is changed between steps is changed in the fp32 master too, wherever that is kept.
+/// Changes between steps also change the fp32 master, in any tier.
 #[test]
 fn weights_in_16_bit_that_are_changed_between_steps_stay_changed() {
     for (stage, ranks, dtype) in [
@@ -498,7 +498,7 @@ fn weights_in_16_bit_that_are_changed_between_steps_stay_changed() {
     }
 }
 
-/// `max_in_memory` counts each parameter once, in 16 bit too.
+/// `max_in_memory` counts each parameter once, also in 16 bit.
 #[test]
 fn as_many_parameters_stay_in_memory_in_16_bit_as_in_32() {
     let on_disk = |dtype: Float| {

@@ -38,7 +38,7 @@ fn reference(name: &str) -> Reference {
     reference_of(name, "reference.json", "")
 }
 
-/// `full_` for what is trained whole beside an adapter.
+/// `prefix` is `full_` for full training, as opposed to an adapter.
 fn reference_of(name: &str, file: &str, prefix: &str) -> Reference {
     let json: Value = serde_json::from_slice(&fs::read(fixture(name).join(file)).unwrap()).unwrap();
     let list =
@@ -95,7 +95,7 @@ fn compare(name: &str, stage: Stage, reference: &Reference, got: &[(f64, f64)]) 
     assert!(loss < of_loss && norm < of_norm, "{name}, stage {stage}: loss {loss:e}, norm {norm:e}");
 }
 
-/// Small enough that every parameter is cut, gathered and prefetched.
+/// Small enough that every parameter is sharded, gathered and prefetched.
 fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) }
 }
@@ -121,7 +121,7 @@ fn run<M: AutodiffModule<B>>(
     ranks.swap_remove(0)
 }
 
-/// At every stage the reference's figures, and the same bits; these also on one rank and on three.
+/// Checks the reference's figures at every stage, and equal bits; also on one rank and on three.
 fn steps<M: AutodiffModule<B>>(
     name: &str,
     what: &str,
@@ -149,7 +149,7 @@ fn steps_of<M: AutodiffModule<B>>(
     }
 }
 
-/// A model that predicts the next token, with these weights on this fixture's rows, and with the fixture's adapter, if it has one.
+/// A next-token model with these weights on the fixture's rows, and with the fixture's adapter, if it has one.
 fn next_token_steps<C: CausalFamily>(name: &str, weights: &str)
 where
     C::Model<B>: AutodiffModule<B>,
@@ -221,7 +221,7 @@ fn an_adapter_of_a_gpt2_trains_as_in_peft() {
     }
 }
 
-/// `tests/fixtures/make_lora.py` and `make_encoders.py`: whole, and an adapter with the head.
+/// `tests/fixtures/make_lora.py` and `make_encoders.py`: full training, and an adapter with the head.
 #[test]
 fn classifiers_train_as_in_pytorch_and_peft() {
     let read = |tensor| rows("bert_tiny", tensor);
@@ -245,7 +245,7 @@ fn classifier_steps(name: &str, ids: Rows, types: Rows, mask: Rows) {
     });
 }
 
-/// Steps of a classifier from `load`, whole and with the fixture's adapter.
+/// Steps of a classifier from `load`, in full and with the fixture's adapter.
 fn whole_and_adapted_steps<M: AutodiffModule<B> + Adaptable<B>>(
     name: &str,
     load: impl Fn(&Device) -> M + Sync,
@@ -267,7 +267,7 @@ fn targets(labels: &[Vec<f64>], step: usize, rank: usize) -> Vec<f64> {
     (first..first + BATCH / RANKS).flat_map(|row| labels[row % labels.len()].clone()).collect()
 }
 
-/// `tests/fixtures/make_encoders.py`: regressions with several numbers and with one, and several labels of a row.
+/// `tests/fixtures/make_encoders.py`: regressions with several numbers and with one, and several labels per row.
 #[test]
 fn heads_for_numbers_and_several_labels_train_as_in_pytorch() {
     let read = |tensor| rows("bert_tiny", tensor);
@@ -309,7 +309,7 @@ fn classifiers_of_bart_train_as_in_pytorch_and_peft() {
     });
 }
 
-/// A model that makes texts of texts, with the fixture's weights, and with its adapter, if it has one.
+/// A sequence-to-sequence model with the fixture's weights, and with its adapter, if it has one.
 fn seq2seq_steps<C: Seq2SeqFamily>(name: &str)
 where
     C::Model<B>: AutodiffModule<B>,
@@ -344,7 +344,7 @@ fn t5_trains_as_in_pytorch() {
     seq2seq_steps::<T5Config>("flan_t5_tiny");
 }
 
-/// Global losses and gradient norms of BERT's 20 steps at every stage, with optimizers that `make` makes.
+/// Returns global losses and gradient norms of BERT's 20 steps at every stage, with optimizers from `make`.
 fn bert_steps<O: Optimizer<Bert<B>, B>>(reference: &Reference, what: &str, make: impl Fn() -> O + Sync) {
     let name = "bert_tiny";
     let read = |tensor| rows(name, tensor);

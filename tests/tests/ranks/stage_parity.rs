@@ -1,4 +1,4 @@
-//! Parity between stages and numbers of ranks, on GPT-2: same seed and data give bit-equal fp32 losses at stages 0 to 3.
+//! Parity between stages and numbers of ranks, on GPT-2: the same seed and data give bit-equal fp32 losses at stages 0 to 3.
 //!
 //! `cargo test -p zero-tests --test ranks stage_parity -- --nocapture` prints the figures.
 
@@ -97,7 +97,7 @@ fn meshes_train_as_the_flat_world_does() {
     }
 }
 
-/// Of parameters that are gathered from a second cut, in memory and from a disk.
+/// Parameters are gathered from secondary shards, in memory and from a disk.
 #[test]
 fn a_second_cut_of_the_parameters_changes_no_bit() {
     let swap = tempfile::tempdir().unwrap();
@@ -147,7 +147,7 @@ fn quantized_gradients_have_the_same_bits_at_all_stages_and_move_the_loss_little
     }
 }
 
-/// Of weights that are gathered in few bits: however they are cut again or kept, passes compute with the same ones.
+/// Weights are gathered quantized: passes compute with the same values for any sharding or storage.
 #[test]
 fn quantized_weights_have_the_same_bits_with_a_second_cut_and_from_a_disk_and_move_the_loss_little() {
     const STEPS: usize = 50;
@@ -176,7 +176,7 @@ fn quantized_weights_have_the_same_bits_with_a_second_cut_and_from_a_disk_and_mo
     }
 }
 
-/// They are added within groups, and then across.
+/// Gradients are summed within groups, and then across them.
 #[test]
 fn quantized_gradients_with_a_second_cut_move_the_loss_little() {
     const STEPS: usize = 50;

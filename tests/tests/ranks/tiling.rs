@@ -1,4 +1,4 @@
-//! A linear layer in tiles is the layer, at every stage, with state in memory and on a disk.
+//! A tiled linear layer equals the plain layer, at every stage, with state in memory and on a disk.
 
 use burn::module::AutodiffModule;
 use burn::nn::LinearConfig;
@@ -33,8 +33,8 @@ fn by_steps<M: AutodiffModule<B>>(
     seen
 }
 
-/// Losses and gradient norms of two layers, of which the first gets the gradient of the second's input; in so many tiles each, or
-/// whole.
+/// Returns losses and gradient norms of two layers, untiled or with `tiles` tiles each. The gradient of the second's
+/// input reaches the first.
 fn trained(zero: &ZeroConfig, ranks: usize, tiles: Option<usize>) -> Vec<[f64; 2]> {
     let of_ranks = on_ranks(ranks, zero, |device| {
         let [wide, narrow] = [SIZES, [SIZES[1], SIZES[0]]];

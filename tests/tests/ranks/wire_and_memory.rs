@@ -17,7 +17,7 @@ use zero_core::{Partition, Stage};
 use zero_models::Gpt2Config;
 use zero_ops::quantized::Format;
 
-/// 1.2 M parameters of which no single one dominates, nothing persistent.
+/// 1.2 M parameters, none of them dominant or persistent.
 fn run(stage: Stage, ranks: usize) -> Run {
     let mut run = Run::tiny(stage);
     run.model = Gpt2Config { vocab_size: 512, n_embd: 128, n_layer: 6, n_positions: 16, ..run.model };
@@ -56,7 +56,7 @@ fn wire_bytes_follow_the_formula() {
     }
 }
 
-/// A version crosses groups once, when its second cut is gathered: what a rank has of that by itself is no traffic.
+/// A version crosses groups once, when its secondary shards are gathered; a rank's own part is no traffic.
 #[test]
 fn a_second_cut_takes_its_bytes_and_serves_every_gather() {
     for (ranks, size) in [(4, 2), (4, 1), (6, 3)] {
@@ -79,7 +79,7 @@ fn a_second_cut_takes_its_bytes_and_serves_every_gather() {
     }
 }
 
-/// Added within groups first, of which each rank has the sums for its like in all groups.
+/// Summed within groups first; each rank then exchanges its sums with its counterparts in all groups.
 #[test]
 fn quantized_gradients_cross_the_groups_of_a_second_cut_once() {
     for (ranks, size, how) in [(4, 2, Format::Int8), (4, 2, Format::Int4), (6, 3, Format::Int4), (6, 2, Format::Int4)] {
@@ -98,7 +98,7 @@ fn quantized_gradients_cross_the_groups_of_a_second_cut_once() {
     }
 }
 
-/// Gathered twice for every use, and once across groups for a second cut, which itself is exact.
+/// Gathered twice per use, and once across groups for secondary shards, which are themselves exact.
 #[test]
 fn quantized_weights_take_the_bytes_of_their_bits() {
     for (second, how) in [(None, Format::Int8), (None, Format::Int4), (Some(2), Format::Int8)] {
@@ -152,7 +152,7 @@ fn quantized_gradients_take_the_bytes_of_their_bits() {
     }
 }
 
-/// What a frozen and a trained layer make of the same rows, and the bytes of their gathers on rank 0.
+/// Returns the outputs of a frozen and a trained layer for the same rows, and the bytes of their all-gathers on rank 0.
 fn frozen_beside_trained(config: &ZeroConfig, ranks: usize) -> ([Vec<f32>; 2], [u64; 2]) {
     on_ranks(ranks, config, |device| {
         let layer = || LinearConfig::new(64, 60).with_bias(false).init::<B>(&device);
@@ -170,7 +170,7 @@ fn frozen_beside_trained(config: &ZeroConfig, ranks: usize) -> ([Vec<f32>; 2], [
     .swap_remove(0)
 }
 
-/// What is trained is gathered with all its digits beside what is frozen, and the other way about as it is asked for.
+/// Trained and frozen weights can be quantized independently; the others are gathered exactly.
 #[test]
 fn frozen_weights_alone_take_the_bytes_of_their_bits() {
     for (ranks, second) in [(2, None), (3, None), (4, Some(2))] {
@@ -203,7 +203,7 @@ fn frozen_weights_alone_take_the_bytes_of_their_bits() {
     }
 }
 
-/// What quantised runs would have received is what others receive.
+/// The uncompressed bytes of quantized runs equal the bytes of plain runs.
 #[test]
 fn uncompressed_bytes_are_those_of_a_run_without_quantisation() {
     for (stage, shards, second) in [

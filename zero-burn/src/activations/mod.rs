@@ -1,14 +1,13 @@
-//! Activation checkpointing: tensors made in a block are dropped behind it, and made again when the backward pass asks for
-//! them (Chen et al. 2016, <https://arxiv.org/abs/1604.06174>).
+//! Activation checkpointing: tensors computed in a block are dropped after it, and recomputed when the backward pass needs them (Chen et
+//! al. 2016, <https://arxiv.org/abs/1604.06174>).
 //!
-//! Within a block each operation that makes ordinary float tensors of others is recorded, and what it makes is a handle. Autodiff
-//! saves handles as it saves tensors. Behind the block their contents go; who loads one that is gone runs the recorded operations
-//! again, those alone that something still held needs, on what came into the block: parameters are gathered anew, random numbers are
-//! those of the first time. The graph knows nothing of it, so no backward pass runs within another, and what asks need not be
-//! a backward pass. (ADR 21)
+//! Within a block, each operation that computes ordinary float tensors from others is recorded, and its results are handles. Autodiff saves
+//! handles like tensors. After the block their contents are dropped. Loading a dropped one reruns the recorded operations, but only those
+//! that something still held needs, on the inputs of the block: parameters are gathered again, and random numbers are the same as before.
+//! The graph is not aware of it, so no backward pass runs within another, and the load need not be part of a backward pass. (ADR 21)
 //!
-//! What is not recorded (integers, masks, rare operations) stays in memory as it is, and comes into the block where it is used. What
-//! one block has made and another has used may be elsewhere than in memory until it is needed again ([`offload`]).
+//! Tensors that are not recorded (integers, masks, rare operations) stay in memory, and are inputs of the block where they are used. A
+//! tensor that one block has computed and another has used may be kept outside of memory until it is needed again ([`offload`]).
 
 mod offload;
 
@@ -27,19 +26,19 @@ pub(crate) use offload::Offloader;
 
 type Float<B> = <B as burn_backend::BackendTypes>::FloatTensorPrimitive;
 
-/// The operands of an operation that runs, in its order.
+/// The operands of a running operation, in order.
 pub(crate) type Operands<B> = std::vec::IntoIter<Float<B>>;
 
-/// Makes all float results of an operation of its float operands; all else it owns.
+/// Function that computes all float results of an operation from its float operands; it owns everything else.
 type Run<B> = Box<dyn Fn(&mut Operands<B>) -> Vec<Float<B>> + Send>;
 
-/// A float tensor that was made within a block.
+/// A float tensor that was computed within a block.
 #[derive(Clone)]
 pub struct Activation<B: Backend>(Arc<Slot<B>>);
 
 struct Slot<B: Backend> {
     block: Arc<Block<B>>,
-    /// Its number among those of the block.
+    /// Index among the tensors of the block.
     index: usize,
     shape: Shape,
     dtype: DType,
@@ -49,15 +48,15 @@ struct Slot<B: Backend> {
 
 struct Block<B: Backend> {
     log: Mutex<Log<B>>,
-    /// What moves its inputs out of memory, if something does.
+    /// Moves the block's inputs out of memory, if configured.
     offloader: Option<Arc<Offloader<B>>>,
 }
 
-/// The operations of a block, in their order.
+/// The operations of a block, in order.
 struct Log<B: Backend> {
     operations: Vec<Operation<B>>,
     made: Vec<Weak<Slot<B>>>,
-    /// What other blocks have made and this one reads.
+    /// Tensors of other blocks that this one reads.
     inputs: Vec<Weak<Slot<B>>>,
 }
 
@@ -67,10 +66,10 @@ struct Operation<B: Backend> {
     run: Run<B>,
 }
 
-/// Where an operand comes from.
+/// The source of an operand.
 enum Input<B: Backend> {
     Made(usize),
-    /// Loads what was there before the block, or is not recorded.
+    /// Loads a tensor that existed before the block, or is not recorded.
     Outside(Box<dyn Fn() -> Float<B> + Send>),
 }
 
@@ -83,18 +82,18 @@ fn recording<B: Backend>() -> Option<Arc<Block<B>>> {
     RECORDING.with_borrow(|recording| recording.clone()?.downcast().ok())
 }
 
-/// Whether this thread is within a block.
+/// Returns whether this thread is within a block.
 pub(crate) fn is_recording() -> bool {
     RECORDING.with_borrow(Option::is_some)
 }
 
-/// A block begins on this thread.
+/// Begins a block on this thread.
 pub(crate) fn begin<B: Backend>(offloader: Option<Arc<Offloader<B>>>) {
     let log = Mutex::new(Log::<B> { operations: Vec::new(), made: Vec::new(), inputs: Vec::new() });
     RECORDING.set(Some(Arc::new(Block { log, offloader })));
 }
 
-/// The block ends: what was made in it is dropped, but for `outputs`, and its inputs are moved out if that is asked for.
+/// Ends the block: drops its tensors except `outputs`, and moves its inputs out of memory if configured.
 pub(crate) fn end<B: Backend>(outputs: &[Activation<B>]) {
     let Some(block) = recording::<B>() else { return };
     RECORDING.set(None);
@@ -118,7 +117,7 @@ impl<B: Backend> Slot<B> {
         matches!(*self.content.lock(), Content::Gone)
     }
 
-    /// The tensor, which is not gone; without leaving a handle if `is_last`.
+    /// Returns the tensor, which must be available, without keeping a handle if `is_last`.
     fn tensor(&self, is_last: bool) -> Float<B> {
         let mut content = self.content.lock();
         if let (Content::Leaving(_) | Content::Stored(_) | Content::Back(_), Some(offloader)) =
@@ -134,7 +133,7 @@ impl<B: Backend> Slot<B> {
 }
 
 impl<B: Backend> Activation<B> {
-    /// The tensor, made again if it has to be. Without other handles on it, the backend may compute in place.
+    /// Returns the tensor, recomputed if necessary. Without other handles on it, the backend may compute in place.
     pub(crate) fn load(self) -> Float<B> {
         if self.0.is_gone() {
             self.0.block.replay();
@@ -143,7 +142,7 @@ impl<B: Backend> Activation<B> {
     }
 
     fn take(self) -> Float<B> {
-        // Blocks hold no handles but weak ones, from which others come only while one is held.
+        // Blocks hold only weak handles, which can be upgraded only while a strong one is held.
         self.0.tensor(Arc::strong_count(&self.0) == 1)
     }
 
@@ -170,7 +169,7 @@ impl<B: Backend> fmt::Debug for Activation<B> {
     }
 }
 
-/// An operation under way within a block.
+/// An operation in progress within a block.
 pub(crate) struct Recording<B: Backend> {
     block: Arc<Block<B>>,
     inputs: Vec<Input<B>>,
@@ -178,13 +177,13 @@ pub(crate) struct Recording<B: Backend> {
 }
 
 impl<B: Backend> Recording<B> {
-    /// The next operation of this thread, if it is within a block.
+    /// Begins the next operation of this thread, if it is within a block.
     pub(crate) fn begin() -> Option<Self> {
         let block = recording()?;
         Some(Self { block, inputs: Vec::new(), operands: Vec::new() })
     }
 
-    /// The next operand is one that the block has made; one of another block is given back.
+    /// Adds an operand that the block has computed; returns one of another block as an error.
     pub(crate) fn made(&mut self, activation: Activation<B>) -> Result<(), Activation<B>> {
         if !Arc::ptr_eq(&self.block, &activation.0.block) {
             let slot = Arc::downgrade(&activation.0);
@@ -199,7 +198,7 @@ impl<B: Backend> Recording<B> {
         Ok(())
     }
 
-    /// The next operand is one that `load` gives, now and later.
+    /// Adds an operand that `load` returns, now and on a rerun.
     pub(crate) fn outside(&mut self, load: impl Fn() -> Float<B> + Send + 'static) {
         self.operands.push(load());
         self.inputs.push(Input::Outside(Box::new(load)));
@@ -209,7 +208,7 @@ impl<B: Backend> Recording<B> {
         std::mem::take(&mut self.operands).into_iter()
     }
 
-    /// What `run` has made of the operands, as handles; `run` is kept.
+    /// Ends the operation: returns handles of its results `floats`, and keeps `run`.
     pub(crate) fn end(self, floats: Vec<Float<B>>, run: Run<B>) -> std::vec::IntoIter<Activation<B>> {
         let Self { block, inputs, .. } = self;
         let mut log = block.log.lock();
@@ -227,13 +226,13 @@ impl<B: Backend> Recording<B> {
 }
 
 impl<B: Backend> Block<B> {
-    /// Makes again what is held and gone.
+    /// Recomputes all dropped tensors that something still holds.
     fn replay(&self) {
         let _span = tracing::trace_span!("compute a block again").entered();
         let log = self.log.lock();
         let held: Vec<Option<Arc<Slot<B>>>> = log.made.iter().map(Weak::upgrade).collect();
         let is_gone = |slot: &Option<Arc<Slot<B>>>| slot.as_ref().is_some_and(|slot| slot.is_gone());
-        // How often each is read by what has to run: nothing, if it is neither gone nor read.
+        // Which operations must run, which tensors they must recompute, and how often they read each tensor.
         let mut wanted: Vec<bool> = held.iter().map(is_gone).collect();
         let mut readers = vec![0; held.len()];
         let mut runs = vec![false; log.operations.len()];

@@ -1,9 +1,9 @@
-//! Inputs of checkpointed blocks outside of the backend's memory: in the host's, or on the disk (ZeRO's offload of activation
-//! checkpoints, Rajbhandari et al. 2020, section 6.1, <https://arxiv.org/abs/1910.02054>).
+//! Inputs of checkpointed blocks outside of the backend's memory: in host memory or on the disk (ZeRO's offload of activation checkpoints,
+//! Rajbhandari et al. 2020, section 6.1, <https://arxiv.org/abs/1910.02054>).
 //!
-//! Behind a block, what came into it from the block before is moved out by a thread of the rank, beside the next block. A backward
-//! pass comes to blocks in reverse: who loads an input has the one that left before it brought back beside what is computed.
-//! Nothing depends on that order: what is not there yet is waited for, or read by who wants it.
+//! After a block, a thread of the rank moves the inputs that came from the previous block out of memory, while the next block is computed.
+//! The backward pass reaches blocks in reverse order: loading an input makes the thread bring back the one that left before it, while the
+//! rank computes. Nothing depends on that order: a thread that needs an input waits for it, or reads it itself.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Weak};
@@ -21,20 +21,20 @@ use crate::tier::{Stored, fetch_shaped};
 use crate::trouble::{or_stop, stop};
 use crate::worker::Worker;
 
-/// Where the tensor of a slot is.
+/// The location of a slot's tensor.
 pub(super) enum Content<B: Backend> {
-    /// Nowhere: it can be made again.
+    /// Nowhere: it can be recomputed.
     Gone,
     Here(Float<B>),
-    /// Here until the copy of it is there.
+    /// Here until its copy is complete.
     Leaving(Shared<B>),
     Stored(Stored),
-    /// Here again, or after all.
+    /// Here again, or kept here after all.
     Back(Shared<B>),
 }
 
 impl<B: Backend> Content<B> {
-    /// The tensor, if it is in the backend's memory; without leaving a handle if `is_last`.
+    /// Returns the tensor, if it is in the backend's memory, without keeping a handle if `is_last`.
     pub(super) fn tensor(&mut self, is_last: bool) -> Option<Float<B>> {
         if let Content::Leaving(shared) = self {
             *self = Content::Back(shared.clone());
@@ -52,10 +52,10 @@ impl<B: Backend> Content<B> {
     }
 }
 
-/// Inputs that may be on their way out at once: more would be memory that a slow disk decides on.
+/// Maximum number of inputs on their way out at once, so that a slow disk does not determine memory use.
 const MOST_LEAVING: usize = 2;
 
-/// What moves a rank's inputs of blocks.
+/// The offloader of a rank's block inputs.
 pub(crate) struct Offloader<B: Backend> {
     moves: Arc<Moves<B>>,
     worker: Worker<Job<B>>,
@@ -63,14 +63,14 @@ pub(crate) struct Offloader<B: Backend> {
 
 struct Moves<B: Backend> {
     rank: Arc<Rank<B>>,
-    /// Those that have left, in their order, until they are loaded.
+    /// Inputs that have left, in order, until they are loaded.
     left: Mutex<Vec<Moved<B>>>,
-    /// How many are on their way out, and why one did not get there.
+    /// The number of inputs on their way out, and the reason why one failed.
     leaving: Mutex<(usize, Option<String>)>,
     arrived: Condvar,
 }
 
-/// A tensor that is moved. The thread that moves it holds nothing of its block, whose tensors are of the rank's own thread.
+/// A tensor that is moved. The thread that moves it holds nothing of its block, whose tensors belong to the rank's own thread.
 struct Moved<B: Backend> {
     content: Weak<Mutex<Content<B>>>,
     shape: Shape,
@@ -84,7 +84,7 @@ enum Job<B: Backend> {
 }
 
 impl<B: Backend> Offloader<B> {
-    /// For `rank`, if its inputs of blocks are to be anywhere else than with the backend.
+    /// Creates the offloader of `rank`, if inputs of blocks are to be kept elsewhere than with the backend.
     pub(crate) fn new(rank: &Arc<Rank<B>>) -> Option<Arc<Self>> {
         rank.activations_home(usize::MAX)?;
         let (left, leaving, arrived) = (Mutex::default(), Mutex::default(), Condvar::new());
@@ -92,12 +92,12 @@ impl<B: Backend> Offloader<B> {
         Some(Arc::new(Self { moves, worker: Worker::new(format!("rank-{}-activations", rank.place.rank)) }))
     }
 
-    /// Ends the thread.
+    /// Stops the thread.
     pub(crate) fn stop(&self) {
         self.worker.stop();
     }
 
-    /// Moves a tensor out that is here, if it is large enough. Waits while as many are on their way as may be.
+    /// Moves a tensor out of memory, if it is here and large enough. Waits while the maximum number is on the way.
     pub(super) fn move_out(&self, content: &Arc<Mutex<Content<B>>>, shape: &Shape, dtype: DType, device: &B::Device) {
         let moves = &self.moves;
         if moves.rank.activations_home(shape.num_elements() * dtype.size()).is_none() {
@@ -128,12 +128,12 @@ impl<B: Backend> Offloader<B> {
         self.send(Job::Store(weak));
     }
 
-    /// The tensor of `content`, which is stored, for the calling thread.
+    /// Loads the stored tensor for the calling thread.
     pub(super) fn fetch(&self, stored: &Stored, shape: &Shape, dtype: DType, device: &B::Device) -> Shared<B> {
         or_stop(fetch_shaped(stored, dtype, Some(shape.clone()), device, &self.moves.rank.mover, For::Own))
     }
 
-    /// One that has left is loaded: the one that left before it is brought back.
+    /// Notes that an input that has left is being loaded, and brings back the one that left before it.
     pub(super) fn is_loaded(&self, content: &Arc<Mutex<Content<B>>>) {
         let mut left = self.moves.left.lock();
         let is_it = |moved: &Moved<B>| std::ptr::eq(moved.content.as_ptr(), Arc::as_ptr(content));
@@ -145,7 +145,7 @@ impl<B: Backend> Offloader<B> {
             let Moved { content, shape, dtype, device } = &left[before];
             Moved { content: content.clone(), shape: shape.clone(), dtype: *dtype, device: device.clone() }
         });
-        // Those of passes that have ended.
+        // Drops those of passes that have ended.
         left.retain(is_held);
         drop(left);
         wanted.into_iter().for_each(|wanted| self.send(Job::Fetch(wanted)));
@@ -169,7 +169,7 @@ impl<B: Backend> Moves<B> {
                 leaving.1 = leaving.1.take().or(failed);
                 self.arrived.notify_all();
             }
-            // What goes wrong goes wrong again for the thread that wants it.
+            // An error occurs again on the thread that needs the tensor.
             Job::Fetch(moved) => drop(catch_unwind(AssertUnwindSafe(|| self.fetch(&moved)))),
         }
     }
@@ -192,7 +192,7 @@ impl<B: Backend> Moves<B> {
 
     fn fetch(&self, moved: &Moved<B>) {
         let Some(content) = moved.content.upgrade() else { return };
-        // Held until it is there: who wants it waits here.
+        // Locked until the tensor has arrived: a thread that needs it waits here.
         let mut content = content.lock();
         let Moved { shape, dtype, device, .. } = moved;
         if let Content::Stored(stored) = &*content

@@ -1,6 +1,5 @@
-//! Versions of parameters that are gathered in 8 or 4 bit, as ZeRO++ does it (qwZ; Wang et al. 2023,
-//! <https://arxiv.org/abs/2306.10209>). Every rank computes with what the codes stand for, the owner of a piece too. The pieces
-//! themselves stay exact: they are what is updated, saved and read out.
+//! Parameters gathered in 8 or 4 bits, like qwZ in ZeRO++ (Wang et al. 2023, <https://arxiv.org/abs/2306.10209>). Every rank computes with
+//! the decoded values, including the owner of a shard. The shards themselves stay exact: they are updated, saved and read out.
 
 use std::sync::Arc;
 
@@ -17,7 +16,7 @@ use super::slot::Names;
 use crate::tier::Home;
 use crate::values::tag;
 
-/// The codes of a piece, which count as part of the parameter.
+/// The quantized codes of a shard, counted as part of the parameter.
 pub(crate) struct Codes<B: Backend> {
     rank: Arc<Rank<B>>,
     pub(crate) bytes: Vec<u8>,
@@ -36,18 +35,18 @@ impl<B: Backend> Drop for Codes<B> {
 }
 
 impl<B: Backend> Cell<B> {
-    /// How this is gathered where it is used, if not as it is.
+    /// Returns the format in which this is gathered for use, or `None` if it is not quantized.
     pub(crate) fn quantized(&self) -> Option<Format> {
         self.slot.as_ref().filter(|_| self.is_version)?.quantized()
     }
 
-    /// The name of the codes: of what may come to be frozen from its birth on.
+    /// Returns the key of the codes. A parameter that is quantized only while frozen has one from its creation on.
     pub(super) fn codes_key(&self) -> Option<Key> {
         let slot = self.slot.as_ref().filter(|_| self.is_version)?;
         slot.formats.iter().flatten().next().and(self.key).map(Names::codes)
     }
 
-    /// The codes of this rank's piece, once it is settled. They are kept with a piece that is in memory.
+    /// Returns the codes of this rank's shard, once it is settled. They are cached if the shard is kept with the backend.
     pub(crate) fn codes(&self, how: Format) -> Arc<Codes<B>> {
         let encode = || {
             let data = self.data().convert_dtype(DType::F32);
@@ -65,19 +64,19 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// The codes for ranks that are other processes.
+    /// Exposes the codes to ranks in other processes.
     pub(super) fn expose_codes(&self, how: Format) -> Exposure {
         let codes = self.codes(how);
         Exposure::Ready { tag: self.codes_tag(how), bytes: Box::new(Lent(codes)) }
     }
 
-    /// What the codes are called between processes.
+    /// Returns the tag of the codes in transfers between processes.
     pub(crate) fn codes_tag(&self, how: Format) -> String {
         format!("{how} for {}", tag(&self.shape, self.dtype))
     }
 }
 
-/// Codes while they are sent.
+/// Codes while they are being sent.
 struct Lent<B: Backend>(Arc<Codes<B>>);
 
 impl<B: Backend> AsRef<[u8]> for Lent<B> {
@@ -86,9 +85,9 @@ impl<B: Backend> AsRef<[u8]> for Lent<B> {
     }
 }
 
-/// Writes the numbers of type `dtype` that `codes` stand for.
+/// Decodes `codes` to numbers of type `dtype`.
 pub(crate) fn decode(how: Format, codes: &[u8], dtype: DType, out: &mut [u8]) {
-    /// Elements that are in a core's cache as fp32.
+    /// Number of elements whose fp32 values fit in a core's cache.
     const AT_ONCE: usize = 64 * BLOCK;
     let mut values = [0f32; AT_ONCE];
     let size = dtype.size();

@@ -1,7 +1,7 @@
-//! A cell: this rank's piece of one flat tensor, and, while it is worth keeping, the gathered whole.
+//! A cell: this rank's shard of one flat tensor and, while it is worth keeping, the gathered full tensor.
 //!
-//! A cell is written by its owner's thread or by the owner's reducer, update and prefetch threads, and read by other ranks
-//! through the window; its mutex gives the happens-before edge.
+//! A cell is written by its owner's thread or the owner's reducer, update and prefetch threads. Other ranks read it through the window; its
+//! mutex gives the happens-before edge.
 
 pub(crate) mod codes;
 pub(crate) mod patience;
@@ -34,50 +34,50 @@ use rank::Rank;
 use slot::{Drawn, Names, Slot};
 pub(crate) use state::{Piece, State, Whole};
 
-/// What a cell's bytes are counted as.
+/// The kind of data that a cell's bytes are counted as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
     Parameter,
     Gradient,
     Optimizer,
-    /// A result of parameters alone, such as a moving average.
+    /// A tensor computed from parameters alone, such as a moving average.
     Average,
 }
 
-// What it is, which never changes, then its state: thousands of these are made a step, each in one allocation.
+// The immutable description comes first, then the state. Thousands of these are created per step, each in one allocation.
 pub(crate) struct Cell<B: Backend> {
     pub(crate) rank: Arc<Rank<B>>,
-    /// The parameter that this belongs to: as a version of it, its gradient, or optimizer state. Absent of what Burn has
-    /// loaded of an optimizer's record and not used yet.
+    /// The parameter that this is a version, a gradient or optimizer state of. `None` for optimizer state that Burn has loaded from a
+    /// record and not used yet.
     pub(crate) slot: Option<Arc<Slot<B>>>,
-    /// Under which the other ranks read this rank's piece.
+    /// Key under which the other ranks read this rank's shard.
     pub(crate) key: Option<Key>,
     signature: u64,
-    /// A version of the parameter as a module holds it, not something an optimizer derives on the way.
+    /// True for a version of the parameter as a module holds it, false for an optimizer's intermediate.
     is_version: bool,
     pub(crate) partition: Partition,
     pub(crate) shape: Shape,
     pub(crate) dtype: DType,
     pub(crate) device: B::Device,
     kind: AtomicU8,
-    /// Not to be retired when dropped, see [`Rank::retire`]: it is retired already, or an update has consumed it.
+    /// True if dropping the cell must not retire it ([`Rank::retire`]): it is retired already, or an update has consumed it.
     retired: bool,
-    /// Fences before the last load; other ranks load about when this one does.
+    /// Number of fences before the last load. Other ranks load at about the same time.
     loaded: AtomicU64,
     pub(crate) state: Mutex<State<B>>,
     pub(crate) changed: Condvar,
-    /// Held by the rank that joins the pieces, on the cell of the first rank that has one.
+    /// Held by the rank that concatenates the shards, on the cell of the first rank that owns one.
     pub(crate) joining: Mutex<()>,
-    /// Of a parameter's version: this rank's piece of the second cut, from which its group gathers.
+    /// For a parameter's version: the cell of this rank's secondary shard, from which its group gathers.
     pub(crate) secondary: OnceLock<Arc<Self>>,
-    /// What the other ranks read of the piece, if it is quantised and stays in memory.
+    /// The codes that the other ranks read instead of the shard, if it is quantized and stays in memory.
     codes: OnceLock<Arc<Codes<B>>>,
-    /// The whole that this rank joined or borrowed last, for the other ranks.
+    /// The full tensor that this rank assembled or borrowed last, for the other ranks to borrow.
     pub(crate) lent: Mutex<Option<zero_ops::Lent>>,
 }
 
-/// What a cell derived from another has in common with it.
+/// Fields that a derived cell shares with its source.
 pub(crate) struct Template<B: Backend> {
     pub(crate) rank: Arc<Rank<B>>,
     pub(crate) slot: Option<Arc<Slot<B>>>,
@@ -88,27 +88,27 @@ pub(crate) struct Template<B: Backend> {
     pub(crate) origin: Origin,
 }
 
-/// How a cell came to be, see [`crate::cell::slot::Names`].
+/// The origin of a cell, which determines its name; see [`crate::cell::slot::Names`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Origin {
-    /// A parameter's birth or update.
+    /// Creation or update of a parameter.
     Version,
-    /// The second cut of a version, by that one's name.
+    /// The secondary shard of a version, with that version's name.
     Secondary(Key),
     /// Anything else, by its signature.
     Derived(u64),
-    /// State that was loaded, by a hash of the whole: nothing else of it is the same on every rank, as each has a hash map
-    /// of records in an order of its own.
+    /// Loaded state, by a hash of its full content. Nothing else about it is the same on every rank, because each rank has its own order of
+    /// records in a hash map.
     Loaded(u64),
 }
 
 /// Signature of a reduced gradient.
 pub(crate) const GRADIENT: Origin = Origin::Derived(1);
-/// Signature of loaded state, and of whatever was there before the last version.
+/// Signature of loaded state, and of everything created before the latest version.
 const PRIOR_SIGNATURE: u64 = 2;
-/// Signature of a version in what is derived from it.
+/// Signature that a version contributes to tensors derived from it.
 const VERSION_SIGNATURE: u64 = 3;
-/// The bit of a name that sets what is derived apart from parameters' own numbers.
+/// Bit of a key's object number that distinguishes derived tensors from parameters.
 pub(crate) const DERIVED: u64 = 1 << 63;
 
 impl<B: Backend> core::fmt::Debug for Cell<B> {
@@ -117,7 +117,7 @@ impl<B: Backend> core::fmt::Debug for Cell<B> {
     }
 }
 
-/// What it belongs to.
+/// Names the parameter that the cell belongs to.
 impl<B: Backend> core::fmt::Display for Cell<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         match &self.slot {
@@ -177,7 +177,7 @@ impl<B: Backend> Cell<B> {
         cell
     }
 
-    /// A cell whose piece is there.
+    /// Creates a cell whose shard is available.
     pub(crate) fn ready(template: Template<B>, local: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = local.dtype();
         let kind = if template.origin == Origin::Version { Kind::Parameter } else { template.kind };
@@ -194,14 +194,14 @@ impl<B: Backend> Cell<B> {
         Self::new(template, dtype, State::of(piece))
     }
 
-    /// A parameter that this rank holds whole.
+    /// Creates the cell of a parameter that this rank holds in full.
     pub(crate) fn whole(template: Template<B>, whole: B::FloatTensorPrimitive) -> Arc<Self> {
         let dtype = whole.dtype();
         let whole = Whole::There(template.rank.share(whole));
         Self::new(template, dtype, State { whole, ..State::of(Piece::OfWhole) })
     }
 
-    /// A cell whose piece is still being reduced or updated.
+    /// Creates a cell whose shard is still being reduced or updated.
     pub(crate) fn pending(mut template: Template<B>, dtype: DType) -> Arc<Self> {
         if template.origin == Origin::Version {
             template.kind = Kind::Parameter;
@@ -222,27 +222,27 @@ impl<B: Backend> Cell<B> {
         self.is_version
     }
 
-    /// Returns true if this is the last version of a parameter that there is.
+    /// Returns whether this is the latest version of its parameter.
     pub(crate) fn is_current(self: &Arc<Self>) -> bool {
         let is_this = |current: Arc<Self>| Arc::ptr_eq(&current, self);
         self.slot.as_ref().and_then(|slot| slot.current.lock().upgrade()).is_some_and(is_this)
     }
 
-    /// What this parameter's values were drawn from, if they still are what was drawn.
+    /// Returns the draw that this parameter's values came from, if it still holds the drawn values.
     pub(crate) fn drawn(&self) -> Option<Drawn> {
         let slot = self.slot.as_ref().filter(|_| self.is_version)?;
-        // What has been drawn again is still held in other places of the module, by parameters that are one.
+        // After `prepare` redraws a tied parameter, its other places in the module still hold the first version.
         let is_drawn = |version| version == 1 || version == slot.drawn_version.load(Ordering::Relaxed);
         let is_drawn = self.key.is_some_and(|key| is_drawn(key.version));
         slot.drawn.get().copied().filter(|_| is_drawn)
     }
 
-    /// Under which the other ranks read of this.
+    /// Returns the keys under which the other ranks read this cell.
     fn names(&self) -> impl Iterator<Item = Key> {
         self.key.into_iter().chain(self.codes_key())
     }
 
-    /// What this contributes to the signature of something derived from it now.
+    /// Returns this cell's current contribution to the signature of a tensor derived from it.
     fn signature(&self) -> u64 {
         let before_last_version = match (&self.slot, self.key) {
             (Some(slot), Some(key)) => !self.is_version && key.version < slot.names.lock().epoch(),
@@ -251,14 +251,14 @@ impl<B: Backend> Cell<B> {
         if before_last_version { PRIOR_SIGNATURE } else { self.signature }
     }
 
-    /// The origin of what operation `op` makes of cells.
+    /// Returns the origin of the result of operation `op` on `cells`.
     pub(crate) fn derivation(op: &str, cells: &[&Cell<B>]) -> Origin {
         let name = op.bytes().fold(0, |hash: u64, byte| sign(&[hash, u64::from(byte)]));
         let words: Vec<u64> = std::iter::once(name).chain(cells.iter().map(|cell| cell.signature())).collect();
         Origin::Derived(sign(&words))
     }
 
-    /// The same description for a derived cell.
+    /// Returns the template of a cell derived from this one.
     pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<B> {
         Template {
             rank: self.rank.clone(),
@@ -271,12 +271,12 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// The rank of the piece within the partition (0 where one rank's piece is everything).
+    /// Returns this rank's index in the partition (0 if one rank holds everything).
     pub(crate) fn place(&self) -> usize {
         self.rank.place(self.partition)
     }
 
-    /// The elements of what is held here that are this rank's to count and to save: each of the tensor's is one rank's.
+    /// Returns the range of this rank's shard that the rank counts and saves. Each element of the tensor belongs to exactly one rank.
     pub(crate) fn own(&self) -> Range<usize> {
         self.rank.own(self.partition)
     }
@@ -284,7 +284,7 @@ impl<B: Backend> Cell<B> {
     fn gauge(&self, whole: bool) -> &Gauge {
         let gauges = &self.rank.gauges;
         match (self.kind(), whole) {
-            // Where parameters are not sharded, the whole is the parameter itself.
+            // If parameters are not sharded, the full tensor is the parameter itself.
             (Kind::Parameter, true) if !self.rank.config.stage.shards_parameters() => &gauges.parameters,
             (_, true) => &gauges.gathered,
             (Kind::Parameter, false) => &gauges.parameters,
@@ -305,7 +305,7 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// Changes the state and keeps the byte counts true.
+    /// Changes the state and keeps the byte counts up to date.
     pub(crate) fn update<R>(&self, state: &mut State<B>, change: impl FnOnce(&mut State<B>) -> R) -> R {
         self.count(state, -1);
         let result = change(state);
@@ -317,7 +317,7 @@ impl<B: Backend> Cell<B> {
         self.loaded.store(self.rank.fences.load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
-    /// Whether another rank may still be reading this: it has been loaded since the last fence.
+    /// Returns whether another rank may still be reading this version: it has been loaded since the last fence.
     fn may_be_read(&self) -> bool {
         self.is_version && self.loaded.load(Ordering::Relaxed) == self.rank.fences.load(Ordering::Relaxed)
     }
@@ -335,19 +335,19 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// Shows the other ranks that there will be a second cut of this version, if it is to have one.
+    /// Announces this version's secondary shard to the other ranks, if it is to have one.
     fn begin_secondary(&self) {
         let Some((key, partition)) = self.key.zip(self.rank.secondary(self.partition)) else { return };
         let template = self.template(Kind::Parameter, Origin::Secondary(key));
         let _ = self.secondary.set(Cell::pending(Template { partition, ..template }, self.dtype));
     }
 
-    /// What is gathered where this version is used.
+    /// Returns the cell to gather from for use: the secondary shard's, if there is one.
     pub(crate) fn nearest(&self) -> &Self {
         self.secondary.get().map_or(self, |secondary| secondary)
     }
 
-    /// Ends *pending*: the piece, or why there is none.
+    /// Ends the pending state with the shard, or with the reason why there is none.
     pub(crate) fn settle(&self, result: Result<Shared<B>, CommError>) {
         // Before the lock: it takes a while.
         let counted = self.rank.counted(self.kind(), self.partition);
@@ -361,7 +361,7 @@ impl<B: Backend> Cell<B> {
         });
     }
 
-    /// Ends *pending*: the piece, computed in the host's memory.
+    /// Ends the pending state with the shard, computed in host memory.
     pub(crate) fn settle_data(&self, data: TensorData) {
         match self.home() {
             Home::Host => self.settle_as(Piece::Stored(Stored::Host(Arc::new(data)))),
@@ -372,7 +372,7 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// Ends *pending*: the piece, where it is kept.
+    /// Ends the pending state with the shard as it is stored.
     pub(crate) fn settle_as(&self, piece: Piece<B>) {
         let mut state = self.state.lock();
         self.update(&mut state, |state| state.piece = piece);
@@ -386,19 +386,19 @@ impl<B: Backend> Cell<B> {
         matches!(self.state.lock().piece, Piece::Pending)
     }
 
-    /// Where this piece is to be kept.
+    /// Returns where this shard is to be kept.
     pub(crate) fn home(&self) -> Home<'_> {
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
         self.rank.home(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
     }
 
-    /// Moves the piece to the disk, wherever pieces of this kind are kept; whether it was in memory. Nobody reads it
+    /// Moves the shard to `disk`, regardless of where shards of this kind are kept, and returns whether it was in memory. Nothing reads it
     /// meanwhile.
     pub(crate) fn park(&self, disk: &Arc<SwapDisk>) -> Result<bool, DiskError> {
         let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
         let parked = match is_moved {
             true => Some(Piece::Stored(Stored::Disk(disk.store(read::<B>(self.local()).as_bytes(), None)?))),
-            // What is gathered goes on every rank, whatever it has of it itself: they gather it together later.
+            // Every rank drops the gathered tensor, even one that moves no shard: the ranks gather it together later.
             false if !self.settled().has_piece() => Some(Piece::Tensor(self.rank.share(self.local()))),
             false => None,
         };
@@ -410,20 +410,20 @@ impl<B: Backend> Cell<B> {
         Ok(is_moved)
     }
 
-    /// Drops what was gathered.
+    /// Drops the gathered tensor.
     pub(crate) fn forget_whole(&self, state: &mut State<B>) {
         self.no_longer_ahead(state);
         self.update(state, |state| state.whole = Whole::Absent);
     }
 
-    /// What was gathered ahead is used, or dropped.
+    /// Stops counting the gathered tensor as prefetched: it is used, or dropped.
     pub(crate) fn no_longer_ahead(&self, state: &mut State<B>) {
         if std::mem::take(&mut state.prefetched) {
             self.rank.ahead.prefetched.fetch_sub(self.partition.numel(), Ordering::Relaxed);
         }
     }
 
-    /// Moves a parked piece back into memory.
+    /// Moves a parked shard back into memory.
     pub(crate) fn unpark(&self) {
         let mut state = self.settled();
         if let Some(stored) = state.stored() {
@@ -433,8 +433,8 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// The piece where it is kept if that is elsewhere, to be written over: its own place if this was the last use of the
-    /// cell, otherwise a copy. The cell itself if it is a tensor.
+    /// Returns the shard's storage outside the backend, to be overwritten: the storage itself if this was the last use of the cell,
+    /// otherwise a copy. Returns the cell as an error if the shard is a tensor of the backend.
     pub(crate) fn into_stored(self: Arc<Self>) -> Result<Stored, Arc<Self>> {
         let Some(stored) = self.kept_elsewhere() else { return Err(self) };
         if !self.may_be_read()
@@ -453,7 +453,7 @@ impl<B: Backend> Cell<B> {
         })
     }
 
-    /// The state once `ready`. The wait ends when a rank fails, or when nothing gets on ([`Patience`]).
+    /// Returns the locked state once it is `ready`. The wait ends when a rank fails, or when nothing makes progress ([`Patience`]).
     pub(crate) fn wait_until(&self, ready: impl Fn(&State<B>) -> bool) -> MutexGuard<'_, State<B>> {
         let mut state = self.state.lock();
         if ready(&state) {
@@ -470,7 +470,7 @@ impl<B: Backend> Cell<B> {
         state
     }
 
-    /// The state once it is no longer pending.
+    /// Returns the locked state once it is no longer pending.
     pub(crate) fn settled(&self) -> MutexGuard<'_, State<B>> {
         let state = self.wait_until(|state| !matches!(state.piece, Piece::Pending));
         if let Piece::Failed(error) = &state.piece {
@@ -481,7 +481,7 @@ impl<B: Backend> Cell<B> {
         state
     }
 
-    /// This rank's piece, flat. One element of filler when the rank owns none.
+    /// Returns this rank's shard, flat; one filler element if the rank owns none.
     pub(crate) fn local(&self) -> B::FloatTensorPrimitive {
         let state = self.settled();
         match (&state.piece, state.whole.tensor()) {
@@ -496,7 +496,7 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// The piece's data, flat, in the host's memory. One element of filler when the rank owns none.
+    /// Returns the shard's data, flat, in host memory; one filler element if the rank owns none.
     pub(crate) fn data(&self) -> TensorData {
         match self.stored() {
             Some(Stored::Host(data)) => TensorData::clone(&data),
@@ -504,7 +504,7 @@ impl<B: Backend> Cell<B> {
         }
     }
 
-    /// As [`Cell::stored`], but for what is on a disk for a while only, which is not the one that updates work on.
+    /// Same as [`Cell::stored`], but ignores a shard that is parked on another disk than the one that updates use.
     pub(crate) fn kept_elsewhere(&self) -> Option<Stored> {
         let is_own = |disk: &Arc<SwapDisk>| self.rank.disk.as_ref().is_some_and(|own| Arc::ptr_eq(own, disk));
         self.stored().filter(|stored| match stored {
@@ -513,20 +513,20 @@ impl<B: Backend> Cell<B> {
         })
     }
 
-    /// The piece where it is kept, if that is elsewhere than with the backend.
+    /// Returns the shard's storage, if it is kept outside the backend.
     pub(crate) fn stored(&self) -> Option<Stored> {
         self.settled().stored().cloned()
     }
 
-    /// The piece by value: without a second handle when this was the last use of the cell, so that the inner backend
-    /// may compute in place.
+    /// Returns the shard by value, without a second handle if this was the last use of the cell, so that the inner backend may compute in
+    /// place.
     pub(crate) fn into_local(self: Arc<Self>) -> B::FloatTensorPrimitive {
         if self.may_be_read() {
             return self.local();
         }
         match Arc::try_unwrap(self) {
             Ok(mut cell) => {
-                // Consumed by what makes the next version, after the fence: no other rank needs it any more.
+                // Consumed by the operation that creates the next version, after the fence: no other rank needs it any more.
                 cell.retired = true;
                 let mut state = cell.settled();
                 if !matches!(state.piece, Piece::Tensor(_)) {
@@ -543,7 +543,7 @@ impl<B: Backend> Cell<B> {
     }
 }
 
-/// Elements `range(place)` of a whole tensor, flat; one element of filler for an empty range.
+/// Returns elements `range(place)` of a full tensor, flat; one filler element for an empty range.
 pub(crate) fn slice_piece<B: Backend>(
     whole: B::FloatTensorPrimitive,
     partition: Partition,

@@ -1,4 +1,4 @@
-//! Waits of a rank for its own threads.
+//! Deadlines for a rank's waits for its own threads.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,8 +10,8 @@ use zero_core::{Called, CommError};
 use super::rank::Rank;
 use crate::trouble::stop;
 
-/// The limit of a wait within a rank, for its own threads, which wait for the other ranks. It ends when nothing of what is
-/// pending has got on for twice as long as one collective or transfer may take: what hangs says so itself before.
+/// Deadline of a rank's wait for its own threads, which wait for the other ranks. The wait ends when nothing pending has made progress for
+/// twice as long as one collective or transfer may take: an operation that hangs reports its own error before that.
 pub(crate) struct Patience {
     limit: Duration,
     settles: u64,
@@ -20,7 +20,7 @@ pub(crate) struct Patience {
 }
 
 impl Patience {
-    /// Between two looks at how a wait gets on.
+    /// Interval between two checks for progress.
     pub(crate) const POLL: Duration = Duration::from_millis(20);
 
     pub(crate) fn new<B: Backend>(rank: &Rank<B>) -> Self {
@@ -29,11 +29,11 @@ impl Patience {
         Self { limit, settles: rank.settles.load(Ordering::Relaxed), begin: now, since: now }
     }
 
-    /// Whether to wait on, for `what`.
+    /// Checks that waiting for `what` may continue.
     ///
     /// # Errors
     ///
-    /// When another rank has failed, or at the limit.
+    /// If another rank has failed, or if the deadline has passed.
     pub(crate) fn check<B: Backend>(&mut self, rank: &Rank<B>, what: &dyn core::fmt::Display) -> Result<(), CommError> {
         let settles = rank.settles.load(Ordering::Relaxed);
         if self.settles != settles {
@@ -52,7 +52,7 @@ impl Patience {
         })
     }
 
-    /// What comes from another thread of the rank; the thread has ended if there is nothing to come.
+    /// Receives a result from another thread of the rank. Ends the rank if that thread has ended without one.
     pub(crate) fn receive<B: Backend, T>(
         rank: &Rank<B>,
         result: &crossbeam_channel::Receiver<Result<T, CommError>>,

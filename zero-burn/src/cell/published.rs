@@ -1,4 +1,4 @@
-//! What other ranks read of a cell, also when its own rank has dropped it.
+//! Access to a cell by the other ranks, even after its own rank has dropped it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::slot::Slot;
 use super::{Cell, Piece, State, Whole};
 use crate::values::tag;
 
-/// A piece's bytes, for ranks that are other processes. Called on the thread that serves them: it waits for nobody.
+/// Exposes a shard's bytes to ranks in other processes. Runs on the thread that serves them, so it never waits.
 impl<B: Backend> Expose for Cell<B> {
     fn expose(&self, key: Key) -> Exposure {
         {
@@ -24,7 +24,7 @@ impl<B: Backend> Expose for Cell<B> {
                 _ => {}
             }
         }
-        // What is settled stays settled, so that nothing below waits.
+        // A settled cell stays settled, so nothing below waits.
         let bytes = self.partition.len(self.place()) * self.dtype.size();
         let exposed = || match self.quantized().filter(|_| self.key != Some(key)) {
             Some(how) => self.expose_codes(how),
@@ -33,12 +33,12 @@ impl<B: Backend> Expose for Cell<B> {
                 Exposure::Ready { tag, bytes: Box::new(Exposed { data: self.data(), bytes }) }
             }
         };
-        // The disk's error, or no memory.
+        // A panic is a disk error, or out of memory.
         catch_unwind(AssertUnwindSafe(exposed)).unwrap_or_else(|payload| Exposure::Failed(panic_reason(&*payload)))
     }
 }
 
-/// The bytes of a piece, without filler.
+/// The bytes of a shard, without filler.
 struct Exposed {
     data: TensorData,
     bytes: usize,
@@ -73,7 +73,7 @@ impl<B: Backend> Drop for Cell<B> {
 }
 
 impl<B: Backend> Cell<B> {
-    /// A cell that goes on being readable under this one's name.
+    /// Returns a cell that remains readable under this one's name.
     fn retire(&self, mut state: State<B>) -> Arc<Self> {
         if !matches!(state.whole, Whole::There(_)) {
             state.whole = Whole::Absent;

@@ -1,4 +1,4 @@
-//! What a cell knows of its rank: where it is, what it counts, and where its pieces are kept.
+//! The state of a rank that its cells use: its indices, its counters, and where its shards are kept.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -25,54 +25,54 @@ use crate::mover::Mover;
 use crate::tier::{Home, SwapDisk};
 use crate::values::dtype_of;
 
-/// One rank, as all that belongs to it knows it. One field each: what is settled at the start first, then what changes.
+/// One rank, as its cells see it. Fields that are fixed at the start come first, then those that change.
 pub(crate) struct Rank<B: Backend> {
-    /// Among the ranks that share its model's state: along the data axis of a mesh. [`Rank::place`] has its number in the run.
+    /// Index among the ranks that share the model's state, along the data axis of a mesh. [`Rank::place`] has the number in the run.
     pub(crate) index: usize,
-    /// How many these are.
+    /// Number of these ranks.
     pub(crate) world: usize,
-    /// Which ranks hold model state between them.
+    /// The groups of ranks that hold the model state between them.
     pub(crate) mesh: Mesh,
-    /// Which ranks hold a second cut of parameters between them, if any do.
+    /// The groups of ranks that hold a secondary partition of parameters between them, if there is one.
     secondary: Option<Mesh>,
     pub(crate) config: ZeroConfig,
     pub(crate) device: B::Device,
-    /// Whether all ranks gather parameters together ([`crate::bulk`]).
+    /// True if all ranks gather parameters collectively ([`crate::bulk`]).
     pub(crate) gathers_together: bool,
-    /// Whether updates run beside the rank's own thread.
+    /// True if updates run concurrently with the rank's own thread.
     pub(crate) updates_beside: bool,
     /// The longest that a wait for another rank may take.
     pub(crate) deadline: Duration,
     pub(crate) window: Window<Cell<B>>,
-    /// Moves pieces from and to where they are kept, if that is not with the backend.
+    /// Moves shards to and from storage outside the backend.
     pub(crate) mover: Mover,
-    /// Where pieces lie that are not kept in memory.
+    /// The disk for shards that are not kept in memory.
     pub(crate) disk: Option<Arc<SwapDisk>>,
     pub(crate) wire: Arc<WireCounter>,
-    /// Where it is among the machines.
+    /// The rank's number in the run, and its machine.
     pub(crate) place: Place,
     pub(crate) gauges: Gauges,
     pub(crate) ahead: Ahead,
     pub(crate) parameters: Parameters<B>,
-    /// Versions of parameters that all ranks will gather, and keep, before any is used, or of which they gather a second cut.
+    /// Versions of parameters that all ranks gather before any is used: to keep the full parameter, or for their secondary shards.
     pub(crate) awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
-    /// See [`Rank::retire`].
+    /// Dropped versions that other ranks may still read; see [`Rank::retire`].
     retired: Mutex<Vec<Arc<Cell<B>>>>,
-    /// Pieces that were pending and are no more, so far: whether what a rank waits for gets on.
+    /// Number of shards that have stopped being pending so far: shows whether a wait makes progress.
     pub(crate) settles: AtomicU64,
-    /// Fences so far, from 1: at each, nobody reads any more what was loaded before it.
+    /// Number of fences so far, from 1. After a fence, no rank reads what was loaded before it.
     pub(crate) fences: AtomicU64,
     pub(crate) running: AtomicBool,
-    /// What works for the rank, whose layer is above this one's.
+    /// The rank's `Context`, which belongs to the layer above this one.
     pub(crate) owner: OnceLock<Weak<dyn Any + Send + Sync>>,
 }
 
-/// Elements of parameters that are gathered ahead of their use.
+/// Numbers of parameter elements that are gathered ahead of their use.
 #[derive(Default)]
 pub(crate) struct Ahead {
-    /// Or about to be, and not used yet.
+    /// Gathered or about to be, and not used yet.
     pub(crate) prefetched: AtomicUsize,
-    /// The part of them that is not there yet.
+    /// The part of them that has not arrived yet.
     pub(crate) in_flight: AtomicUsize,
 }
 
@@ -117,12 +117,12 @@ impl<B: Backend> Rank<B> {
         })
     }
 
-    /// A tensor as a cell keeps it. A lone rank that updates nothing beside its own thread uses it on that alone.
+    /// Wraps a tensor for a cell. A single rank without concurrent updates uses it on its own thread only.
     pub(crate) fn share(&self, tensor: B::FloatTensorPrimitive) -> Shared<B> {
         if self.is_on_several_threads() { Shared::new(tensor) } else { Shared::not(tensor) }
     }
 
-    /// [`Rank::share`] for many, which costs what one does.
+    /// Same as [`Rank::share`] for many tensors, at the cost of one.
     pub(crate) fn share_many(&self, tensors: Vec<B::FloatTensorPrimitive>) -> Vec<Shared<B>> {
         match self.is_on_several_threads() {
             true => Shared::many(tensors),
@@ -134,7 +134,7 @@ impl<B: Backend> Rank<B> {
         self.world > 1 || self.updates_beside
     }
 
-    /// The cut of a tensor of `numel` elements by the policy of the stage.
+    /// Returns the partition of a tensor of `numel` elements under the configured stage.
     pub(crate) fn partition(&self, numel: usize) -> Partition {
         match self.config.stage.shards_optimizer() {
             true => self.mesh.partition(numel),
@@ -142,43 +142,44 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// This rank's place in a partition: 0 where one rank's piece is everything.
+    /// Returns this rank's index in a partition: 0 if one rank holds everything.
     pub(crate) fn place(&self, partition: Partition) -> usize {
         if partition.is_whole() { 0 } else { self.mesh_of(partition).shard(self.index) }
     }
 
-    /// The ranks among which `partition` cuts, from which this one gathers.
+    /// Returns the mesh in whose groups `partition` shards; this rank gathers from its own group.
     pub(crate) fn mesh_of(&self, partition: Partition) -> Mesh {
         self.secondary.filter(|mesh| mesh.shards() == partition.world()).unwrap_or(self.mesh)
     }
 
-    /// The second cut of a parameter that is cut by `partition`, if it has one: gathers of small ones are kept as they are.
+    /// Returns the secondary partition of a parameter with partition `partition`, if it has one. A small parameter has none: it stays
+    /// gathered.
     pub(super) fn secondary(&self, partition: Partition) -> Option<Partition> {
         let numel = partition.numel();
         let is_gathered_often = numel > self.config.param_persistence_threshold && !partition.is_whole();
         self.secondary.filter(|_| is_gathered_often).map(|mesh| mesh.partition(numel))
     }
 
-    /// The cut by which all ranks count and save, at every stage, and this rank's place in it.
+    /// Returns the partition by which all ranks count and save, at every stage, and this rank's index in it.
     pub(crate) fn owners(&self, numel: usize) -> (Partition, usize) {
         (Partition::new(numel, self.world), self.mesh.place(self.index))
     }
 
-    /// The elements of its piece of a tensor that are this rank's to count and to save.
+    /// Returns the range of this rank's shard of a tensor that the rank counts and saves.
     pub(super) fn own(&self, partition: Partition) -> Range<usize> {
         let (owners, place) = self.owners(partition.numel());
         let (own, begin) = (owners.range(place), partition.range(self.place(partition)).start);
         own.start - begin..own.end - begin
     }
 
-    /// Those whose squares are wanted once it is there.
+    /// Returns the range of a gradient shard whose sum of squares is needed; `None` for other kinds.
     pub(super) fn counted(&self, kind: Kind, partition: Partition) -> Option<Range<usize>> {
         (kind == Kind::Gradient).then(|| self.own(partition))
     }
 
-    /// Numbers a new parameter.
+    /// Creates the slot of a new parameter.
     pub(crate) fn new_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
-        // What is born in fp16 may be rows that are quantised already, whose numbers mean nothing.
+        // A parameter created in fp16 may hold rows of quantized codes, which are not numbers.
         let formats = self.formats(shape.num_elements(), dtype).map(|how| how.filter(|_| dtype != DType::F16));
         self.slot(shape, dtype, formats)
     }
@@ -189,15 +190,15 @@ impl<B: Backend> Rank<B> {
         self.parameters.number((shape, dtype), partition, resident, formats)
     }
 
-    /// How a parameter is gathered where it is used: small ones, whose wholes are kept, are gathered as they are.
+    /// Returns the formats in which a parameter is gathered for use. A small one, which stays gathered, is not quantized.
     fn formats(&self, numel: usize, dtype: DType) -> [Option<Format>; 2] {
         let is_gathered_often = numel > self.config.param_persistence_threshold && self.mesh.shards() > 1;
         let has_codes = matches!(dtype, DType::F16 | DType::BF16 | DType::F32);
         self.config.weights().map(|how| how.filter(|_| is_gathered_often && has_codes))
     }
 
-    /// Numbers a parameter with the first values of another: one that takes its place, in another type, stays in memory if that
-    /// did.
+    /// Creates the slot of a parameter that replaces another and has the same first values. If its type differs, it stays in memory if the
+    /// other did.
     pub(crate) fn replace_slot(&self, slot: &Slot<B>, dtype: DType) -> Arc<Slot<B>> {
         let replaced = match dtype == slot.dtype {
             true => self.slot(slot.shape.clone(), dtype, slot.formats),
@@ -212,31 +213,31 @@ impl<B: Backend> Rank<B> {
         replaced
     }
 
-    /// Forgets a parameter that is gone on all ranks.
+    /// Forgets a parameter that was dropped on all ranks.
     pub(crate) fn forget_slot(&self, index: u64) {
         self.parameters.forget(index);
         let key = Key { object: index, version: 0 };
         [key, Names::codes(key)].into_iter().for_each(|key| self.window.forget(key));
     }
 
-    /// Counts `bytes` of a gradient that the backward pass has given and that is neither in a bucket nor reduced yet.
+    /// Counts `bytes` of a gradient that the backward pass has produced and that is neither in a bucket nor reduced yet.
     pub(crate) fn count_unreduced(&self, bytes: i64) {
         let sharded = self.config.stage.shards_gradients();
         let gauge = if sharded { &self.gauges.in_flight } else { &self.gauges.gradients };
         gauge.add(bytes);
     }
 
-    /// The type of optimizer state but for masters.
+    /// Returns the type of optimizer state other than master weights.
     pub(crate) fn state_dtype(&self) -> DType {
         dtype_of(self.config.optimizer_state_dtype())
     }
 
-    /// The type of reduced gradients of a parameter.
+    /// Returns the type of a parameter's reduced gradients.
     pub(crate) fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
         self.config.gradient_dtype.map_or(slot.dtype, dtype_of)
     }
 
-    /// Where pieces of this kind and size are kept.
+    /// Returns where shards of this kind and size are kept.
     pub(crate) fn home(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Home<'_> {
         let (offload, stage) = (&self.config.offload, self.config.stage);
         if bytes < offload.min_bytes.max(1) {
@@ -245,7 +246,7 @@ impl<B: Backend> Rank<B> {
         let tier = match kind {
             Kind::Parameter if slot.is_some_and(|slot| slot.resident) && offload.parameters == Tier::Disk => Tier::Host,
             Kind::Parameter => offload.parameters,
-            // Whole gradients, which are on their way to be reduced, stay where the backward pass gave them.
+            // Full gradients, which are about to be reduced, stay where the backward pass put them.
             Kind::Gradient if offload.optimizer == Tier::Disk && !stage.shards_gradients() => Tier::Memory,
             Kind::Gradient if !stage.shards_optimizer() => Tier::Memory,
             Kind::Gradient if slot.is_some_and(|slot| slot.gradient_stays.load(Ordering::Relaxed)) => Tier::Memory,
@@ -257,8 +258,8 @@ impl<B: Backend> Rank<B> {
         self.home_of(tier)
     }
 
-    /// Chooses those of a module's trained parameters, in its order, whose gradients and optimizer state stay with the backend: the first
-    /// that are used are those that a forward pass after the update need not wait for, and whose gradients come last.
+    /// Chooses the trained parameters whose gradients and optimizer state stay with the backend. `trained` is in module order, and earlier
+    /// ones are preferred: the forward pass after an update need not wait for them, and their gradients come last.
     pub(crate) fn keep_states(&self, trained: &[Arc<Slot<B>>]) {
         let elements = |slot: &Slot<B>| slot.partition.len(self.place(slot.partition));
         let all: usize = trained.iter().map(|slot| elements(slot)).sum();
@@ -273,7 +274,7 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// Where an input of a checkpointed block of so many bytes is kept, if that is not with the backend.
+    /// Returns where an input of `bytes` bytes of a checkpointed block is kept, or `None` if it stays with the backend.
     pub(crate) fn activations_home(&self, bytes: usize) -> Option<Home<'_>> {
         let is_large = bytes >= self.config.offload.min_bytes.max(1);
         let home = self.home_of(self.config.offload.activations);
@@ -288,7 +289,7 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// The disk, if pieces of this kind and size are kept there.
+    /// Returns the disk, if shards of this kind and size are kept there.
     pub(crate) fn disk_for(&self, kind: Kind, bytes: usize, slot: Option<&Slot<B>>) -> Option<&Arc<SwapDisk>> {
         match self.home(kind, bytes, slot) {
             Home::Disk(disk) => Some(disk),
@@ -296,12 +297,12 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// A version of parameter `slot` is there: it waits for its second cut to be gathered. If its whole will be kept until the
-    /// next one, all ranks gather it with the others of its kind. The same versions on every rank: nothing here depends on what a rank has of them.
+    /// Queues a new version of parameter `slot` for gathering, if it has a secondary shard, or if all ranks gather it collectively and keep
+    /// it until the next version. Every rank queues the same versions: nothing here depends on a rank's own shard.
     pub(super) fn await_whole(&self, cell: &Arc<Cell<B>>, slot: u64) {
         let config = &self.config;
         let is_kept = !config.stage.shards_parameters() || cell.partition.numel() <= config.param_persistence_threshold;
-        // Updates beside the next forward pass end one by one: gathers wait for each as it is used.
+        // Updates that overlap the next forward pass end one by one: each parameter is gathered when it is used.
         let is_late = config.offload.optimizer != Tier::Memory || config.offload.parameters != Tier::Memory;
         let is_cut = !cell.partition.is_whole() && !cell.partition.is_empty();
         if cell.secondary.get().is_some() || (self.gathers_together && is_kept && !is_late && is_cut) {
@@ -309,18 +310,17 @@ impl<B: Backend> Rank<B> {
         }
     }
 
-    /// Keeps a parameter's version that this rank has dropped readable for the other ranks: until the next fence, or until
-    /// all ranks have ended.
+    /// Keeps a version that this rank has dropped readable for the other ranks: until the next fence, or until all ranks have ended.
     pub(super) fn retire(&self, cell: Arc<Cell<B>>) {
         self.retired.lock().push(cell);
     }
 
-    /// Drops retired versions: every rank has come to the same place, past their last use.
+    /// Drops retired versions: every rank has passed their last use.
     pub(crate) fn drop_retired(&self) {
         drop(std::mem::take(&mut *self.retired.lock()));
     }
 
-    /// The rank ends: what is held here of cells, which hold the rank, ends with it.
+    /// Ends the rank: drops the cells held here, which hold the rank.
     pub(crate) fn end(&self) {
         self.running.store(false, Ordering::Relaxed);
         drop(std::mem::take(&mut *self.awaited.lock()));

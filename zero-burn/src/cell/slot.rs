@@ -15,103 +15,103 @@ use zero_ops::quantized::Format;
 use super::{Cell, DERIVED};
 use crate::random::{Stream, sign};
 
-/// A parameter's identity, the same on every rank: its number is the order of its birth.
+/// A parameter's identity, the same on every rank: parameters are numbered in the order of their creation.
 pub(crate) struct Slot<B: Backend> {
     pub(crate) index: u64,
     pub(crate) shape: Shape,
     pub(crate) dtype: DType,
-    /// The cut of the parameter's optimizer state (whole at stage 0).
+    /// Partition of the parameter's optimizer state (a single shard at stage 0).
     pub(crate) partition: Partition,
-    /// Later is laid out first when gradients are reduced: the place in the module, from 1, as `prepare` has found it (0
-    /// before), then the place from the end of a backward pass.
+    /// Order of layout in the gradient buckets, highest first: the position in the module, from 1, as `prepare` has found it (0 before),
+    /// then the position from the end of a backward pass.
     pub(crate) place: AtomicU64,
-    /// From what its first values were drawn.
+    /// The draw that its first values came from.
     pub(crate) drawn: OnceLock<Drawn>,
-    /// The version that has these: the first, or the one that `prepare` has drawn again.
+    /// The version that holds these values: the first, or the one that `prepare` has redrawn.
     pub(crate) drawn_version: AtomicU64,
-    /// Names of what belongs to this parameter.
+    /// Names of the tensors that belong to this parameter.
     pub(crate) names: Mutex<Names>,
-    /// Whether the parameter stays in memory although others are on the disk.
+    /// True if the parameter stays in memory although others are on the disk.
     pub(crate) resident: bool,
-    /// Whether its optimizer state stays with the backend although others' is elsewhere, as `prepare` has it.
+    /// True if its optimizer state stays with the backend although others' is offloaded, as `prepare` has decided.
     pub(crate) state_stays: AtomicBool,
-    /// Whether its reduced gradient does.
+    /// True if its reduced gradient stays with the backend, likewise.
     pub(crate) gradient_stays: AtomicBool,
-    /// Whether this rank counts it in norms over a mesh's axes: one of those among which it is replicated does.
+    /// True if this rank counts it in norms over a mesh's axes: one of the ranks that replicate it does.
     pub(crate) is_counted: AtomicBool,
-    /// Whether all places on the mesh's expert axis have it, and its gradients are averaged over the axis.
+    /// True if all places on the mesh's expert axis hold it, so that its gradients are averaged over the axis.
     pub(crate) is_averaged: AtomicBool,
     /// The version that the module holds, as far as it is known here.
     pub(crate) current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub(crate) id: OnceLock<DistributedParamId>,
-    /// How it is gathered where it is used, if not as it is: when it is trained, and when it is frozen.
+    /// Formats in which it is gathered for use, if it is quantized: while it is trained, and while it is frozen.
     pub(crate) formats: [Option<Format>; 2],
-    /// Which of both it is, as `prepare` has found it.
+    /// True if it is frozen, as `prepare` has found it.
     pub(crate) is_frozen: AtomicBool,
-    /// The version of which a gradient was last reduced; 0 before the first.
+    /// The version whose gradient was reduced last; 0 before the first.
     pub(crate) reduced_version: AtomicU64,
-    /// True if a program had put an ordinary tensor in its place, alike on all ranks, when gradients were last collected.
+    /// True if, when gradients were last collected, the program had replaced it by an ordinary tensor, on all ranks alike.
     pub(crate) is_edited: AtomicBool,
 }
 
-/// What a parameter's first values were drawn from.
+/// The random draw that a parameter's first values came from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Drawn {
     pub(crate) seed: u64,
-    /// Parameters born since that seed.
+    /// Number of parameters created since that seed.
     pub(crate) birth: u64,
-    /// The part of a whole that it is, where places on foreign axes have others.
+    /// Index of this part of the full parameter, if ranks along foreign axes hold other parts.
     pub(crate) part: Option<u64>,
     pub(crate) distribution: Distribution,
 }
 
 impl Drawn {
-    /// The same numbers on every rank of the part, for any number of ranks and any type.
+    /// Returns the random stream: the same numbers on every rank of the part, for any number of ranks and any type.
     pub(crate) fn stream(&self) -> Stream {
         Stream::of_parameter(self.seed, self.birth, self.part)
     }
 }
 
-/// Gives every piece that belongs to a parameter a name that is the same on every rank.
+/// The names of the shards that belong to a parameter, the same on every rank.
 ///
-/// Versions of the parameter are numbered. Gradients and optimizer state are named by the version they were made after
-/// and by their *signature*, what operations made them of what, so that it does not matter in which order ranks visit
-/// their parameters, nor that one rank computes something else besides for its log.
+/// Versions of the parameter are numbered. Gradients and optimizer state are named by the version after which they were created and by
+/// their *signature*: the operations and operands that they come from. So a rank may visit its parameters in any order, and compute
+/// something extra for its log.
 #[derive(Default)]
 pub(crate) struct Names {
-    /// Versions so far.
+    /// Number of versions so far.
     epoch: u64,
-    /// Pieces of each signature since the last version.
+    /// Number of shards with each signature since the last version.
     ordinals: HashMap<u64, u64>,
 }
 
-/// The bit of a name that sets a parameter's second cut apart from the parameter.
+/// Bit of a key's object number that distinguishes a parameter's secondary shard from the parameter.
 const SECONDARY: u64 = 1 << 62;
-/// The one that sets the codes of its pieces apart.
+/// Bit that distinguishes the codes of its shards.
 const CODES: u64 = 1 << 61;
 
 impl Names {
-    /// The name of the next version of parameter `index`.
+    /// Returns the name of the next version of parameter `index`.
     pub(crate) fn version(&mut self, index: u64) -> Key {
         self.epoch += 1;
         self.ordinals.clear();
         Key { object: index, version: self.epoch }
     }
 
-    /// The name of a new piece with `signature`.
+    /// Returns the name of a new shard with `signature`.
     pub(crate) fn derived(&mut self, index: u64, signature: u64) -> Key {
         let ordinal = self.ordinals.entry(signature).or_insert(0);
         *ordinal += 1;
         Key { object: sign(&[index, signature, *ordinal]) | DERIVED, version: self.epoch }
     }
 
-    /// The name of the second cut of a version.
+    /// Returns the name of the secondary shard of a version.
     pub(crate) fn secondary(version: Key) -> Key {
         Key { object: version.object | SECONDARY, ..version }
     }
 
-    /// The name of the codes of a version's pieces.
+    /// Returns the name of the codes of a version's shards.
     pub(crate) fn codes(version: Key) -> Key {
         Key { object: version.object | CODES, ..version }
     }
@@ -122,7 +122,7 @@ impl Names {
 }
 
 impl<B: Backend> Slot<B> {
-    /// How it is gathered where it is used, if not as it is.
+    /// Returns the format in which it is gathered for use, or `None` if it is not quantized.
     pub(crate) fn quantized(&self) -> Option<Format> {
         self.formats[usize::from(self.is_frozen.load(Ordering::Relaxed))]
     }
@@ -136,13 +136,13 @@ impl<B: Backend> core::fmt::Display for Slot<B> {
 
 /// The parameters of a rank.
 pub(crate) struct Parameters<B: Backend> {
-    /// Numbers given so far.
+    /// Number of parameters numbered so far.
     numbered: AtomicU64,
-    /// Those that `prepare` has seen, by number: the same on every rank.
+    /// The parameters that `prepare` has seen, by number: the same on every rank.
     slots: Mutex<BTreeMap<u64, Arc<Slot<B>>>>,
-    /// By the identity that Burn gives a parameter. Modules that were loaded from one record have the same.
+    /// The parameters by the identity that Burn gives them. Modules loaded from one record share identities.
     ids: Mutex<HashMap<DistributedParamId, Vec<Weak<Slot<B>>>>>,
-    /// Elements of those born so far, a piece of each.
+    /// Number of elements in one shard of each parameter created so far.
     born_elements: AtomicU64,
 }
 
@@ -154,12 +154,12 @@ impl<B: Backend> Default for Parameters<B> {
 }
 
 impl<B: Backend> Parameters<B> {
-    /// Whether a piece of so many elements, and all born before it, are no more than `most`.
+    /// Adds a shard of `elements` elements, and returns whether all shards added so far have at most `most` elements.
     pub(crate) fn is_resident(&self, elements: usize, most: usize) -> bool {
         self.born_elements.fetch_add(elements as u64, Ordering::Relaxed) as usize + elements <= most
     }
 
-    /// Numbers a parameter.
+    /// Creates the slot of a parameter under the next number.
     pub(crate) fn number(
         &self,
         (shape, dtype): (Shape, DType),
@@ -190,17 +190,17 @@ impl<B: Backend> Parameters<B> {
         })
     }
 
-    /// Parameter `index`, if `prepare` has seen it and it was not found to be gone since.
+    /// Returns parameter `index`, if `prepare` has seen it and it has not been forgotten since.
     pub(crate) fn slot(&self, index: u64) -> Option<Arc<Slot<B>>> {
         self.slots.lock().get(&index).cloned()
     }
 
-    /// The parameters that `prepare` has seen, in the order of their numbers.
+    /// Returns the parameters that `prepare` has seen, in the order of their numbers.
     pub(crate) fn slots(&self) -> Vec<Arc<Slot<B>>> {
         self.slots.lock().values().cloned().collect()
     }
 
-    /// The version of parameter `index` that is in use.
+    /// Returns the version of parameter `index` that is in use.
     pub(crate) fn current_version(&self, index: u64) -> Option<Arc<Cell<B>>> {
         self.slot(index)?.current.lock().upgrade()
     }
@@ -214,18 +214,18 @@ impl<B: Backend> Parameters<B> {
         self.slots.lock().insert(slot.index, slot);
     }
 
-    /// The parameters of this identity, the last one first: more than one only if several modules have it.
+    /// Returns the parameters with this identity, latest first: more than one only if several modules share it.
     pub(crate) fn slots_of(&self, id: DistributedParamId) -> Vec<Arc<Slot<B>>> {
         self.ids.lock().get(&id).map_or_else(Vec::new, |slots| slots.iter().rev().filter_map(Weak::upgrade).collect())
     }
 
-    /// The parameters that `prepare` has seen, and for each whether nothing here belongs to it any more.
+    /// Returns the parameters that `prepare` has seen, and for each whether nothing refers to it any more.
     pub(crate) fn dropped(&self) -> (Vec<u64>, Vec<u8>) {
         let is_dropped = |slot: &Arc<Slot<B>>| u8::from(Arc::strong_count(slot) == 1);
         self.slots.lock().iter().map(|(&index, slot)| (index, is_dropped(slot))).unzip()
     }
 
-    /// Forgets a parameter that is gone on all ranks.
+    /// Forgets a parameter that was dropped on all ranks.
     pub(crate) fn forget(&self, index: u64) {
         self.slots.lock().remove(&index);
         self.ids.lock().retain(|_, slots| slots.iter().any(|slot| slot.strong_count() > 0));

@@ -1,4 +1,4 @@
-//! What a cell has of its tensor.
+//! The state of a cell: its shard, and the gathered full tensor.
 
 use burn_backend::Backend;
 use zero_core::CommError;
@@ -7,25 +7,25 @@ use zero_ops::Shared;
 use crate::bulk::Begun;
 use crate::tier::Stored;
 
-/// This rank's piece.
+/// This rank's shard.
 pub(crate) enum Piece<B: Backend> {
-    /// Its reduction or its update is under way; ends in one of the others.
+    /// Its reduction or update is in progress, and ends in one of the other variants.
     Pending,
     /// There is none, for this reason.
     Failed(CommError),
     Tensor(Shared<B>),
-    /// In the host's memory or in this rank's file, and moved to the backend when it is asked for ([`crate::tier`]).
+    /// In host memory or in this rank's file, and moved to the backend on demand ([`crate::tier`]).
     Stored(Stored),
-    /// A slice of the whole, taken on demand: of parameters at stages 1 and 2.
+    /// A slice of the full tensor, taken on demand: for parameters at stages 1 and 2.
     OfWhole,
 }
 
-/// What is gathered of all pieces. It comes and goes by the policy of [`crate::gather`].
+/// The full tensor, gathered from all shards. The policy of [`crate::gather`] decides how long it is kept.
 pub(crate) enum Whole<B: Backend> {
     Absent,
-    /// The rank's prefetch thread is at it.
+    /// The rank's prefetch thread is gathering it.
     Gathering,
-    /// All ranks gather it together ([`crate::bulk`]).
+    /// All ranks are gathering it collectively ([`crate::bulk`]).
     Arriving(Begun<B>),
     There(Shared<B>),
 }
@@ -35,7 +35,7 @@ impl<B: Backend> Whole<B> {
         matches!(self, Whole::Arriving(_) | Whole::There(_))
     }
 
-    /// What is there, as a tensor.
+    /// Returns the full tensor, if it is available.
     pub(crate) fn tensor(&self) -> Option<B::FloatTensorPrimitive> {
         match self {
             Whole::There(whole) => Some(whole.tensor()),
@@ -43,7 +43,7 @@ impl<B: Backend> Whole<B> {
         }
     }
 
-    /// What was begun by all ranks, if it was: nothing of the whole is left here.
+    /// Takes the collective gather in progress, if there is one, and leaves [`Whole::Absent`].
     pub(crate) fn take_arriving(&mut self) -> Option<Begun<B>> {
         match std::mem::replace(self, Whole::Absent) {
             Whole::Arriving(begun) => Some(begun),
@@ -58,7 +58,7 @@ impl<B: Backend> Whole<B> {
 pub(crate) struct State<B: Backend> {
     pub(crate) piece: Piece<B>,
     pub(crate) whole: Whole<B>,
-    /// The whole was put there, or is arriving, ahead of its use and counts against the prefetch budget.
+    /// True if the full tensor was gathered, or is arriving, ahead of its use, and counts against the prefetch budget.
     pub(crate) prefetched: bool,
 }
 
@@ -67,7 +67,7 @@ impl<B: Backend> State<B> {
         Self { piece, whole: Whole::Absent, prefetched: false }
     }
 
-    /// Whether the piece is there, besides the whole.
+    /// Returns whether the shard is held separately from the full tensor.
     pub(crate) fn has_piece(&self) -> bool {
         matches!(self.piece, Piece::Tensor(_) | Piece::Stored(_))
     }

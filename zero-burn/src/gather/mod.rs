@@ -1,14 +1,13 @@
-//! Gathers: from a parameter's cell to the whole tensor, and the policy by which the whole is kept.
+//! Gathering: from a parameter's cell to the full tensor, and the policy by which the full tensor is kept.
 //!
-//! A parameter is gathered by reading the other ranks' pieces where they lie ([`zero_core::window`]); they do not take
-//! part. At stage 3 the first rank to need it joins the pieces, and the others borrow the result for as long as it is used
-//! anywhere: ranks of one process hold one copy. Bytes are counted as if each had read its own. Where all ranks gather
-//! together ([`crate::bulk`], ADR 15), gathers are begun at places where every rank comes, in an order that depends on nothing
-//! but the program.
+//! A parameter is gathered by reading the other ranks' shards in place ([`zero_core::window`]), without those ranks taking part. At stage 3
+//! the first rank to need a parameter concatenates the shards, and the others borrow the result for as long as any rank uses it: the ranks
+//! of one process hold one copy. Bytes are counted as if each rank had read its own. If all ranks gather collectively ([`crate::bulk`], ADR
+//! 15), gathers begin at points that every rank reaches, in an order that depends only on the program.
 //!
-//! At stages 0 to 2 the whole is kept until the parameter is updated. At stage 3 it is kept only when it is small
-//! (persistence threshold) or needed again at once, and gathered again otherwise; the order of gathers of one step (the
-//! *trace*) is recorded and tells, in the next step, what to prefetch and what is needed again.
+//! At stages 0 to 2 the full tensor is kept until the parameter is updated. At stage 3 it is kept only if it is small (persistence
+//! threshold) or needed again soon, and gathered again otherwise. The order of a step's gathers (the *trace*) is recorded. In the next step
+//! it determines what to prefetch and what is needed again soon.
 
 mod read;
 
@@ -38,33 +37,32 @@ use crate::worker::Worker;
 
 pub(crate) use read::exact as read_exact;
 
-/// The order of gathers of the last step and the place in it.
+/// The order of the last step's gathers, and the position in it.
 #[derive(Default)]
 struct Trace {
     /// This step's gathers so far.
     recorded: Vec<(u64, usize)>,
-    /// The last step's, with the number of elements gathered before the same parameter's next use.
+    /// The last step's gathers, each with the number of elements gathered before the same parameter's next use.
     plan: Vec<(u64, usize, usize)>,
     cursor: usize,
-    /// Where prefetch has got to.
+    /// Position in the plan up to which prefetch has begun.
     ahead: usize,
-    /// Whether this step has followed the plan so far.
+    /// True if this step has followed the plan so far.
     followed: bool,
-    /// Whether the plan's beginning follows its end.
+    /// True if the plan's beginning follows its end.
     cyclic: bool,
 }
 
-/// Most gathers of a step that are remembered: a program that only ever evaluates has no end of a step.
+/// Maximum number of gathers remembered per step: a program that only evaluates never ends a step.
 const MOST_RECORDED: usize = 1 << 16;
 
 impl Trace {
-    /// Takes a gather of parameter `slot` in. Gives the number of elements that are gathered before its next use, if this step
-    /// follows the plan.
+    /// Records a gather of parameter `slot`. Returns the number of elements gathered before its next use, if this step follows the plan.
     fn record(&mut self, slot: u64, numel: usize) -> Option<usize> {
         let planned = |at: usize, slot: u64| self.plan.get(at).is_some_and(|&(planned, ..)| planned == slot);
         if !self.followed || !planned(self.cursor, slot) {
-            // Off the plan: an evaluation, or another path through the model. A step that begins anew is told by its
-            // first two gathers, and followed from there.
+            // Off the plan: an evaluation, or another path through the model. A new step is recognized by its first two gathers, and
+            // followed from there.
             let previous = self.recorded.last().copied();
             self.followed = previous.is_some_and(|(first, _)| planned(0, first)) && planned(1, slot);
             if self.followed {
@@ -82,11 +80,11 @@ impl Trace {
         Some(reuse_distance)
     }
 
-    /// A step has ended: its gathers become the plan. `cyclic` if the next one is known to gather the same.
+    /// Ends a step: its gathers become the plan. `cyclic` means that the next step is known to gather the same.
     fn end_cycle(&mut self, cyclic: bool) {
         let recorded = std::mem::take(&mut self.recorded);
         let count = recorded.len();
-        // What was prefetched beyond the plan's end is the beginning of the next.
+        // Prefetches beyond the plan's end are the beginning of the next step.
         let ahead = self.ahead.saturating_sub(self.plan.len());
         let goes_on = cyclic && self.cyclic && self.followed && self.cursor == self.plan.len() && count == self.cursor;
         self.plan = match cyclic {
@@ -98,7 +96,7 @@ impl Trace {
         (self.followed, self.cyclic) = (!self.plan.is_empty(), cyclic);
     }
 
-    /// The plan's gather number `at`, which may lie beyond its end where it is cyclic.
+    /// Returns the plan's gather number `at`, which may lie beyond the end of a cyclic plan.
     fn planned(&self, at: usize) -> Option<(u64, usize, usize)> {
         let len = self.plan.len();
         let beyond = self.cyclic && (len..2 * len).contains(&at);
@@ -106,19 +104,19 @@ impl Trace {
     }
 }
 
-/// What gathers a rank's parameters.
+/// The gathers of a rank's parameters, and the trace of its steps.
 pub(crate) struct Gatherer<B: Backend> {
     rank: Arc<Rank<B>>,
-    /// What gathers them by all ranks together, if that is how they are gathered.
+    /// The collective path, if all ranks gather parameters collectively.
     together: Option<Arc<Bulk>>,
-    /// Those whose gather all ranks have begun because it will be kept.
+    /// Parameters that all ranks have begun to gather because they will be kept.
     arriving: Mutex<Vec<Weak<Cell<B>>>>,
     trace: Mutex<Trace>,
     /// Parameters to be gathered ahead of their use.
     prefetch: Worker<Arc<Cell<B>>>,
-    /// Versions whose second cut is to be gathered.
+    /// Versions whose secondary shard is to be gathered.
     seconds: Worker<Arc<Cell<B>>>,
-    /// Second cuts that are being gathered.
+    /// Secondary shards that are being gathered.
     filling: Mutex<Vec<Weak<Cell<B>>>>,
 }
 
@@ -135,23 +133,23 @@ impl<B: Backend> Gatherer<B> {
         }
     }
 
-    /// What gathers by all ranks together, if that is how parameters are gathered.
+    /// Returns the collective path, if all ranks gather parameters collectively.
     pub(crate) fn together(&self) -> Option<&Arc<Bulk>> {
         self.together.as_ref()
     }
 
-    /// Ends the rank's thread that gathers ahead.
+    /// Stops the threads that prefetch parameters and gather secondary shards.
     pub(crate) fn stop(&self) {
         self.prefetch.stop();
         self.seconds.stop();
     }
 
-    /// The whole of a version of parameter `slot`.
+    /// Returns the full tensor of a version of parameter `slot`.
     pub(crate) fn load(&self, cell: &Arc<Cell<B>>, slot: &Slot<B>) -> B::FloatTensorPrimitive {
         cell.mark_loaded();
         self.begin_awaited();
         self.end_awaited();
-        // What counts as gathered already of what is about to be.
+        // Elements of this load that count as gathered already.
         let begun = match self.together.is_some() && !cell.settled().whole.is_begun() {
             true => {
                 self.begin(std::slice::from_ref(cell));
@@ -160,7 +158,7 @@ impl<B: Backend> Gatherer<B> {
             false => 0,
         };
         let keep = self.plan_load(slot, begun);
-        // The prefetch thread may be at it. Its gather has a deadline, and it ends `Gathering` in any case.
+        // The prefetch thread may be gathering it. Its gather has a deadline, and it ends `Gathering` in any case.
         let mut state = {
             let _span = tracing::trace_span!("wait for prefetch", parameter = slot.index).entered();
             cell.wait_until(|state| !state.is_gathering())
@@ -174,7 +172,7 @@ impl<B: Backend> Gatherer<B> {
                 None => read::used(cell, For::Own).unwrap_or_else(|error| raise(error)),
             };
             if !keep {
-                // This thread's, for this once; counted as one that is kept until it is taken would be.
+                // Owned by this thread, for this use. Counted like one that is kept until it is taken.
                 let bytes = (cell.partition.numel() * cell.dtype.size()) as i64;
                 self.rank.gauges.gathered.add(bytes);
                 self.rank.gauges.gathered.add(-bytes);
@@ -188,7 +186,7 @@ impl<B: Backend> Gatherer<B> {
         self.use_whole(cell, &mut state, keep)
     }
 
-    /// The whole, which is there, for a use after which it is kept or not.
+    /// Returns the full tensor, which is available, for a use after which it is kept or dropped.
     fn use_whole(&self, cell: &Cell<B>, state: &mut State<B>, keep: bool) -> B::FloatTensorPrimitive {
         self.make_whole_the_home(cell, state);
         let whole = match keep {
@@ -201,15 +199,15 @@ impl<B: Backend> Gatherer<B> {
         whole.expect("the whole is there")
     }
 
-    /// Stages 1 and 2: the whole is the parameter's home; a piece beside it would be held twice.
+    /// At stages 1 and 2, makes the full tensor the only storage of the parameter: a separate shard would be held twice.
     fn make_whole_the_home(&self, cell: &Cell<B>, state: &mut State<B>) {
         if !self.rank.config.stage.shards_parameters() && matches!(state.piece, Piece::Tensor(_)) {
             cell.update(state, |state| state.piece = Piece::OfWhole);
         }
     }
 
-    /// Records a load; returns whether its result is to be kept. Starts what is due ahead of it.
-    /// `begun` elements of it count as gathered already.
+    /// Records a load and returns whether its result is to be kept. Starts the prefetches that are due. `begun` elements of it count as
+    /// gathered already.
     fn plan_load(&self, slot: &Slot<B>, begun: usize) -> bool {
         let (config, numel) = (&self.rank.config, slot.partition.numel());
         if !config.stage.shards_parameters() || numel <= config.param_persistence_threshold {
@@ -222,15 +220,15 @@ impl<B: Backend> Gatherer<B> {
         reuse_distance <= config.max_reuse_distance && numel <= room
     }
 
-    /// Elements that may still be gathered and kept.
+    /// Returns the number of elements that may still be gathered and kept.
     fn room(&self) -> usize {
         let (rank, config) = (&self.rank, &self.rank.config);
         let live = rank.gauges.gathered.live() as usize / config.param_dtype.size();
         config.max_live_parameters.saturating_sub(live + rank.ahead.in_flight.load(Ordering::Relaxed))
     }
 
-    /// Begins what the plan says comes next, up to a further use of something that is on its way to an earlier one, as
-    /// `loading` is, and will not be kept: begun now, it would serve the earlier use, behind all that was begun before it.
+    /// Begins the next gathers of the plan. Stops at a parameter that is being gathered for an earlier use, as `loading` is, and will not
+    /// be kept after it: a gather begun now would serve the earlier use, after all gathers that were begun before it.
     fn prefetch_from(&self, trace: &mut Trace, loading: u64, mut room: usize) {
         let (rank, config) = (&self.rank, &self.rank.config);
         trace.ahead = trace.ahead.max(trace.cursor);
@@ -278,8 +276,7 @@ impl<B: Backend> Gatherer<B> {
 
     // ---- gathers by all ranks together ----
 
-    /// Begins to gather `cells` by all ranks together, here, on the rank's own thread, so that every rank begins the same gathers
-    /// in the same order.
+    /// Begins a collective gather of `cells` on the rank's own thread, so that every rank begins the same gathers in the same order.
     fn begin(&self, cells: &[Arc<Cell<B>>]) {
         let Some(bulk) = self.together.as_ref().filter(|_| !cells.is_empty()) else { return };
         let name = |cell: &Cell<B>| cell.slot.as_ref().map_or_else(String::new, |slot| slot.to_string());
@@ -292,7 +289,7 @@ impl<B: Backend> Gatherer<B> {
         }
     }
 
-    /// The whole of `cell` in its own shape.
+    /// Ends a collective gather and returns the full tensor of `cell`, in its own shape.
     fn end(&self, begun: Begun<B>, cell: &Cell<B>) -> B::FloatTensorPrimitive {
         let bulk = self.together.as_ref().expect("only where ranks gather together is a gather begun");
         let flat = bulk.end::<B>(begun, &cell.device).unwrap_or_else(|error| raise(error));
@@ -305,18 +302,18 @@ impl<B: Backend> Gatherer<B> {
             }
             None => flat,
         };
-        // The last ranks' pieces may be shorter than the others'.
+        // The last ranks' shards may be shorter than the others'.
         B::float_reshape(part::<B>(flat, 0..numel), cell.shape.clone())
     }
 
-    /// Begins to gather what waits for it ([`Rank::awaited`]), in few operations. Called where every rank comes: after an update,
-    /// before a parameter is used, before gradients are reduced, before a fence.
+    /// Begins the queued gathers ([`Rank::awaited`]) in few operations. Called at points that every rank reaches: after an update, before a
+    /// parameter is used, before gradients are reduced, before a fence.
     pub(crate) fn begin_awaited(&self) {
         if self.together.is_none() {
             return self.begin_secondary();
         }
         let awaited = std::mem::take(&mut *self.rank.awaited.lock());
-        // One that was dropped was replaced, on every rank.
+        // A dropped version has been replaced, on every rank.
         let cells = awaited.into_values().filter_map(|cell| cell.upgrade());
         let cells: Vec<Arc<Cell<B>>> = cells.filter(|cell| !cell.settled().whole.is_begun()).collect();
         if cells.is_empty() {
@@ -327,8 +324,8 @@ impl<B: Backend> Gatherer<B> {
         self.arriving.lock().extend(cells.iter().map(Arc::downgrade));
     }
 
-    /// Begins to gather the second cuts that wait for it, beside the rank's own thread: what the others of its group read must not
-    /// wait for that one's next use of a parameter.
+    /// Begins to gather the queued secondary shards, concurrently with the rank's own thread: other ranks of the group that read this
+    /// rank's secondary shard must not wait for its next use of a parameter.
     fn begin_secondary(&self) {
         let awaited = std::mem::take(&mut *self.rank.awaited.lock());
         for cell in awaited.into_values().filter_map(|cell| cell.upgrade()) {
@@ -339,13 +336,13 @@ impl<B: Backend> Gatherer<B> {
         }
     }
 
-    /// Waits for the second cuts that are being gathered: what they are read from may be replaced next.
+    /// Waits for the secondary shards that are being gathered: their source may be replaced next.
     pub(crate) fn end_secondary(&self) {
         let filling = std::mem::take(&mut *self.filling.lock());
         filling.iter().filter_map(Weak::upgrade).for_each(|second| drop(second.settled()));
     }
 
-    /// Ends the gathers that [`Gatherer::begin_awaited`] has begun: one of them is needed, and they come together.
+    /// Ends the gathers that [`Gatherer::begin_awaited`] has begun: one of them is needed, and they arrive together.
     pub(crate) fn end_awaited(&self) {
         let (mut cells, mut wholes) = (Vec::new(), Vec::new());
         for cell in std::mem::take(&mut *self.arriving.lock()).iter().filter_map(Weak::upgrade) {
@@ -365,24 +362,24 @@ impl<B: Backend> Gatherer<B> {
         }
     }
 
-    /// The rank ends: what all ranks have begun together has ended on all of them. One that leaves with its part of an
-    /// operation still to come would keep the others.
+    /// Waits, before the rank ends, until all collective gathers have ended on all ranks. A rank that left before its part of an operation
+    /// would block the others.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// If the collective fails.
     pub(crate) fn finish(&self) -> Result<(), CommError> {
         self.together.as_ref().map_or(Ok(()), |bulk| bulk.finish())
     }
 
     // ---- the end of a step ----
 
-    /// A step has ended: its gathers become the plan.
+    /// Ends a step: its gathers become the plan.
     pub(crate) fn end_cycle(&self) {
         self.trace.lock().end_cycle(false);
     }
 
-    /// A pass of an evaluation has ended, and the next one gathers the same in the same order.
+    /// Ends an evaluation pass; the next one gathers the same in the same order.
     pub(crate) fn end_pass(&self) {
         self.trace.lock().end_cycle(true);
     }
@@ -401,7 +398,7 @@ impl<B: Backend> Gatherer<B> {
 
 /// Gathers a parameter on the prefetch thread.
 fn gather_ahead<B: Backend>(cell: &Cell<B>) {
-    // An error or a panic (no memory) is left to the load, which meets it on the rank's own thread.
+    // An error or a panic (out of memory) is left to the load, which meets it on the rank's own thread.
     let whole = catch_unwind(AssertUnwindSafe(|| read::used(cell, For::Beside))).ok().and_then(Result::ok);
     let whole = whole.map(|whole| cell.rank.share(whole));
     let mut state = cell.state.lock();
@@ -414,10 +411,10 @@ fn gather_ahead<B: Backend>(cell: &Cell<B>) {
     cell.changed.notify_all();
 }
 
-/// Gathers this rank's piece of a version's second cut.
+/// Gathers this rank's secondary shard of a version.
 fn gather_secondary<B: Backend>(cell: &Cell<B>) {
     let Some(second) = cell.secondary.get() else { return };
-    // An error of the pieces that it waits for comes as a panic.
+    // An error of the shards that it waits for arrives as a panic.
     let failed = |payload: Box<dyn Any + Send>| match payload.downcast::<CommError>() {
         Ok(error) => *error,
         Err(payload) => CommError::Device {
@@ -434,7 +431,7 @@ fn gather_secondary<B: Backend>(cell: &Cell<B>) {
     second.settle(gathered.map(|piece| cell.rank.share(piece)));
 }
 
-/// What this rank gives of a piece where it is used: the piece, or its codes, which every rank decodes, this one too.
+/// Returns this rank's contribution to a gather for use: its shard, or its codes, which every rank decodes, this one included.
 fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let Some(format) = cell.quantized() else { return filled_row(cell) };
     let (width, ranks) = (cell.partition.stride(), cell.partition.world());
@@ -444,7 +441,7 @@ fn row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     B::float_reshape(codes, Shape::new([format.words(width)]))
 }
 
-/// This rank's piece, as long as every rank's.
+/// Returns this rank's shard, padded to the partition's stride.
 fn filled_row<B: Backend>(cell: &Cell<B>) -> B::FloatTensorPrimitive {
     let (len, stride) = (cell.partition.len(cell.place()), cell.partition.stride());
     let local = cell.local();
@@ -486,7 +483,7 @@ mod tests {
     use crate::launch::launch;
     use crate::tensor::ZeroTensor;
 
-    /// Runs `body` as two ranks at stage 3, with two parameters that are cut and not kept.
+    /// Runs `body` as two ranks at stage 3, with two parameters that are sharded and not kept.
     fn with_two_parameters(body: impl Fn(&Gatherer<Flex>, [Arc<Cell<Flex>>; 2]) + Sync) {
         let config = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
         launch::<Flex, (), String>(2, &config, &Default::default(), |device| {

@@ -1,4 +1,4 @@
-//! Reading the other ranks' pieces where they lie: they take no part.
+//! Reading the other ranks' shards in place, without those ranks taking part.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -19,22 +19,22 @@ use crate::tier::filled;
 use crate::trouble::or_stop;
 use crate::values::{data, here, on_the_wire, read, tag};
 
-/// How long a rank waits for another that is joining the same pieces, before it does so itself. Bounded, and short: this may
-/// run under autodiff's locks (ADR 2).
+/// Maximum time that a rank waits for another that is concatenating the same shards, before it does so itself. Short, because this may run
+/// under autodiff's locks (ADR 2).
 const JOINING: Duration = Duration::from_secs(1);
 
-/// A parameter where it is used: from the nearest cut, and quantised if it is to be.
+/// Reads a parameter for use: from the nearest partition, and quantized if so configured.
 pub(crate) fn used<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     let cell = cell.nearest();
     whole(cell, cell.quantized(), who)
 }
 
-/// What is to have all its digits: read out, or saved.
+/// Reads a tensor exactly, to be read out or saved.
 pub(crate) fn exact<B: Backend>(cell: &Cell<B>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     whole(cell, None, who)
 }
 
-/// Reads all pieces and joins them, or borrows what another rank has joined.
+/// Reads all shards and concatenates them, or borrows the result of another rank.
 fn whole<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: For) -> Result<B::FloatTensorPrimitive, CommError> {
     let (rank, partition) = (&cell.rank, cell.partition);
     let all = 0..partition.world();
@@ -45,7 +45,7 @@ fn whole<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: For) -> Result<B:
     let peers = of_threads(cell, all)?;
     let cells = || peers.iter().map(|peer| peer.as_deref().unwrap_or(cell));
     let join = || B::float_reshape(join(cell, how, &peers, who), cell.shape.clone());
-    // At the other stages a whole is the parameter's home, of which each rank has its own. What is lent is as it is used.
+    // At the other stages each rank stores a full parameter of its own. Only tensors in the format for use are lent.
     let is_lent = rank.config.stage.shards_parameters() && how == cell.quantized();
     if !is_lent || cells().any(|peer| peer.device != cell.device) {
         return Ok(join());
@@ -57,7 +57,8 @@ fn whole<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: For) -> Result<B:
     Ok(whole)
 }
 
-/// Counts what `cell`'s piece of its second cut is read from: as the read is begun, so that it counts to the same step on every run.
+/// Counts the bytes from which `cell`'s secondary shard is read. Called when the read begins, so that they count to the same step on every
+/// run.
 pub(super) fn count_secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) {
     let range = second.partition.range(second.place());
     if !range.is_empty() {
@@ -65,7 +66,7 @@ pub(super) fn count_secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) {
     }
 }
 
-/// Reads what `cell`'s piece of its second cut consists of.
+/// Reads `cell`'s secondary shard from the primary shards that cover it.
 pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<B::FloatTensorPrimitive, CommError> {
     let range = second.partition.range(second.place());
     if range.is_empty() {
@@ -82,22 +83,22 @@ fn key<B: Backend>(cell: &Cell<B>) -> Key {
     cell.key.expect("only what has a name is read one-sidedly")
 }
 
-/// Bytes of a piece of so many elements on its way.
+/// Returns the number of bytes in which a shard of `elements` elements is sent.
 fn sent<B: Backend>(cell: &Cell<B>, how: Option<Format>, elements: usize) -> usize {
     how.map_or(elements * cell.dtype.size(), |how| how.bytes(elements))
 }
 
-/// Whose pieces `range` consists of.
+/// Returns the ranks whose shards cover `range`.
 fn owners(partition: Partition, range: &Range<usize>) -> Range<usize> {
     range.start / partition.stride()..range.end.div_ceil(partition.stride())
 }
 
-/// The elements of the pieces of `owners`.
+/// Returns the elements in the shards of `owners`.
 fn range_of(partition: Partition, owners: &Range<usize>) -> Range<usize> {
     partition.range(owners.start).start..partition.range(owners.end - 1).end
 }
 
-/// Counts the pieces of `owners` as received from ranks that have them, as if each rank had read its own.
+/// Counts the shards of `owners` as received from the ranks that hold them, as if each rank had read its own.
 fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) {
     let (rank, partition) = (&cell.rank, cell.partition);
     let mesh = rank.mesh_of(partition);
@@ -110,7 +111,7 @@ fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) 
     }
 }
 
-/// The cells of `owners` that own anything; `None` for this rank's own.
+/// Returns the cells of those `owners` that own anything; `None` for this rank's own.
 fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
@@ -131,7 +132,7 @@ fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Op
     owning.map(|owner| (owner != cell.place()).then(|| peer(owner)).transpose()).collect()
 }
 
-/// Joins consecutive pieces, flat; `None` is this rank's own.
+/// Concatenates consecutive shards, flat; `None` is this rank's own.
 fn join<B: Backend>(
     cell: &Cell<B>,
     how: Option<Format>,
@@ -150,7 +151,7 @@ fn join<B: Backend>(
     }
 }
 
-/// Has the processes' pieces sent to where they belong in what they make, flat.
+/// Receives shards from other processes directly into their place in the result, which is flat.
 fn of_processes<B: Backend>(
     cell: &Cell<B>,
     how: Option<Format>,
@@ -159,7 +160,7 @@ fn of_processes<B: Backend>(
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let all = range_of(partition, &owners);
-    // Consecutive pieces; codes of each begin with a block of their own.
+    // The bytes of consecutive shards; the codes of each shard begin with a block of their own.
     let mut end = 0;
     let ends: Vec<Range<usize>> = owners
         .clone()
@@ -200,7 +201,7 @@ fn of_processes<B: Backend>(
     Ok(rank.mover.to_backend::<B>(data, shape, &cell.device, For::Beside).into_tensor())
 }
 
-/// Joins pieces that are quantised, or of which some are in the host's memory or on a disk, in one new array.
+/// Concatenates shards that are quantized, or of which some are in host memory or on a disk, in one new array.
 fn join_stored<'c, B: Backend>(
     cell: &Cell<B>,
     how: Option<Format>,

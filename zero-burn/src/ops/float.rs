@@ -1,4 +1,4 @@
-//! Float tensors: creation by scope, elementwise operations on pieces, lazy views, reductions; the rest loads.
+//! Float tensors: creation by scope, elementwise operations on shards, lazy views, reductions. Other operations load their operands.
 
 use burn_backend::ops::{FloatTensorOps, GridSampleOptions};
 use burn_backend::tensor::{FloatTensor, IndexingUpdateOp};
@@ -15,7 +15,7 @@ use crate::values::empty;
 
 use super::*;
 
-/// A tensor of one value, as `make` makes it where it is no parameter.
+/// Creates a tensor filled with one value; `make` creates it if it is an ordinary tensor.
 fn filled<B: Backend>(
     value: Scalar,
     shape: Shape,
@@ -25,7 +25,7 @@ fn filled<B: Backend>(
 ) -> ZeroTensor<B> {
     create(Fill::Value(value), shape.clone(), device, dtype, |_| {
         let device = device.clone();
-        // Of nothing too: Burn's fusion launches a kernel of no cubes for it, which CUDA refuses.
+        // Empty tensors are an exception: Burn's fusion launches a kernel without cubes for them, which CUDA rejects.
         ZeroTensor::ordinary([], move |[]| match shape.num_elements() {
             0 => empty::<B>(&shape, dtype.into(), &device),
             _ => make(shape.clone(), &device, dtype),
@@ -33,8 +33,8 @@ fn filled<B: Backend>(
     })
 }
 
-/// On CubeCL's backends by our products: Burn's tuner takes minutes, rounds fp32 to tf32, and has kernels that read beyond their
-/// operands (ADR 26).
+/// Multiplies matrices. CubeCL backends use our own kernels: Burn's tuner takes minutes, rounds fp32 to tf32, and has kernels that read
+/// beyond their operands (ADR 26).
 fn matmul<B: Backend>(lhs: B::FloatTensorPrimitive, rhs: B::FloatTensorPrimitive) -> B::FloatTensorPrimitive {
     #[cfg(feature = "cubecl")]
     let (lhs, rhs) = match zero_ops::matmul::<B>(lhs, rhs) {
@@ -46,8 +46,8 @@ fn matmul<B: Backend>(lhs: B::FloatTensorPrimitive, rhs: B::FloatTensorPrimitive
 
 #[deny(clippy::missing_trait_methods)]
 impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
-    /// A flat piece is given as a column: burn-flex 0.21 takes two handles on one flat tensor, as its square multiplies, for
-    /// a row to be broadcast, and copies before it multiplies.
+    /// Passes a flat shard as a column. burn-flex 0.21 squares by multiplication, takes two handles on one flat tensor for a row to be
+    /// broadcast, and copies before it multiplies.
     fn float_powi_scalar(lhs: FloatTensor<Self>, rhs: Scalar) -> FloatTensor<Self> {
         elementwise::unary("float_powi_scalar", lhs, move |x| {
             let shape = x.shape();
@@ -180,7 +180,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
     fn float_random(shape: Shape, distribution: Distribution, device: ty!(device), dtype: FloatDType) -> ty!(float) {
         let inner = device.inner();
         create(Fill::Random(distribution), shape.clone(), inner, dtype, |_| {
-            // The inner generator is one per process, and ranks would race for its numbers.
+            // The inner backend has one generator per process, and ranks would race for its numbers.
             let (drawn, inner) = (Context::<B>::draw(device), inner.clone());
             ZeroTensor::ordinary([], move |[]| {
                 random::tensor::<B>(drawn, shape.clone(), distribution, dtype.into(), &inner)
@@ -206,7 +206,7 @@ impl<B: Backend> FloatTensorOps<Self> for Zero<B> {
         filled(0f32.into(), shape, device.inner(), dtype, B::float_empty)
     }
 
-    /// The whole tensor. For a gradient or optimizer state this is a collective: every rank must call it.
+    /// Reads the full tensor. For a gradient or optimizer state this is a collective: every rank must call it.
     fn float_into_data(tensor: ty!(float)) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send {
         B::float_into_data(tensor.load_exact())
     }

@@ -18,7 +18,7 @@ use super::*;
 impl<B: FusedBackend> FusedBackend for Zero<B> {
     zero_ops::fused_operations! { recorded }
 
-    /// At stage 3 only the elements of this rank's piece are asked for.
+    /// At stage 3, `elements` is called only for the elements of this rank's shard.
     fn parameter_from(
         shape: Shape,
         device: &Device<Self>,
@@ -28,7 +28,7 @@ impl<B: FusedBackend> FusedBackend for Zero<B> {
         parameter(Fill::Elements(elements), shape, device.inner(), dtype.into())
     }
 
-    /// Masks of attention are those of a tensor that is drawn: of the same numbers, and one draw of the rank's.
+    /// Attention masks are those of a drawn tensor: they have the same numbers, and take one draw of the rank.
     fn draws_dropout(device: &Device<Self>) -> bool {
         #[cfg(feature = "cubecl")]
         return zero_ops::draws_on::<B>(device.inner());

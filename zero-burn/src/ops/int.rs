@@ -1,4 +1,4 @@
-//! Integer tensors: `B`'s own, drawn from the rank's stream of random numbers.
+//! Integer tensors: `B`'s own, with random numbers from the rank's stream.
 
 use std::ops::Range;
 

@@ -1,8 +1,8 @@
-//! Forwarding of every operation, one file per trait of Burn's.
+//! Forwarding of every operation, one file per trait of Burn.
 //!
-//! `forward!` expands to calls of the inner backend's operation of the same name, so that a kernel of `B` is never
-//! replaced by a default body; `clippy::missing_trait_methods` is denied on every trait, and `tests/forwarding.rs`
-//! checks the same against Burn's sources. Float operands are loaded, other primitives are `B`'s own.
+//! `forward!` expands to calls of the inner backend's operation of the same name, so that a default body never replaces a kernel of `B`.
+//! `clippy::missing_trait_methods` is denied on every trait, and `tests/forwarding.rs` checks the same against Burn's sources. Float
+//! operands are loaded; other primitives are `B`'s own.
 
 mod activation;
 mod bool;
@@ -20,7 +20,7 @@ use crate::activations::{Operands, Recording};
 use crate::backend::Zero;
 use crate::tensor::ZeroTensor;
 
-/// The type of an operand or result by its kind.
+/// Returns the type of an operand or result of a kind.
 macro_rules! ty {
     (float) => { burn_backend::tensor::FloatTensor<Self> };
     (shape_of) => { burn_backend::tensor::FloatTensor<Self> };
@@ -54,7 +54,7 @@ macro_rules! ty {
     (($plain:ty)) => { $plain };
 }
 
-/// An operand as the inner backend takes it.
+/// Converts an operand for the inner backend.
 macro_rules! operand {
     (float, $x:expr) => {
         $x.load()
@@ -79,7 +79,7 @@ macro_rules! operand {
     };
 }
 
-/// A result as the decorator gives it: `$of` makes a tensor of a float.
+/// Converts a result for the decorator: `$of` makes a tensor of a float.
 macro_rules! result {
     (float, $x:expr, $of:expr) => {
         $of($x)
@@ -133,7 +133,7 @@ macro_rules! result {
     };
 }
 
-/// An operand as a recorded operation keeps it: floats are among its inputs, all else is owned.
+/// Stores an operand of a recorded operation: floats become its inputs, everything else is owned.
 macro_rules! keep {
     (float, $x:ident, $recording:ident) => {
         $x.record(&mut $recording)
@@ -152,7 +152,7 @@ macro_rules! keep {
     };
 }
 
-/// An operand for the inner backend, of what was kept.
+/// Returns a stored operand for the inner backend.
 macro_rules! again {
     (float, $x:ident, $floats:ident) => {
         $floats.next().expect("as many as were recorded")
@@ -171,7 +171,7 @@ macro_rules! again {
     };
 }
 
-/// Operations that load their float operands. `= function`: by this in place of the inner backend's.
+/// Operations that load their float operands. `= function` replaces the inner backend's operation.
 macro_rules! forward {
     ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(= $by:path)?;)*) => {
         $(fn $name($($arg: ty!($kind)),*) -> ty!($ret) {
@@ -180,7 +180,7 @@ macro_rules! forward {
     };
 }
 
-/// As `forward!`, of operations of a forward pass: within a checkpointed block their results can be made again.
+/// Same as `forward!`, for operations of a forward pass: within a checkpointed block their results can be recomputed.
 macro_rules! recorded {
     ($(fn $name:ident($($arg:ident: $kind:tt),*) -> $ret:tt $(= $by:path)?;)*) => {
         $(#[allow(unused_variables, clippy::clone_on_copy)] // Of some kinds.
@@ -191,7 +191,7 @@ macro_rules! recorded {
             $(let $arg = keep!($kind, $arg, recording);)*
             let run = move |floats: &mut Operands<B>| called!($name $(, $by)?)($(again!($kind, $arg, floats)),*);
             let (made, mut floats) = (run(&mut recording.operands()), Vec::new());
-            // Their places are taken in order, as they are when it runs again.
+            // Floats are taken in order, the same as on a rerun.
             let made = result!($ret, made, |float| floats.push(float));
             let mut handles = recording.end(floats, Box::new(move |operands| {
                 let mut floats = Vec::new();

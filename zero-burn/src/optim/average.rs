@@ -1,4 +1,4 @@
-//! Moving averages in the place of weights: to evaluate, predict and export by them.
+//! Exchange of weights with their moving averages, to evaluate, predict and export with the averages.
 
 use std::convert::Infallible;
 
@@ -19,11 +19,11 @@ use crate::trouble::stop;
 use crate::values::{self, read};
 
 impl<A: ZeroAutodiff> Fused<A> {
-    /// Exchanges the parameters of `module`, and their masters, with their moving averages; a second call exchanges them back, bit by
-    /// bit. A parameter that has no average, as it is frozen or has not been updated, stays. Every rank calls it. Between the two
-    /// calls the module may be read and saved as usual, and must not be trained.
+    /// Exchanges the parameters of `module`, and their masters, with their moving averages; a second call exchanges them back, bit by bit.
+    /// A parameter without an average, because it is frozen or has not been updated, stays. Every rank calls it. Between the two calls the
+    /// module may be read and saved as usual, but must not be trained.
     ///
-    /// Memory: two copies of one parameter at a time. Where a parameter is cut in another way than its state the average is gathered.
+    /// Memory: two copies of one parameter at a time. If a parameter is partitioned differently from its state, the average is gathered.
     pub fn exchange_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
         let context = Context::<A::Base>::current();
         context.wait_for_updates();
@@ -37,12 +37,12 @@ impl<A: ZeroAutodiff> Fused<A> {
                 stop(format!("parameter {} is an ordinary tensor: call zero_burn::module::prepare", meta.path));
             };
             if let Some(master) = master.filter(|_| !shard.views.is_empty()) {
-                // The parameter was changed since its last update, and its master is what it is made of again.
+                // The parameter was changed since its last update, so apply the change to its master.
                 cells[master].1 = edited(cells[master].1.clone(), &shard);
             }
             let cell = cells[average].1.clone();
             let held = cell.partition.range(cell.place());
-            // The same on every rank, as a gather is.
+            // The condition is the same on every rank, as a gather needs.
             let values = match cell.partition == shard.cell.partition {
                 true => local::<A::Base>(&cell, held.len()),
                 false => {
@@ -67,7 +67,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     }
 }
 
-/// The first `len` elements that this rank holds of a state.
+/// Returns the first `len` elements of a state that this rank holds.
 fn local<B: Backend>(cell: &std::sync::Arc<Cell<B>>, len: usize) -> Vec<f32> {
     let data = values::flat(read::<B>(cell.local()));
     data.iter::<f32>().take(len).collect()

@@ -1,4 +1,4 @@
-//! Burn's optimizers on ranks, in a loop that stays as it was.
+//! Burn's optimizers on several ranks, with an unchanged training loop.
 
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer};
@@ -6,11 +6,11 @@ use burn::optim::{GradientsParams, LearningRate, MultiGradientsParams, Optimizer
 use crate::autodiff::ZeroAutodiff;
 use crate::module::{collect_grads, prepare};
 
-/// An optimizer that completes a rank's gradients ([`collect_grads`]) before each step. Made by [`distributed`].
+/// An optimizer that completes a rank's gradients ([`collect_grads`]) before each step. Created by [`distributed`].
 #[derive(Debug, Clone)]
 pub struct Distributed<O>(O);
 
-/// Readies `model` for training ([`prepare`]) and `optimizer`, Burn's or [`Fused`](super::Fused), for its ranks: the loop of a plain
+/// Prepares `model` for training ([`prepare`]) and wraps `optimizer`, Burn's or [`Fused`](super::Fused), for its ranks. The loop of a plain
 /// Burn program then trains on them. Every rank calls it, and `step` after every backward pass.
 ///
 /// ```
@@ -37,7 +37,7 @@ pub struct Distributed<O>(O);
 ///
 /// # Panics
 ///
-/// As [`prepare`].
+/// Same as [`prepare`].
 pub fn distributed<A, M, O>(model: M, optimizer: O, device: &A::Device) -> (M, Distributed<O>)
 where
     A: ZeroAutodiff,

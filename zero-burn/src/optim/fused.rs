@@ -1,4 +1,4 @@
-//! The optimizer: a rule for each group of parameters, and their state.
+//! The fused optimizer: a rule for each group of parameters, and the parameters' state.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -30,19 +30,19 @@ use crate::update::norms::{own_sums, trust};
 use crate::values::piece;
 use crate::walk;
 
-/// What is known of a parameter when it is put into a group.
+/// Properties of a parameter by which groups select it.
 #[derive(Debug, Clone, Copy)]
 pub struct ParamInfo<'a> {
-    /// Names of fields from the module down, with dots: "h.0.attn.c_attn.weight".
+    /// Names of the fields from the module down, separated by dots: "h.0.attn.c_attn.weight".
     pub path: &'a str,
     /// Its shape.
     pub shape: &'a [usize],
 }
 
-/// A tensor of the backend that computes.
+/// A tensor of the inner backend.
 type BaseTensor<A> = <<A as ZeroAutodiff>::Base as BackendTypes>::FloatTensorPrimitive;
 
-/// Whether a parameter belongs to a group.
+/// Predicate that selects the parameters of a group.
 type Select = Arc<dyn Fn(ParamInfo<'_>) -> bool + Send + Sync>;
 
 #[derive(Clone)]
@@ -67,20 +67,20 @@ pub struct Fused<A: ZeroAutodiff> {
     rule: Rule,
     groups: Vec<Group>,
     pub(super) states: Vec<ParamState<A::Base>>,
-    /// Places in `states`.
+    /// Indices in `states`.
     pub(super) index: HashMap<ParamId, usize>,
-    /// Of what the last step has updated.
+    /// Parameters updated by the last step.
     latest: Vec<ParamId>,
 }
 
 impl<A: ZeroAutodiff> Fused<A> {
-    /// One rule for all parameters.
+    /// Creates an optimizer with one rule for all parameters.
     pub fn new(rule: Rule) -> Self {
         Self { rule, groups: Vec::new(), states: Vec::new(), index: HashMap::new(), latest: Vec::new() }
     }
 
-    /// Adds a group with a rule of its own, whose learning rate is the step's times `lr_scale`. A parameter belongs to
-    /// the first group that selects it.
+    /// Adds a group with its own rule, whose learning rate is the step's times `lr_scale`. A parameter belongs to the first group that
+    /// selects it.
     #[must_use]
     pub fn with_group(
         mut self,
@@ -93,15 +93,15 @@ impl<A: ZeroAutodiff> Fused<A> {
     }
 
     /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta, of all groups from the next step
-    /// on: schedules that cycle the momentum use it. A rule without momentum keeps none.
+    /// on, for schedules that cycle the momentum. A rule without momentum stays without.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         for rule in self.groups.iter_mut().map(|group| &mut group.rule).chain([&mut self.rule]) {
             rule.set_momentum(momentum, second_beta);
         }
     }
 
-    /// As [`Optimizer::step`], with all gradients multiplied by `grad_scale` in the same pass: for clipping by the
-    /// global norm and for loss scales.
+    /// Same as [`Optimizer::step`], with all gradients multiplied by `grad_scale` in the same pass: for clipping by the global norm and for
+    /// loss scales.
     pub fn step_scaled<M: AutodiffModule<A>>(
         &mut self,
         lr: LearningRate,
@@ -112,7 +112,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         self.step_by(lr, grad_scale, None, module, grads)
     }
 
-    /// By `factor` in place of `scale`, if all is updated on the device that has it.
+    /// Steps with `factor` instead of `scale`, if everything is updated on the device that holds it.
     pub(super) fn step_by<M: AutodiffModule<A>>(
         &mut self,
         lr: LearningRate,
@@ -124,9 +124,9 @@ impl<A: ZeroAutodiff> Fused<A> {
         let context = Context::<A::Base>::current();
         context.rank.mover.sweep();
         self.latest.clear();
-        // Updates that are run together, and those of here that another pass follows.
+        // Updates that run together, and updates on this thread that have a second pass.
         let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
-        // Those of here that are run once those beside have begun, so that the disk is busy meanwhile.
+        // Updates on this thread that run after the concurrent ones have begun, so that the disk is busy meanwhile.
         let mut later = Vec::new();
         let mut count = 0;
         let module = walk::map::<A, M, _>(
@@ -155,36 +155,37 @@ impl<A: ZeroAutodiff> Fused<A> {
             here.into_iter().for_each(|job| drop(job.run()));
         }
         run_on_device(on_device, factor);
-        // What is kept of these is free before more is read.
+        // Frees what only these gradients keep, before more is read.
         drop(grads);
         if !beside.is_empty() {
             let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
             updates.start(&context.rank, beside).unwrap_or_else(|error| raise(error));
         }
         later.into_iter().for_each(|job: Job<_>| drop(job.run()));
-        // Every rank comes here; later one may use a parameter alone. Ended at once, as pieces and wholes are there till then.
+        // Every rank comes here; later, one may use a parameter alone. Ended at once, because until then memory holds both shards and full
+        // tensors.
         context.gather_awaited();
         module
     }
 
-    /// Waits until the last step's updates have ended. Those of what is kept in the host's memory or on a disk go on beside what follows the step;
-    /// whatever needs a parameter or a state waits for that one by itself, so this is for measuring.
+    /// Waits until the last step's updates have ended. Updates of state in host memory or on a disk overlap what follows the step. Any use
+    /// of a parameter or a state waits for that one by itself, so this is only needed for measurements.
     pub fn wait(&self) {
         Context::<A::Base>::current().wait_for_updates();
     }
 
-    /// One state of a parameter by its name ([`Rule::state_names`], [`EMA`], or "fp32_param" for the master of a parameter in
-    /// 16 bit), flat. Reading its data is done by all ranks. `None` before the parameter's first step.
+    /// Returns one state of a parameter by its name ([`Rule::state_names`], [`EMA`], or "fp32_param" for the master of a 16-bit parameter),
+    /// flat. Reading its data is a collective. `None` before the parameter's first step.
     pub fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
         let state = &self.states[*self.index.get(&id)?];
         state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| flat(cell))
     }
 
-    /// Replaces one state of a parameter by `values`, whole and flat, the same on every rank. `false` if there is no
-    /// such state or it has another size; an fp32 master is made if there is none yet.
+    /// Replaces one state of a parameter by `values`: the full state, flat, the same on every rank. Returns `false` if there is no such
+    /// state or its size differs. Creates an fp32 master if there is none yet.
     pub fn set_state(&mut self, id: ParamId, name: &str, values: &[f32]) -> bool {
         if name == MASTER && self.state(id, name).is_none() {
-            // Otherwise the parameter's first update makes it, from the parameter.
+            // Otherwise the parameter's first update creates it from the parameter.
             let cell = loaded_state(id, name, Shape::new([values.len()]), Vec::new());
             self.state_of(id).cells.push((name.into(), cell));
         }
@@ -199,14 +200,14 @@ impl<A: ZeroAutodiff> Fused<A> {
         true
     }
 
-    /// Updates of a parameter so far, and the names of its states, the master ("fp32_param") included. `None` before its
-    /// first update.
+    /// Returns the number of a parameter's updates so far, and the names of its states, including the master ("fp32_param"). `None` before
+    /// its first update.
     pub fn states(&self, id: ParamId) -> Option<(usize, Vec<&str>)> {
         let state = &self.states[*self.index.get(&id)?];
         Some((state.time, state.cells.iter().map(|(name, _)| name.as_str()).collect()))
     }
 
-    /// This rank's part of a state, fp32 and little-endian, cut as [`pieces`](crate::pieces) are. Nothing is gathered.
+    /// Returns this rank's part of a state, fp32 and little-endian, partitioned like [`pieces`](crate::pieces). Nothing is gathered.
     pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
         let state = &self.states[*self.index.get(&id)?];
         let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
@@ -220,12 +221,12 @@ impl<A: ZeroAutodiff> Fused<A> {
         })
     }
 
-    /// Makes `states` all that is known of a parameter of `numel` elements that has been updated `time` times: for each
-    /// name the elements that this rank holds ([`held_range`](crate::pieces::held_range)).
+    /// Sets the complete state of a parameter of `numel` elements that has been updated `time` times. For each name, `states` has the
+    /// elements that this rank holds ([`held_range`](crate::pieces::held_range)).
     ///
     /// # Panics
     ///
-    /// When a state has another number of elements.
+    /// If a state has another number of elements.
     pub fn load_states(&mut self, id: ParamId, numel: usize, time: usize, states: Vec<(String, Vec<f32>)>) {
         let context = Context::<A::Base>::current();
         let partition = context.rank.partition(numel);
@@ -240,28 +241,28 @@ impl<A: ZeroAutodiff> Fused<A> {
         (state.time, state.cells) = (time, cells);
     }
 
-    /// Moves all state to a disk for a while.
+    /// Moves all state to a disk temporarily.
     ///
     /// # Errors
     ///
-    /// What the disk says.
+    /// [`DiskError`].
     pub fn park(&self, parked: &mut Parked<A::Base>) -> Result<(), DiskError> {
         self.states.iter().flat_map(|state| &state.cells).try_for_each(|(_, cell)| parked.add(cell))
     }
 
-    /// Forgets all state, as before the first update.
+    /// Drops all state, as before the first update.
     pub fn clear_states(&mut self) {
         self.states.clear();
         self.index.clear();
     }
 
-    /// The rule of parameters that no group selects.
+    /// Returns the rule of parameters that no group selects.
     pub fn rule(&self) -> Rule {
         self.rule
     }
 
-    /// Returns true if a device can make a step by itself: no rule takes a second pass, for which sums are read, and no average follows
-    /// an update that may be left out.
+    /// Returns whether a device can compute a step by itself: no rule has a second pass, for which sums are read, and no average follows an
+    /// update that may be skipped.
     #[cfg(feature = "cubecl")]
     pub(super) fn has_one_pass(&self) -> bool {
         let mut rules = self.groups.iter().map(|group| group.rule).chain([self.rule]);
@@ -269,14 +270,14 @@ impl<A: ZeroAutodiff> Fused<A> {
         !has_average && rules.all(|rule| !matches!(rule, Rule::Lamb { .. }))
     }
 
-    /// Counts the last step as not made, as a device has left it out.
+    /// Uncounts the last step, which a device has skipped.
     #[cfg(feature = "cubecl")]
     pub(super) fn take_back(&mut self) {
         for id in std::mem::take(&mut self.latest) {
             let state = self.state_of(id);
             state.time -= 1;
             if state.time == 0 {
-                // They have not begun.
+                // These states have not begun.
                 state.cells.retain(|(name, _)| name == MASTER);
             }
         }
@@ -338,8 +339,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
     }
 }
 
-/// What is left to be run beside what follows the step, and on the device, after the first passes of updates that take two, those
-/// `here` included. A collective: the norms of `count` parameters are of all ranks.
+/// Runs the first passes that remain (those of `here` have run), and prepares all second passes. Returns the remaining concurrent updates
+/// and those on the device. A collective: the norms of `count` parameters are summed over all ranks.
 fn first_passes<B: Backend>(
     context: &Context<B>,
     here: &mut [Job<B>],
@@ -352,7 +353,7 @@ fn first_passes<B: Backend>(
             "a trust ratio (LAMB) is of a whole parameter, of which a rank of a mesh with foreign axes may have a part";
         stop(format!("{found}: choose a rule without one, such as Rule::adamw, or a mesh of the data axis alone"));
     }
-    // They use the same arrays.
+    // Both use the same arrays.
     context.wait_for_updates();
     let (first, mut beside): (Vec<_>, Vec<_>) = beside.into_iter().partition(Job::is_first_pass);
     beside.extend(run_jobs(first, &context.rank).unwrap_or_else(|error| raise(error)));
@@ -367,7 +368,7 @@ fn first_passes<B: Backend>(
     (beside, on_device)
 }
 
-/// Runs a pass of updates on the device; gives those that another follows.
+/// Runs a pass of updates on the device; returns those that have a second pass.
 fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     #[cfg(feature = "cubecl")]
     return crate::update::device::run(jobs, factor);
@@ -378,7 +379,7 @@ fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPri
     }
 }
 
-/// State `name` of parameter `id` that comes from elsewhere than from an update: this rank's elements of it.
+/// Creates state `name` of parameter `id` from this rank's elements `held`, for state that does not come from an update.
 pub(super) fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
     let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());

@@ -1,5 +1,5 @@
-//! Clipped updates of what is on one device, which makes the factor of the gradients by itself. The host reads the norm and other
-//! numbers of the step in one wait, behind which the device still has the update to make.
+//! Clipped updates on one device, which computes the gradients' factor itself. The host reads the norm and other numbers of the step in one
+//! wait, while the device still has the update to compute.
 
 use burn::module::AutodiffModule;
 use burn::optim::{GradientsParams, LearningRate};
@@ -13,37 +13,37 @@ use crate::autodiff::ZeroAutodiff;
 #[cfg(feature = "cubecl")]
 use crate::context::Context;
 
-/// A step that a device has been given, with its numbers on their way to the host. [`Fused::told`] waits for them.
+/// A step that has been submitted to a device, with its numbers on their way to the host. [`Fused::told`] waits for them.
 pub struct Late {
     #[cfg(feature = "cubecl")]
     read: zero_ops::Read,
-    /// Set if a factor was made; the factor is NaN where nothing was updated.
+    /// True if a factor was computed; the factor is NaN if nothing was updated.
     #[cfg(feature = "cubecl")]
     has_factor: bool,
-    /// Without a device there is none.
+    /// Uninhabited: there are no such steps without a device.
     #[cfg(not(feature = "cubecl"))]
     none: std::convert::Infallible,
 }
 
-/// What was read of a step.
+/// The numbers that were read of a step.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Told {
-    /// The L2 norm over all gradients, as they came.
+    /// L2 norm over all gradients, before clipping.
     pub norm: f64,
-    /// Whether the update has been made.
+    /// True if the update was made.
     pub is_made: bool,
     /// The numbers that were read with it.
     pub others: Vec<f64>,
 }
 
 impl<A: ZeroAutodiff> Fused<A> {
-    /// As [`step_scaled`](Fused::step_scaled) with the factor that `clip` makes of the gradients' norm, where that can be left to their
-    /// device: one rank, all of whose parameters and state are on it, and rules without a trust ratio. The host waits for nothing.
-    /// The step must be [told](Fused::told) before the next, with the values of `others`.
+    /// Same as [`step_scaled`](Fused::step_scaled), with the factor that `clip` computes from the gradients' norm on the device. Requires a
+    /// single rank, with all parameters and state on the device, and rules without a trust ratio. The host does not wait. Before the next
+    /// step, the numbers of this one, including the values of `others`, must be [read](Fused::told).
     ///
     /// # Errors
     ///
-    /// The arguments, untouched, elsewhere.
+    /// The unchanged arguments, if the requirements are not met.
     #[allow(clippy::result_large_err, clippy::type_complexity)] // The arguments given back.
     pub fn step_clipped<M: AutodiffModule<A>>(
         &mut self,
@@ -64,7 +64,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             });
             let has_factor = factor.is_some();
             let all = [sums].into_iter().chain(factor.clone()).chain(others).collect();
-            // Before the update, which the device still has to make when the numbers have come.
+            // Read before the update, which the device still has to compute when the numbers arrive.
             let read = zero_ops::begin_read::<A::Base>(all);
             let module = self.step_by(lr, 1.0, factor, module, grads);
             zero_ops::send::<A::Base>(&Context::<A::Base>::current().rank.device);
@@ -74,7 +74,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         Err((module, grads))
     }
 
-    /// Waits for the numbers of a step.
+    /// Waits for the numbers of a step, and returns them.
     pub fn told(&mut self, late: Late) -> Told {
         #[cfg(feature = "cubecl")]
         {

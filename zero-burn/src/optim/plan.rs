@@ -1,4 +1,4 @@
-//! What an update is made of: the arrays of a parameter, its gradient and its state, and the cells of what comes of it.
+//! The plan of an update: the arrays of a parameter, its gradient and its state, and the cells of the results.
 
 use std::sync::Arc;
 
@@ -18,32 +18,32 @@ use crate::update::{Array, Averaged, Job};
 use crate::values::{flat, narrow_or_f32, of_type, read};
 use crate::view::Extent;
 
-/// Where an update runs.
+/// The place where an update runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Where {
-    /// On the processor, at once.
+    /// On the CPU, immediately.
     Here,
-    /// On the processor, beside what follows the step.
+    /// On the CPU, concurrently with what follows the step.
     Beside,
-    /// On the device that the arrays are on.
+    /// On the device that holds the arrays.
     Device,
 }
 
-/// What is to become of a parameter.
+/// The planned update of a parameter.
 pub(super) struct Update<B: Backend> {
     pub(super) rule: Rule,
     pub(super) lr: f64,
-    /// What the gradient is multiplied by first.
+    /// Factor by which the gradient is multiplied first.
     pub(super) scale: f32,
     pub(super) parameter: Shard<B>,
     pub(super) gradient: Shard<B>,
-    /// Its place among those of the step.
+    /// Index among the updates of the step.
     pub(super) number: usize,
 }
 
 impl<B: Backend> Update<B> {
-    /// The job that makes the parameter's next version and its states, which are pending from here on: in place where their
-    /// memory is this one's alone.
+    /// Plans the job that computes the parameter's next version and its states, which are pending from now on. It updates memory in place
+    /// if nothing else holds it.
     pub(super) fn plan(mut self, state: &mut ParamState<B>) -> (Where, Job<B>) {
         let (parent, dtype) = (self.gradient.cell.clone(), self.parameter.cell.dtype);
         let updated = self.parameter.cell.template(Kind::Optimizer, Origin::Version);
@@ -51,11 +51,11 @@ impl<B: Backend> Update<B> {
         let names = self.rule.state_names();
         let half = matches!(dtype, DType::F16 | DType::BF16);
         let decay = rank.config.ema_decay;
-        // Always in this order: names of cells count on it.
+        // Always in this order: the cells' names depend on it.
         let kept: Vec<&str> = names.iter().copied().chain(decay.map(|_| EMA)).chain(half.then_some(MASTER)).collect();
         let template = |name: &&str| parent.template(Kind::Optimizer, Cell::derivation(name, &[&parent]));
         let templates: Vec<Template<B>> = kept.iter().map(template).collect();
-        // One element of filler where the rank has none.
+        // One filler element if the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
         let (slot, first) = (parent.slot.clone(), parent.partition.range(parent.place()).start);
         drop(parent);
@@ -63,20 +63,20 @@ impl<B: Backend> Update<B> {
         let place = self.place(state, elements);
         let state_dtype = rank.state_dtype();
         let complete = names.iter().all(|name| state.cells.iter().any(|(known, _)| known == name));
-        // Also when the rule has changed since: state that it does not know is dropped, what is missing begins anew.
+        // A rule may have changed: state that it does not know is dropped, and missing state begins anew.
         state.time = if complete { state.time + 1 } else { 1 };
         let kernel = Kernel::new(self.rule, self.lr, state.time);
 
         let mut there = There { cells: std::mem::take(&mut state.cells), place, elements, rank, slot };
         let states: Vec<Option<Array<B>>> = names.iter().map(|name| there.take(name, state_dtype)).collect();
         let states = match place {
-            // All of them, or the kernel makes them.
+            // All of them, or the kernel creates them.
             Where::Device if !complete => Vec::new(),
             _ => states.into_iter().map(|state| state.unwrap_or_else(|| there.fresh(state_dtype))).collect(),
         };
         let average = decay.map(|decay| match there.take(EMA, DType::F32) {
             Some(array) => Averaged { array, decay, fresh: false },
-            // On a device the parameter's tensor takes its place.
+            // On a device, the parameter's tensor takes its place.
             None => Averaged { array: there.fresh(DType::F32), decay, fresh: true },
         });
         let master = there.take(MASTER, DType::F32);
@@ -120,10 +120,10 @@ impl<B: Backend> Update<B> {
         (place, job)
     }
 
-    /// Makes of the fp32 master what it is to be before the update.
+    /// Brings the fp32 master up to date before the update.
     fn edit_master(&mut self, state: &mut ParamState<B>) {
         let own = self.gradient.cell.slot.as_ref().map(|slot| slot.index);
-        // A parameter that was prepared anew has values of its own: the master is of those before.
+        // A parameter that was prepared again has values of its own: the master belongs to the old ones.
         let is_of_before = |master: &Cell<B>| {
             let slot = master.slot.as_ref().filter(|slot| slot.current.lock().strong_count() == 0);
             slot.zip(own).is_some_and(|(slot, own)| own != slot.index)
@@ -132,12 +132,12 @@ impl<B: Backend> Update<B> {
         if !self.parameter.views.is_empty()
             && let Some((_, master)) = state.cells.iter_mut().find(|(name, _)| name == MASTER)
         {
-            // The parameter was changed since its last update, and its master is what it is made of.
+            // The parameter was changed since its last update, so apply the change to its master.
             *master = edited(master.clone(), &self.parameter);
         }
     }
 
-    /// Where the update runs: a parameter alone in the host's memory is updated with its state, by the backend.
+    /// Returns where the update runs. If only the parameter is in host memory, the backend updates it with its state.
     fn place(&self, state: &ParamState<B>, elements: usize) -> Where {
         let (cell, dtype) = (&self.parameter.cell, self.parameter.cell.dtype);
         let home = |kind, size| cell.rank.home(kind, elements * size, cell.slot.as_deref());
@@ -162,28 +162,28 @@ impl<B: Backend> Update<B> {
 struct There<B: Backend> {
     cells: Vec<(String, Arc<Cell<B>>)>,
     place: Where,
-    /// Elements of each array.
+    /// Number of elements of each array.
     elements: usize,
     rank: Arc<Rank<B>>,
     slot: Option<Arc<Slot<B>>>,
 }
 
 impl<B: Backend> There<B> {
-    /// The disk that an array of this type is kept on, if it is.
+    /// Returns the disk that keeps an array of this type, if one does.
     fn disk(&self, dtype: DType) -> Option<&Arc<SwapDisk>> {
         self.rank.disk_for(Kind::Optimizer, self.elements * dtype.size(), self.slot.as_deref())
     }
 
-    /// A state that may be there already, in this type.
+    /// Takes a state that may exist already, in this type.
     fn take(&mut self, name: &str, dtype: DType) -> Option<Array<B>> {
         let cell = self.cells.swap_remove(self.cells.iter().position(|(known, _)| known == name)?).1;
         let kept_as = cell.dtype;
         if self.place == Where::Device {
-            // One that was loaded is in fp32.
+            // A loaded state is in fp32.
             return Some(Array::Tensor(of_type::<B>(cell.into_local(), dtype)));
         }
         Some(match cell.into_stored() {
-            // As it was loaded, before it was known whose it is.
+            // The state as it was loaded, before its parameter was known.
             Ok(Stored::Disk(stored)) if self.disk(dtype).is_none() || kept_as != dtype => {
                 Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).convert_dtype(dtype))
             }
@@ -193,7 +193,7 @@ impl<B: Backend> There<B> {
         })
     }
 
-    /// A state that begins.
+    /// Creates a state that begins with zeros.
     fn fresh(&self, dtype: DType) -> Array<B> {
         match self.disk(dtype) {
             Some(disk) => Array::Disk { stored: or_stop(disk.reserve(self.elements * dtype.size())), fresh: true },
@@ -201,7 +201,7 @@ impl<B: Backend> There<B> {
         }
     }
 
-    /// The fp32 master of a parameter that has none yet.
+    /// Creates the fp32 master of a parameter that has none yet.
     fn fresh_master(&self, own: &Array<B>, dtype: DType) -> Array<B> {
         match (own, self.disk(DType::F32)) {
             (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
@@ -218,7 +218,7 @@ impl<B: Backend> There<B> {
     }
 }
 
-/// The parameter as it is; in 16 bit with a master, its values are not needed.
+/// Returns the parameter's array; of a 16-bit parameter with a master, the values are not needed.
 fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B> {
     let (rank, dtype) = (parameter.cell.rank.clone(), parameter.cell.dtype);
     if place == Where::Device {
@@ -232,7 +232,7 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
         Ok(stored) => Array::of(stored, &rank.mover),
         Err(parameter) => {
             let piece = parameter.into_piece();
-            // A copy in 16 bit is written over from its master: there is no need to wait for its values.
+            // A 16-bit copy is overwritten from its master, so its values need not be waited for.
             let numel = piece.shape().num_elements();
             Array::Memory(match is_copy {
                 true => filled(&rank.mover, numel, dtype, [numel], |_| {}),
@@ -242,7 +242,7 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
     }
 }
 
-/// What is only read: no copy of what others may still read.
+/// Returns the gradient's array, which is only read: data that others may still read is not copied.
 fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
     let (rank, dtype) = (gradient.cell.rank.clone(), gradient.cell.dtype);
     let is_plain = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
@@ -269,7 +269,7 @@ fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
     (array, dtype)
 }
 
-/// A parameter's fp32 master with what was done to the parameter itself.
+/// Applies to a parameter's fp32 master the operations recorded on the parameter.
 pub(super) fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>> {
     let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
     let piece =
@@ -277,7 +277,7 @@ pub(super) fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> 
     Cell::ready(template, of_type::<B>(piece, DType::F32))
 }
 
-/// A piece in host memory, in place if this is its only handle and of the type, flat.
+/// Returns a shard in host memory, flat and in type `dtype`; in place if this is its only handle and it has that type.
 fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive, dtype: DType) -> TensorData {
     flat(read::<B>(piece)).convert_dtype(dtype)
 }

@@ -1,4 +1,4 @@
-//! What an optimizer keeps for a parameter.
+//! The optimizer state of a parameter.
 
 use std::sync::Arc;
 
@@ -13,28 +13,28 @@ use crate::backend::Zero;
 use crate::cell::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 
-/// Name of the fp32 master of a parameter in 16 bit.
+/// Name of the fp32 master of a 16-bit parameter.
 pub(super) const MASTER: &str = "fp32_param";
 
 /// The name of the moving average of a parameter ([`ema_decay`](crate::config::ZeroConfig::ema_decay)).
 pub const EMA: &str = "ema";
 
-/// A parameter's state: this rank's pieces.
+/// A parameter's state: this rank's shards.
 #[derive(Clone)]
 pub(super) struct ParamState<B: Backend> {
     pub(super) id: ParamId,
-    /// Steps so far.
+    /// Number of steps so far.
     pub(super) time: usize,
-    /// In the order of the rule's names, then the average and the master if there are such.
+    /// In the order of the rule's names, then the average and the master, if there are any.
     pub(super) cells: Vec<(String, Arc<Cell<B>>)>,
 }
 
-/// A parameter's state as it is saved: whole tensors, flat.
+/// A parameter's state as it is saved: full tensors, flat.
 #[derive(Record, Clone)]
 pub struct StateRecord<B: burn::tensor::backend::Backend> {
     /// The parameter's identity, as in the module's record.
     pub id: String,
-    /// Steps so far.
+    /// Number of steps so far.
     pub time: usize,
     /// Names of the tensors.
     pub names: Vec<String>,
@@ -43,7 +43,7 @@ pub struct StateRecord<B: burn::tensor::backend::Backend> {
     pub tensors: Vec<Tensor<B, 1>>,
 }
 
-/// The tensor of `cell`, flat. Reading its data is done by all ranks.
+/// Returns the tensor of `cell`, flat. Reading its data is a collective.
 pub(super) fn flat<B: Backend>(cell: &Arc<Cell<B>>) -> Tensor<Zero<B>, 1> {
     let Shard { cell, views } = Shard::new(cell.clone());
     let views = views.reshape(Shape::new([cell.partition.numel()]));
@@ -60,7 +60,8 @@ impl<B: Backend> ParamState<B> {
         }
     }
 
-    /// The state of a record that was loaded inside [`load_state`](crate::load_state); otherwise which tensor is whole.
+    /// Returns the state of a record that was loaded inside [`load_state`](crate::load_state); otherwise the name of a tensor that is not a
+    /// shard.
     pub(super) fn from_record<A: ZeroAutodiff<Base = B>>(record: StateRecord<A>) -> Result<Self, String> {
         let tensors = record.tensors.into_iter().map(|tensor| tensor.inner().into_primitive());
         let cells = record.names.into_iter().zip(tensors).map(|(name, tensor)| match tensor {
@@ -72,7 +73,7 @@ impl<B: Backend> ParamState<B> {
     }
 }
 
-/// What is said when optimizer state has another size than the parameter.
+/// Returns the error message for optimizer state whose size differs from the parameter's.
 pub(super) fn mismatch(state: usize, parameter: usize) -> String {
     format!(
         "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \

@@ -1,8 +1,7 @@
-//! The layout of gradients in buckets of constant size: per rank a row, per parameter the same columns of each. A large parameter
-//! spans buckets; one that the ranks divide evenly may go alone, as it is: its rows are already those of a bucket.
+//! The layout of gradients in buckets of constant size: a row per rank, in which each parameter has the same columns. A large parameter
+//! spans buckets. A gradient that the ranks divide evenly may be sent alone, unchanged: its rows already have a bucket's layout.
 //!
-//! Where rows are made, sent and taken apart is for the [`Medium`]: the host's memory ([`super::host`]), or a device's
-//! ([`super::device`]).
+//! The [`Medium`] decides where rows are packed, sent and unpacked: in host memory ([`super::host`]), or on a device ([`super::device`]).
 
 use std::sync::Arc;
 
@@ -14,7 +13,7 @@ use super::{Incoming, Lanes, names};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
 
-/// Columns `from` to `from + columns` of a gradient of `numel` elements, which begin at column `at` of their bucket.
+/// Columns `from` to `from + columns` of a gradient of `numel` elements; they begin at column `at` of their bucket.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Segment {
     pub(super) piece: usize,
@@ -24,45 +23,45 @@ pub(super) struct Segment {
     pub(super) at: usize,
 }
 
-/// A gradient's reduced piece as it is put together from buckets.
+/// A gradient's reduced shard, while it is assembled from buckets.
 pub(super) struct Reduced<B: Backend, T> {
     pub(super) cell: Arc<Cell<B>>,
-    /// What has been put together so far.
+    /// The part assembled so far.
     pub(super) target: Option<T>,
-    /// Elements of it.
+    /// Number of its elements.
     pub(super) len: usize,
-    /// Columns that have been reduced, and all.
+    /// Number of columns that have been reduced, and of all columns.
     done: usize,
     columns: usize,
 }
 
-/// Where buckets are.
+/// The memory that holds buckets, and the operations on them.
 pub(super) trait Medium<B: Backend>: Send {
-    /// A whole gradient, or none: zeros.
+    /// A full gradient; a missing one counts as zeros.
     type Gradient: Send;
-    /// A reduced piece, or what is there of it.
+    /// A reduced shard, or the part of it that has arrived.
     type Target: Send;
     /// A bucket that is being reduced.
     type Sent: Send;
-    /// A gradient that is, by itself.
+    /// A gradient that is being reduced by itself.
     type Alone: Send;
 
-    /// Whether gradients are held until their bucket is sent.
+    /// True if gradients are held until their bucket is sent.
     const HOLDS: bool;
 
-    /// What is added of a gradient.
+    /// Returns the gradient's values to be added.
     fn take(&self, gradient: Shared<B>) -> Self::Gradient;
 
-    /// Whether a gradient goes by itself; the same on every rank.
+    /// Returns whether a gradient is sent alone; the same on every rank.
     fn goes_alone(&self, numel: usize) -> bool;
 
-    /// Puts a segment into the bucket that is being filled, of `row` columns.
+    /// Adds a segment to the bucket that is being filled, of `row` columns.
     fn add(&mut self, gradient: &Option<Self::Gradient>, segment: Segment, row: usize);
 
-    /// Sends that bucket, of `row` columns.
+    /// Sends this bucket, of `row` columns.
     fn send(&mut self, row: usize, name: &str) -> Result<Self::Sent, CommError>;
 
-    /// Waits for a bucket of `row` columns, and puts its segments where they belong.
+    /// Waits for a bucket of `row` columns, and copies its segments to their shards.
     fn receive(
         &mut self,
         sent: Self::Sent,
@@ -71,7 +70,7 @@ pub(super) trait Medium<B: Backend>: Send {
         pieces: &mut [Option<Reduced<B, Self::Target>>],
     ) -> Result<(), CommError>;
 
-    /// Gives a cell its piece, when all of it is there.
+    /// Settles a cell with its complete shard.
     fn settle(&self, piece: Reduced<B, Self::Target>);
 
     fn send_alone(&mut self, gradient: Option<Self::Gradient>, numel: usize, name: &str, cell: &Cell<B>)
@@ -79,7 +78,7 @@ pub(super) trait Medium<B: Backend>: Send {
 
     fn receive_alone(&mut self, sent: Self::Alone, cell: &Cell<B>) -> Result<Shared<B>, CommError>;
 
-    /// After all has been received.
+    /// Completes the reduction, after everything has been received.
     fn finish(&self) -> Result<(), CommError>;
 }
 
@@ -94,9 +93,9 @@ pub(super) struct Buckets<B: Backend, M: Medium<B>> {
     medium: M,
     /// Columns of a full bucket.
     capacity: usize,
-    /// Columns still to come in this pass, so that the last bucket is no larger than it need be.
+    /// Columns still to come in this pass, so that the last bucket is not larger than necessary.
     remaining: usize,
-    /// Of the bucket that is being filled: its columns, and those that are.
+    /// Number of columns of the bucket that is being filled, and of those that are filled.
     row: usize,
     filled: usize,
     segments: Vec<Segment>,
@@ -107,7 +106,7 @@ pub(super) struct Buckets<B: Backend, M: Medium<B>> {
 }
 
 impl<B: Backend, M: Medium<B>> Buckets<B, M> {
-    /// For the parameters `plan`, in buckets of `elements`.
+    /// Creates buckets of `elements` for the parameters `plan`.
     pub(super) fn new(rank: &Arc<Rank<B>>, medium: M, elements: usize, plan: &[u64]) -> Self {
         let sizes = plan.iter().filter_map(|&index| rank.parameters.slot(index)).map(|slot| slot.partition.numel());
         let laid_out = sizes.filter(|&numel| !medium.goes_alone(numel));
@@ -125,12 +124,12 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
         }
     }
 
-    /// What has been laid out so far is in a bucket, and gone.
+    /// Stops counting the gradients laid out so far as unreduced: they are in a bucket.
     fn release(&mut self) {
         self.rank.count_unreduced(-std::mem::take(&mut self.counted));
     }
 
-    /// Sends the bucket, full by now, once the one before it is done.
+    /// Sends the bucket, which is full, once the one before it is done.
     fn flush(&mut self) -> Result<(), CommError> {
         self.wait()?;
         let (row, segments) = (std::mem::take(&mut self.row), std::mem::take(&mut self.segments));
@@ -160,9 +159,9 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
         Ok(())
     }
 
-    /// Takes in the result of the request in flight.
+    /// Receives the result of the request in flight.
     fn wait(&mut self) -> Result<(), CommError> {
-        // An error: `fail` tells the cells of what was in flight and of all that is still to come.
+        // On an error, `fail` settles the cells that were in flight and all that are still to come.
         match self.in_flight.take() {
             None => {}
             Some(InFlight::Bucket { sent, segments, row }) => {

@@ -1,4 +1,4 @@
-//! Buckets on devices, for ranks that are processes: packed, reduced ([`Bulk`]) and unpacked by kernels for many tensors.
+//! Buckets on devices, for ranks that are processes. Kernels for many tensors pack and unpack them; [`Bulk`] reduces them.
 
 use std::convert::Infallible;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -22,32 +22,32 @@ use crate::trouble::{raise, stop};
 use crate::values::dtype_of;
 use crate::worker::Worker;
 
-/// What kernels do not take, of the floats on a device that come here.
+/// Error for gradients that the kernels do not support.
 const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: cut it in two";
 
-/// Most elements of a bucket: kernels count in 32 bit.
+/// Maximum number of elements of a bucket: kernels count in 32 bits.
 pub(super) const MOST: usize = i32::MAX as usize / 2;
 
 pub(super) struct OnDevice<B: Backend> {
     rank: Arc<Rank<B>>,
     bulk: Arc<Bulk>,
-    /// What values are multiplied by before they are added, and their sum afterwards.
+    /// Factors of the values before they are added, and of their sum.
     before: f32,
     after: f32,
     sent_as: DType,
-    /// Of the bucket that is being filled.
+    /// Items of the bucket that is being filled.
     items: Vec<PackItem<B::FloatTensorPrimitive>>,
-    /// Moves pieces that are kept elsewhere than on the device, where this runs on the rank's own thread.
+    /// Moves shards that are not kept on the device, if this runs on the rank's own thread.
     settler: Option<Arc<Settler<B>>>,
 }
 
-/// Most pieces that wait to be moved out.
+/// Maximum number of shards that wait to be moved out.
 const WAITING: usize = 8;
 
-/// The thread that moves reduced pieces out of a device's memory, which takes waiting for the device.
+/// The thread that moves reduced shards out of a device's memory, because that requires waiting for the device.
 pub(super) type Settler<B> = Worker<(Arc<Cell<B>>, Shared<B>)>;
 
-/// Gives a cell its piece, beside the rank's own thread.
+/// Settles cells with their shards, concurrently with the rank's own thread.
 fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
     for (cell, piece) in inbox {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
@@ -127,13 +127,13 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
 
     fn settle(&self, piece: Reduced<B, B::FloatTensorPrimitive>) {
         let Reduced { cell, target, .. } = piece;
-        // One element of filler where the rank has none.
+        // One filler element if the rank has none.
         let piece = target.unwrap_or_else(|| B::float_zeros(Shape::new([1]), &cell.device, cell.dtype.into()));
         let len = piece.shape().num_elements();
         let piece = Shared::new(B::float_reshape(piece, Shape::new([len])));
         match &self.settler {
             Some(settler) if !matches!(cell.home(), Home::Backend) => {
-                // Pieces that wait for it take the device's memory, which they are to leave.
+                // Shards that wait for the settler use the device memory that they are to free.
                 let mut patience = Patience::new(&self.rank);
                 while settler.backlog() > WAITING {
                     std::thread::sleep(Duration::from_micros(100));

@@ -1,4 +1,4 @@
-//! Buckets in the host's memory, whatever the engine.
+//! Buckets in host memory, for any collective engine.
 
 use std::sync::Arc;
 
@@ -17,22 +17,23 @@ use crate::cell::Cell;
 use crate::cell::rank::Rank;
 use crate::values::{buffer, data, elements_of, here, narrow_or_f32, on_the_wire, read};
 
-/// Elements from which a gradient goes alone: 256 KiB, beyond which a request's own cost is nothing.
+/// Number of elements from which a gradient is sent alone: 256 KiB, beyond which a request's own cost is negligible.
 const ALONE: usize = 1 << 16;
 
 pub(super) struct Host {
     hops: Hops,
     quantized: Option<Format>,
     mesh: Mesh,
-    /// The groups that have a piece of what is added on the way to all ranks, each for ranks of all groups.
+    /// The groups of the first hop, if gradients are summed over all ranks in two hops. Each rank of a group then sums rows for ranks of
+    /// all groups.
     on_the_way: Option<Mesh>,
-    /// Whether each rank keeps a piece of the result, or all of it.
+    /// True if each rank keeps a shard of the result, false if it keeps all of it.
     shards: bool,
-    /// What values are multiplied by before they are added, and their sum afterwards.
+    /// Factors of the values before they are added, and of their sum.
     before: f32,
     after: f32,
     sent_as: zero_core::collective::DType,
-    /// The bucket that is being filled: a row for each rank.
+    /// The bucket that is being filled: a row per rank.
     rows: Vec<f32>,
 }
 
@@ -46,13 +47,13 @@ impl Host {
         Self { hops, quantized, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }
 
-    /// Where the row for `rank` is: those that cross groups from one rank are together.
+    /// Returns the index of the row for `rank`: the rows that cross groups from one rank are adjacent.
     fn place_of_row(&self, rank: usize) -> usize {
         self.on_the_way.map_or(rank, |mesh| mesh.shard(rank) * mesh.replicas() + mesh.replica(rank))
     }
 
-    /// How a gradient that goes alone is added up, and what the result is multiplied by: a sum of 16 bit is rounded before, as that
-    /// of a bucket.
+    /// Returns the operation for a gradient that is sent alone, and the factor of its result. A 16-bit sum is rounded before it is
+    /// multiplied, like that of a bucket.
     fn alone(&self) -> (ReduceOp, f32) {
         match self.sent_as {
             zero_core::collective::DType::F32 => (ReduceOp::Mean, 1.0),
@@ -60,13 +61,13 @@ impl Host {
         }
     }
 
-    /// How gradients are sent within a group: quantised where that is the only hop.
+    /// Returns the format of gradients sent within a group: quantized if that is the only hop.
     fn quantizes_within(&self) -> Option<Format> {
         self.quantized.filter(|_| self.hops.across.is_none())
     }
 
-    /// Adds up what a group has, `row` elements for each rank of which it is, across the groups.
-    /// Those on the way to several ranks are parted there.
+    /// Sums a group's results, `row` elements per destination rank, across the groups. In the two-hop sum, each rank receives its own row
+    /// here.
     fn across(&self, reduced: Buffer, row: usize) -> Result<Vec<f32>, CommError> {
         let Some(across) = &self.hops.across else { return Ok(reduced.into_f32()) };
         let _span = tracing::trace_span!("reduce across groups", elements = reduced.len()).entered();
@@ -83,18 +84,18 @@ impl Host {
         Ok(reduced)
     }
 
-    /// The codes of each row of `values`, of `row` values, for a rank of `comm` each.
+    /// Encodes `values` in rows of `row` values, one for each rank of `comm`.
     fn encode(&self, how: Format, comm: &dyn Collective, values: &[f32], row: usize) -> Buffer {
         quantized::count(how, comm, WireKind::AllToAll, row, self.sent_as);
         quantized::encode(how, values, values.len() / row)
     }
 }
 
-/// One gradient that goes by itself.
+/// One gradient that is sent alone.
 pub(super) enum Alone {
-    /// The result is its piece.
+    /// The result is this rank's shard.
     Scattered(Pending),
-    /// Every rank keeps it whole: the result is a tensor, the same for all ranks of this process.
+    /// Every rank keeps the full gradient: the result is a tensor, the same for all ranks of this process.
     Shared(Pending<Joined>),
 }
 
@@ -110,7 +111,7 @@ impl<B: Backend> Medium<B> for Host {
         narrow_or_f32(read::<B>(gradient.into_tensor()))
     }
 
-    /// Not where it is divided or quantised first, or has a second sum before it.
+    /// Returns whether a gradient is sent alone: not if it is divided or quantized first, or also summed across groups.
     fn goes_alone(&self, numel: usize) -> bool {
         self.before == 1.0
             && self.hops.across.is_none()
@@ -155,7 +156,7 @@ impl<B: Backend> Medium<B> for Host {
             None => self.across(sent.wait()?, row)?,
             Some(how) => {
                 let sum = quantized::sum(how, sent.wait()?, row);
-                // As they are: the stages have the same bits.
+                // Not quantized, so that the stages give the same bits.
                 if self.shards { sum } else { self.hops.within.all_gather(Buffer::F32(sum))?.into_f32() }
             }
         };
@@ -177,7 +178,7 @@ impl<B: Backend> Medium<B> for Host {
     }
 
     fn settle(&self, piece: Reduced<B, Vec<f32>>) {
-        // One element of filler where the rank has none.
+        // One filler element if the rank has none.
         let values = piece.target.unwrap_or_else(|| vec![0.0; piece.len.max(1)]);
         let settled = tensor::<B>(Buffer::F32(values), 1.0, piece.cell.dtype, &piece.cell.device);
         piece.cell.settle(Ok(Shared::new(settled)));
@@ -214,7 +215,7 @@ impl<B: Backend> Medium<B> for Host {
     }
 }
 
-/// For each rank of a group the elements of its row that are in columns `from` to `from + columns`.
+/// Returns, for each rank of a group, the elements of its row in columns `from` to `from + columns`.
 fn parts(mesh: Mesh, numel: usize, from: usize, columns: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     let layout = mesh.partition(numel);
     (0..mesh.shards()).map(move |rank| {
@@ -223,7 +224,7 @@ fn parts(mesh: Mesh, numel: usize, from: usize, columns: usize) -> impl Iterator
     })
 }
 
-/// A flat tensor of `values` times `factor`, as `dtype`.
+/// Returns a flat tensor of `values` times `factor`, in type `dtype`.
 fn tensor<B: Backend>(mut values: Buffer, factor: f32, dtype: DType, device: &B::Device) -> B::FloatTensorPrimitive {
     match (&mut values, dtype) {
         (Buffer::F16(values), DType::F16) => scale_halves(values, factor),

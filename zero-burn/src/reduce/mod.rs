@@ -1,32 +1,32 @@
-//! Gradient reduction beside the backward pass.
+//! Gradient reduction that overlaps the backward pass.
 //!
-//! The rank's thread only hands over gradients as the backward pass finishes them; it never waits there, because inside
-//! Burn's autodiff it holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
+//! The rank's thread only hands over gradients as the backward pass finishes them. It never waits there, because inside Burn's autodiff it
+//! holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
 //!
-//! 1. *begin*: the ranks agree, by one small all-reduce, which parameters get a gradient on at least one of them.
-//! 2. The union is laid out in the order in which rank 0's first backward pass gave gradients (in that pass itself: from
-//!    the module's last parameter to its first), in buckets of constant size: per rank a row, per parameter `stride` columns of it; a large parameter spans buckets.
-//!    A large gradient that the ranks divide evenly goes alone, as it is: its rows are already those of a bucket, and
-//!    nothing is copied.
-//! 3. A bucket is sent when its last gradient has come: reduce-scatter (stages 2 and 3, and stage 1 at the end of the
-//!    pass), or all-reduce (stage 0). One bucket is in flight while the next is filled.
-//! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer holds up
-//!    nobody; their reduced gradients are handed back as *foreign*.
+//! 1. *begin*: by one small all-reduce, the ranks agree which parameters get a gradient on at least one of them.
+//! 2. These gradients are laid out in buckets of constant size, in the order in which rank 0's first backward pass produced them (in that
+//!    pass itself: from the module's last parameter to its first). A bucket has a row per rank, and a parameter has `stride` columns of it;
+//!    a large parameter spans buckets. A large gradient that the ranks divide evenly is sent alone and without a copy: its rows already
+//!    have a bucket's layout.
+//! 3. A bucket is sent when its last gradient has arrived: by reduce-scatter (stages 2 and 3, and stage 1 at the end of the pass) or
+//!    all-reduce (stage 0). One bucket is in flight while the next is filled.
+//! 4. *end*: parameters without a gradient on this rank contribute zeros, so that a rank that skipped a layer blocks no other. Their
+//!    reduced gradients are returned as *foreign*.
 //!
-//! A rank may have no pass for a backward pass of the others (its graph had no marked parameter). It then meets them in
-//! its next one, [`Phase::Collect`], which is repeated until no rank is in a backward pass: every gradient is reduced
-//! exactly once, whatever each rank's graph held.
+//! A rank may have no pass for a backward pass of the others (its graph had no marked parameter). It then joins them in its next pass,
+//! [`Phase::Collect`], which is repeated until no rank is in a backward pass. So every gradient is reduced exactly once, whatever each
+//! rank's graph contained.
 //!
-//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits. Where groups of ranks hold a whole
-//! each, a bucket's sum within the group is added up across the groups, in their order.
+//! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits. If there are several groups of ranks that
+//! each hold the full model state, a bucket's sum within the group is then summed across the groups, in their order.
 //!
-//! [`buckets`] lays gradients out, in the host's memory ([`host`]), whatever the engine, or on the device (`device`), when the ranks
-//! are processes, for NCCL or for one copy a bucket. [`tensors`] reduces them where they lie, on devices, when the ranks are
-//! threads of one process: handles are exchanged, nothing is copied to the host.
+//! [`buckets`] lays gradients out: in host memory ([`host`]), for any collective engine, or on the device (`device`), if the ranks are
+//! processes, for NCCL or for one copy per bucket. [`tensors`] reduces them in place on devices, if the ranks are threads of one process:
+//! handles are exchanged, and nothing is copied to the host.
 //!
-//! Where all ranks gather parameters together ([`crate::bulk`]), what the reducer's thread would do is done by the rank's own
-//! thread when it hands a gradient over: operations of NCCL must come in one order on all ranks, those of gathers included.
-//! Nothing blocks there with NCCL, and ranks that are processes share no locks.
+//! If all ranks gather parameters collectively ([`crate::bulk`]), the rank's own thread does the reducer thread's work when it hands a
+//! gradient over: NCCL operations, including gathers, must come in one order on all ranks. With NCCL nothing blocks there, and ranks that
+//! are processes share no locks.
 
 mod buckets;
 #[cfg(feature = "cubecl")]
@@ -64,32 +64,32 @@ use device::OnDevice;
 use host::Host;
 use tensors::Tensors;
 
-/// A dense gradient on its way and the cell that will hold its reduced piece.
+/// A dense gradient to be reduced, and the cell that will hold this rank's shard of the result.
 pub(crate) struct Contribution<B: Backend> {
     gradient: Shared<B>,
     cell: Arc<Cell<B>>,
 }
 
-/// From where a pass is run.
+/// The point in a step at which a pass runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     /// A backward pass.
     Backward,
-    /// After it, for what it has not reduced.
+    /// After it, for gradients that it has not reduced.
     Collect,
 }
 
-/// A rank's words on a pass that begins.
+/// A rank's report at the beginning of a pass.
 #[derive(Debug, Clone)]
 pub(crate) struct Told {
     pub(crate) phase: Phase,
-    /// Parameters that get a gradient in it on this rank.
+    /// Parameters that get a gradient in the pass on this rank.
     pub(crate) indices: Vec<u64>,
-    /// Parameters that the gradients which are being collected are of, on this rank.
+    /// Parameters whose gradients are being collected on this rank.
     pub(crate) named: Vec<u64>,
-    /// Backward passes of this rank since it last collected gradients, this one included.
+    /// Number of this rank's backward passes since it last collected gradients, including this one.
     pub(crate) passes: u64,
-    /// A hash of the ordinary tensors in the place of parameters, when gradients are collected.
+    /// Hash of the ordinary tensors in place of parameters, when gradients are collected.
     pub(crate) edits: Option<u64>,
 }
 
@@ -99,62 +99,62 @@ enum Message<B: Backend> {
     End { reply: Sender<Result<Outcome<B>, CommError>> },
 }
 
-/// Reduced gradients of parameters that this rank had no gradient for, by parameter.
+/// Reduced gradients of parameters for which this rank had no gradient, by parameter.
 pub(crate) type Foreign<B> = Vec<(u64, Arc<Cell<B>>)>;
 
-/// What a pass came to.
+/// The outcome of a pass.
 pub(crate) struct Outcome<B: Backend> {
     pub(crate) foreign: Foreign<B>,
-    /// Whether some rank was in a backward pass.
+    /// True if some rank was in a backward pass.
     pub(crate) in_backward: bool,
-    /// Parameters that some rank's collected gradients are of.
+    /// Parameters whose gradients some rank is collecting.
     pub(crate) named: HashSet<u64>,
 }
 
-/// The rank's end of its reducer.
+/// The rank's handle to its reducer.
 pub(crate) struct Reducer<B: Backend> {
     serving: Serving<B>,
-    /// Whether this pass has given up waiting for slower ranks.
+    /// True if this pass has given up waiting for slower ranks.
     hurried: AtomicBool,
-    /// Parameters whose gradients the pass under way takes.
+    /// Parameters whose gradients the current pass takes.
     taken: Mutex<HashSet<u64>>,
 }
 
-/// How long a rank that is ahead waits, without any progress of the reduction, before it goes on regardless.
+/// Time without progress of the reduction after which a rank that is ahead stops waiting.
 const NO_PROGRESS: Duration = Duration::from_secs(1);
 
-/// Where what a rank hands over is reduced.
+/// The thread on which a rank's gradients are reduced.
 enum Serving<B: Backend> {
-    /// By a thread, beside the rank's own.
+    /// A thread that runs concurrently with the rank's own.
     Thread(Worker<Message<B>>, Means),
-    /// By the rank's own thread, at once.
+    /// The rank's own thread, immediately.
     Inline(Box<Mutex<Server<B>>>),
 }
 
-/// By what the ranks reduce.
+/// The groups and settings of a reduction.
 #[derive(Clone)]
 pub(crate) struct Means {
     /// All ranks.
     comm: Arc<dyn Collective>,
     hops: Hops,
-    /// Between processes.
+    /// The collective path between processes.
     #[cfg_attr(not(feature = "cubecl"), allow(dead_code))] // What lies in the host's memory goes by `comm`.
     bulk: Option<Arc<Bulk>>,
     bucket_size: usize,
     stage: Stage,
 }
 
-/// The groups over which gradients are added, one after the other.
+/// The groups over which gradients are summed, one after the other.
 #[derive(Clone)]
 struct Hops {
-    /// The ranks that hold a whole between them: each has a piece of their sum, or all of it.
+    /// The ranks that hold the full model state between them: each gets a shard of their sum, or all of it.
     within: Arc<dyn Collective>,
-    /// The ranks with the same piece in the other groups, if there are others.
+    /// The ranks that hold the same shard in the other groups, if there are other groups.
     across: Option<Arc<dyn Collective>>,
 }
 
 impl Means {
-    /// For the ranks of `comm`, which serves nothing else. A collective.
+    /// Creates the groups for the ranks of `comm`, which is used for nothing else. A collective.
     pub(crate) fn new(
         comm: Arc<dyn Collective>,
         mesh: Mesh,
@@ -199,19 +199,19 @@ impl<B: Backend> Reducer<B> {
         });
     }
 
-    /// A pass begins.
+    /// Begins a pass.
     pub(crate) fn begin(&self, rank: Arc<Rank<B>>, told: Told) {
         self.hurried.store(false, Ordering::Relaxed);
         *self.taken.lock() = told.indices.iter().copied().collect();
         self.send(Message::Begin { rank, told });
     }
 
-    /// Whether the pass under way was told of a gradient of the parameter `index`.
+    /// Returns whether the current pass expects a gradient of parameter `index`.
     pub(crate) fn takes(&self, index: u64) -> bool {
         self.taken.lock().contains(&index)
     }
 
-    /// Hands a gradient over; `cell`, pending, will hold its reduced piece.
+    /// Hands a gradient over; the pending `cell` will hold this rank's shard of the result.
     pub(crate) fn submit(&self, index: u64, gradient: B::FloatTensorPrimitive, cell: Arc<Cell<B>>) {
         let gradient = match &self.serving {
             Serving::Thread(..) => Shared::new(gradient),
@@ -221,10 +221,10 @@ impl<B: Backend> Reducer<B> {
         self.send(Message::Gradient { index, contribution: Contribution { gradient, cell } });
     }
 
-    /// Lets the reducer catch up when this rank is so far ahead of the others that unreduced gradients pile up.
+    /// Waits for the reducer if this rank is so far ahead of the others that unreduced gradients accumulate.
     ///
-    /// This runs under autodiff's lock, which another rank may need to get on (ADR 2): so it ends when nothing has moved
-    /// for a while, and is not tried again in this pass.
+    /// This runs under autodiff's lock, which another rank may need to make progress (ADR 2). So the wait ends when nothing has changed for
+    /// a while, and is not repeated in this pass.
     pub(crate) fn catch_up(&self, rank: &Rank<B>) {
         let Serving::Thread(worker, means) = &self.serving else { return };
         if !rank.config.stage.shards_gradients() || self.hurried.load(Ordering::Relaxed) {
@@ -262,7 +262,7 @@ impl<B: Backend> Reducer<B> {
     }
 }
 
-/// How the gradient of `slot` is cut.
+/// Returns the template of the gradient of `slot`.
 pub(crate) fn gradient_template<B: Backend>(
     rank: &Arc<Rank<B>>,
     slot: &Arc<Slot<B>>,
@@ -282,13 +282,13 @@ pub(crate) fn gradient_template<B: Backend>(
 /// One backward pass on the reducer thread.
 struct Pass<B: Backend> {
     rank: Arc<Rank<B>>,
-    /// Parameters with a gradient on some rank, in the order in which they are laid out.
+    /// Parameters with a gradient on some rank, in the order of their layout.
     plan: Vec<u64>,
-    /// Those that this rank has a gradient for.
+    /// Parameters for which this rank has a gradient.
     mine: HashSet<u64>,
     in_backward: bool,
     named: HashSet<u64>,
-    /// Gradients in the order in which they came.
+    /// Parameters in the order in which their gradients arrived.
     order: Vec<u64>,
     next: usize,
     arrived: HashMap<u64, Contribution<B>>,
@@ -296,24 +296,24 @@ struct Pass<B: Backend> {
     lanes: Box<dyn Lanes<B>>,
 }
 
-/// Bytes of a gradient.
+/// Returns the size of a gradient in bytes.
 fn bytes_of<B: Backend>(gradient: &Shared<B>) -> i64 {
     (gradient.shape().num_elements() * gradient.dtype().size()) as i64
 }
 
-/// What reduces the gradients of a pass.
+/// The reduction of a pass's gradients.
 trait Lanes<B: Backend>: Send {
-    /// Takes one gradient in, sending what is due.
+    /// Adds one gradient, and sends what is due.
     fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError>;
 
-    /// Sends what has not been sent and waits for all results.
+    /// Sends everything that has not been sent, and waits for all results.
     fn finish(&mut self) -> Result<(), CommError>;
 
-    /// Tells the cells of what is not reduced why.
+    /// Settles the cells of unreduced gradients with the error.
     fn fail(&mut self, error: &CommError);
 }
 
-/// One gradient to be reduced into `cell`: zeros if `gradient` is absent. `counted` bytes of it count as not reduced.
+/// One gradient to be reduced into `cell`; zeros if `gradient` is `None`. `counted` bytes of it count as not reduced.
 struct Incoming<B: Backend> {
     gradient: Option<Shared<B>>,
     cell: Arc<Cell<B>>,
@@ -321,7 +321,7 @@ struct Incoming<B: Backend> {
     counted: i64,
 }
 
-/// What the cells' pieces are gradients of, in the words of errors and flight records.
+/// Returns the names of the gradients' parameters, for errors and flight records.
 fn names<'c, B: Backend>(cells: impl Iterator<Item = &'c Cell<B>>) -> String {
     let slots: Vec<Arc<Slot<B>>> = cells.filter_map(|cell| cell.slot.clone()).collect();
     match &slots[..] {
@@ -331,14 +331,14 @@ fn names<'c, B: Backend>(cells: impl Iterator<Item = &'c Cell<B>>) -> String {
     }
 }
 
-/// What serves a rank's jobs, one after another.
+/// The server of a rank's messages, which it handles one after another.
 struct Server<B: Backend> {
     means: Means,
     pass: Option<Pass<B>>,
     failure: Option<CommError>,
-    /// Whether the order of a backward pass is known; all ranks learn it in the same pass.
+    /// True if the order of a backward pass is known; all ranks learn it in the same pass.
     ordered: bool,
-    /// On the rank's own thread, which does not wait for the device.
+    /// Set on the rank's own thread, which does not wait for the device.
     #[cfg(feature = "cubecl")]
     settler: Option<Arc<device::Settler<B>>>,
 }
@@ -355,7 +355,7 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    /// For the rank's own thread.
+    /// Creates the server for the rank's own thread.
     fn inline(means: Means) -> Self {
         #[cfg(feature = "cubecl")]
         let settler = Some(Arc::new(Worker::new(format!("rank-{}-reducer", means.comm.place().rank))));
@@ -366,7 +366,7 @@ impl<B: Backend> Server<B> {
         }
     }
 
-    /// Ends its thread, and what it holds of the rank.
+    /// Ends its thread, and drops what it holds of the rank.
     fn stop(&mut self) {
         self.pass = None;
         #[cfg(feature = "cubecl")]
@@ -412,7 +412,7 @@ impl<B: Backend> Server<B> {
         Ok(())
     }
 
-    /// What reduces gradients of these tensors between these ranks.
+    /// Creates the reduction of gradients of the parameters `plan`.
     fn lanes(&self, rank: &Arc<Rank<B>>, plan: &[u64]) -> Box<dyn Lanes<B>> {
         let Means { comm, hops, bucket_size, stage, .. } = self.means.clone();
         #[cfg(feature = "cubecl")]
@@ -420,7 +420,7 @@ impl<B: Backend> Server<B> {
             let medium = OnDevice::new(bulk.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
-        // Threads exchange the handles of their tensors among all.
+        // Threads exchange tensor handles, each with all others.
         let is_flat = rank.mesh.replicas() == 1;
         match comm.in_process().is_some() && !zero_ops::is_host::<B>() && is_flat && !rank.config.reduces_on_hosts() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
@@ -439,7 +439,7 @@ impl<B: Backend> Server<B> {
             first.cell.settle(Err(stray(comm)));
         }
         pass.order.push(index);
-        // Stage 1 keeps whole gradients until the end of the pass, as its memory formula says.
+        // Stage 1 keeps full gradients until the end of the pass, as its memory formula says.
         if self.means.stage == Stage::OptimizerState { Ok(()) } else { pass.advance() }
     }
 
@@ -466,8 +466,8 @@ impl<B: Backend> Server<B> {
     }
 }
 
-/// Tells all ranks the order in which rank 0's backward pass gave its gradients. It differs from the module's: autodiff
-/// finishes a parameter that is used through a view (a slice of position embeddings) at the very end.
+/// Broadcasts the order in which rank 0's backward pass produced its gradients. It differs from the module's: autodiff finishes a parameter
+/// that is used through a view (a slice of position embeddings) at the very end.
 fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), CommError> {
     let slots = pass.rank.parameters.slots().len();
     let mut order = pass.order.clone();
@@ -475,7 +475,7 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
     let bytes = order.iter().flat_map(|index| index.to_le_bytes()).collect();
     let bytes = comm.broadcast(Buffer::U8(bytes), 0)?.into_u8();
     for (position, index) in words(&bytes).enumerate().filter(|&(_, index)| index != u64::MAX) {
-        // Before everything that is placed by the module's order alone.
+        // Ahead of everything that is placed by the module's order alone.
         let place = (2 * slots - position) as u64;
         if let Some(slot) = pass.rank.parameters.slot(index) {
             slot.place.store(place, Ordering::Relaxed);
@@ -492,13 +492,13 @@ fn stray(comm: &dyn Collective) -> CommError {
     }
 }
 
-/// The ranks' agreement as a pass begins.
+/// The ranks' agreement at the beginning of a pass.
 struct Agreed {
     /// The union of the parameters that get a gradient, the module's last first.
     plan: Vec<u64>,
     /// True if a rank is in a backward pass.
     in_backward: bool,
-    /// The union of the parameters that collected gradients are of.
+    /// The union of the parameters whose gradients are being collected.
     named: HashSet<u64>,
 }
 
@@ -509,10 +509,10 @@ fn agree<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Resu
     let (slots, mine) = (rank.parameters.slots(), told.indices.iter().collect::<HashSet<_>>());
     let named: HashSet<_> = told.named.iter().collect();
     let passes = told.passes.min(100) as u8;
-    // The most passes, and from 255 down the fewest of those that made some.
+    // The maximum number of passes, and 255 minus the minimum among ranks that made some.
     let fewest = if passes == 0 { 0 } else { u8::MAX - passes };
     let mut flags = vec![u8::from(told.phase == Phase::Backward), passes, fewest];
-    // The most and the fewest of each byte: the same where all who say something say the same.
+    // The maximum and the minimum of each byte: equal if all ranks that report a hash report the same one.
     flags.extend(told.edits.map_or([0; 8], u64::to_le_bytes));
     flags.extend(told.edits.map_or([0; 8], |edits| (!edits).to_le_bytes()));
     let bits = |slot: &Arc<Slot<B>>| u8::from(mine.contains(&slot.index)) | u8::from(named.contains(&slot.index)) << 1;
@@ -536,7 +536,7 @@ fn agree<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Resu
     })
 }
 
-/// The error of ranks whose parameters have become ordinary tensors that differ; on every rank.
+/// Returns, on every rank, the error for parameters that have become different ordinary tensors.
 fn unlike<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> CommError {
     let bytes = told.edits.unwrap_or(0).to_le_bytes().to_vec();
     let all = match comm.all_gather_bytes(bytes.clone()) {
@@ -554,7 +554,7 @@ fn unlike<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Com
     }
 }
 
-/// The error of ranks that made unequally many backward passes; on every rank.
+/// Returns, on every rank, the error for unequal numbers of backward passes.
 fn uneven<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> CommError {
     let mine = [told.passes as f64, f64::from(u8::from(told.phase == Phase::Backward))];
     let all = match comm.all_gather_values(&mine) {
@@ -578,7 +578,7 @@ fn uneven<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Com
 }
 
 impl<B: Backend> Pass<B> {
-    /// Lays out gradients as far as they have come in the order of the plan.
+    /// Lays out the gradients that have arrived, in the order of the plan.
     fn advance(&mut self) -> Result<(), CommError> {
         while let Some(&index) = self.plan.get(self.next) {
             let contribution = self.arrived.remove(&index);
@@ -590,7 +590,7 @@ impl<B: Backend> Pass<B> {
         Ok(())
     }
 
-    /// Lays out everything, zeros for what has not come.
+    /// Lays out all remaining gradients, with zeros for those that have not arrived.
     fn finish(&mut self) -> Result<Outcome<B>, CommError> {
         while let Some(&index) = self.plan.get(self.next) {
             let contribution = self.arrived.remove(&index);

@@ -1,12 +1,11 @@
-//! Gradients that are sent in 8 or 4 bit, and added in fp32, as ZeRO++ does it (Wang et al. 2023,
-//! <https://arxiv.org/abs/2306.10209>).
+//! Gradients that are sent in 8 or 4 bits and summed in fp32, like in ZeRO++ (Wang et al. 2023, <https://arxiv.org/abs/2306.10209>).
 
 use zero_core::accounting::WireKind;
 use zero_core::collective::DType;
 use zero_core::{Buffer, Collective, CommError};
 use zero_ops::quantized::Format;
 
-/// Each of `pieces` equal pieces of `values` by itself: what an all-to-all takes.
+/// Encodes each of `pieces` equal parts of `values` by itself, for an all-to-all.
 pub(super) fn encode(how: Format, values: &[f32], pieces: usize) -> Buffer {
     let mut sent = Vec::with_capacity(pieces * how.bytes(values.len() / pieces));
     for piece in values.chunks_exact((values.len() / pieces).max(1)) {
@@ -15,21 +14,21 @@ pub(super) fn encode(how: Format, values: &[f32], pieces: usize) -> Buffer {
     Buffer::U8(sent)
 }
 
-/// Counts what the others' codes of `numel` numbers each stand for, which would be sent as `dtype`.
+/// Counts the uncompressed bytes of the other ranks' codes, each of `numel` numbers that would be sent as `dtype`.
 pub(super) fn count(how: Format, comm: &dyn Collective, kind: WireKind, numel: usize, dtype: DType) {
     let others = comm.world() - 1;
     comm.wire().add_uncompressed(kind, others * numel * dtype.size(), others * how.bytes(numel));
 }
 
-/// The sum, in their order, of the pieces that have come, of `numel` values each.
+/// Sums the received parts, of `numel` values each, in their order.
 pub(super) fn sum(how: Format, received: Buffer, numel: usize) -> Vec<f32> {
     let (received, mut sum) = (received.into_u8(), vec![0.0; numel]);
     received.chunks_exact(how.bytes(numel).max(1)).for_each(|piece| how.add_row(piece, &mut sum));
     sum
 }
 
-/// Sums `values` over the ranks, quantised on both ways of an all-reduce: to the rank that adds a piece, and back. Every rank has the
-/// same bits of the result. Not quantised they would be sent as `dtype`.
+/// Sums `values` over the ranks, quantized in both directions of an all-reduce: to the rank that sums a part, and back. Every rank gets the
+/// same bits. Without quantization, they would be sent as `dtype`.
 pub(super) fn all_reduce(
     how: Format,
     comm: &dyn Collective,

@@ -1,8 +1,7 @@
-//! Gradients reduced where they lie.
+//! Reduction of gradients in place, on devices.
 //!
-//! The ranks of a process give one another handles of their gradients, as many at a time as a bucket holds, and each adds
-//! up the pieces that are its own on its own device. What no rank needs any more is dropped by the last that has read it.
-//! At stage 0 each gradient is added up by one rank and shared with the others.
+//! The ranks of a process exchange handles of their gradients, one bucket's worth at a time, and each sums its own shards on its own
+//! device. The last rank that has read a gradient drops it. At stage 0, one rank sums each gradient and shares it with the others.
 
 use std::sync::Arc;
 
@@ -17,10 +16,10 @@ use super::{Incoming, Lanes, names};
 use crate::cell::rank::Rank;
 use crate::values::{dtype_of, here, of_type, part};
 
-/// Gradients, or sums of them, that a rank hands to the others; absent where it has none.
+/// Gradients, or sums of them, that a rank hands to the others; `None` where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;
 
-/// A mean that this rank makes: elements `range` of the gradient at `place`.
+/// A mean that this rank computes: elements `range` of the gradient at `place`.
 struct Wanted {
     place: usize,
     range: std::ops::Range<usize>,
@@ -30,12 +29,12 @@ pub(super) struct Tensors<B: Backend> {
     rank: Arc<Rank<B>>,
     comm: Arc<dyn Collective>,
     stage: Stage,
-    /// What values are multiplied by before they are added, and their sum afterwards.
+    /// Factors of the values before they are added, and of their sum.
     before: f32,
     after: f32,
-    /// What values are rounded to as if they were sent, so that bits are those of ranks that do send them.
+    /// Type to which values are rounded as if they were sent, so that bits equal those of ranks that do send them.
     sent_as: DType,
-    /// Elements that are handed over at once.
+    /// Number of elements that are handed over at once.
     capacity: usize,
     held: Vec<Incoming<B>>,
     elements: usize,
@@ -57,7 +56,7 @@ impl<B: Backend> Tensors<B> {
         }
     }
 
-    /// Reduces what is held.
+    /// Reduces the held gradients.
     fn flush(&mut self) -> Result<(), CommError> {
         if self.held.is_empty() {
             return Ok(());
@@ -112,7 +111,7 @@ impl<B: Backend> Tensors<B> {
         Ok(all.into_iter().map(tensors).collect())
     }
 
-    /// The means that are wanted, at their places.
+    /// Returns the wanted means, at their places.
     fn sums(&self, all: &[Arc<Handed<B>>], wanted: Vec<Wanted>) -> Handed<B> {
         let (mut places, mut sums) = (Vec::with_capacity(wanted.len()), Vec::with_capacity(wanted.len()));
         #[cfg(feature = "cubecl")]
@@ -129,7 +128,7 @@ impl<B: Backend> Tensors<B> {
         reduced
     }
 
-    /// Makes of the means that are wanted those that CubeCL's kernel for many tensors makes; returns the others.
+    /// Computes the wanted means that CubeCL's kernel for many tensors supports; returns the others.
     #[cfg(feature = "cubecl")]
     fn sums_at_once(
         &self,
@@ -161,7 +160,7 @@ impl<B: Backend> Tensors<B> {
         later
     }
 
-    /// Elements `range` of the mean over the ranks, added in rank order in fp32; one element of filler for an empty range.
+    /// Returns elements `range` of the mean over the ranks, summed in rank order in fp32; one filler element for an empty range.
     fn sum<'t>(
         &self,
         gradients: impl Iterator<Item = Option<&'t Shared<B>>>,
@@ -207,7 +206,7 @@ impl<B: Backend> Lanes<B> for Tensors<B> {
     }
 }
 
-/// In fp32, times `factor`.
+/// Multiplies `x` by `factor` in fp32.
 fn scaled<B: Backend>(x: B::FloatTensorPrimitive, factor: f32) -> B::FloatTensorPrimitive {
     if factor == 1.0 { x } else { B::float_mul_scalar(of_type::<B>(x, DType::F32), factor.into()) }
 }

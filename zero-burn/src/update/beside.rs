@@ -1,12 +1,12 @@
-//! Updates of what is not kept with the backend, on the processor. What lies on a disk: all parameters of a step in one pipeline
-//! that reads, computes and writes back stretches of their arrays beside one another, in a few buffers of constant size. What
-//! lies in the host's memory: one after another, in place, between those stretches and while the disk is waited for.
+//! Updates on the CPU of state that is not kept with the backend. State on a disk: all parameters of a step go through one pipeline that
+//! concurrently reads, computes and writes back ranges of their arrays, in a few buffers of constant size. State in host memory: the
+//! updates run in place, one after another, between those ranges and while the pipeline waits for the disk.
 //!
-//! They run on a thread of its own, beside the next forward pass. A cell of the result is *pending* until its parameter's last
-//! stretch is there, computed if the cell is the parameter in memory and written otherwise: who reads it earlier waits. Updates are
-//! in place, on the disk too, after the fence that keeps fast ranks from replacing what slow ranks still read.
+//! They run on a thread of their own, concurrently with the next forward pass. A cell of the result is *pending* until its parameter's last
+//! range is computed (for the parameter in memory) or written (otherwise); earlier reads wait. Updates are in place, on the disk too. They
+//! run after the fence that keeps fast ranks from replacing what slow ranks still read.
 //!
-//! A first pass of two runs in the same way on the rank's own thread: the step waits for what it gives.
+//! A first pass of two runs in the same way on the rank's own thread: the step waits for its sums.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -26,17 +26,17 @@ use crate::cell::rank::Rank;
 use crate::tier::SwapDisk;
 use crate::worker::Worker;
 
-/// The stretches that the pipeline moves are of a multiple of so many elements, so that each array's begin where the disk
-/// wants them to, in any type.
+/// The pipeline moves ranges of a multiple of this many elements, so that each array's ranges begin at offsets that the disk accepts, in
+/// any type.
 const GRAIN: usize = 8 << 10;
 
-/// Stretches of all jobs, in order.
+/// Ranges of all jobs, in order.
 #[derive(Default)]
 struct Layout {
     items: Vec<Item>,
-    /// Of each item, the job and the elements.
+    /// For each item, the job and the elements.
     places: Vec<(usize, Range<usize>)>,
-    /// Of each job, the number of items up to its end.
+    /// For each job, the number of items up to its end.
     ends: Vec<usize>,
 }
 
@@ -71,7 +71,7 @@ impl Layout {
     }
 }
 
-/// Why a pipeline ended early.
+/// The reason why a pipeline ended early.
 enum Failure {
     Disk(DiskError),
     /// Another rank has failed.
@@ -84,14 +84,14 @@ impl From<DiskError> for Failure {
     }
 }
 
-/// Jobs under way. One that has ended gives its cells what they wait for.
+/// Jobs in progress. A job that ends settles its cells.
 struct Running<'a, B: Backend> {
     layout: &'a Layout,
-    /// Those whose arrays are all in memory, and those of them that another pass follows.
+    /// Jobs whose arrays are all in memory; `halfway` has those that have a second pass.
     in_memory: VecDeque<Job<B>>,
     halfway: Vec<Job<B>>,
     jobs: Vec<Option<Job<B>>>,
-    /// Jobs that have ended.
+    /// Number of jobs that have ended.
     ended: usize,
     rank: Arc<Rank<B>>,
 }
@@ -99,7 +99,7 @@ struct Running<'a, B: Backend> {
 impl<B: Backend> Running<'_, B> {
     fn settle_up_to(&mut self, items: usize) {
         while self.layout.ends.get(self.ended).is_some_and(|&end| end <= items) {
-            // What is yet to be put on the disk needs buffers, which the pipeline has: it waits for the end of that.
+            // A job with data to be stored on the disk needs buffers, which the pipeline has, so it waits for the pipeline's end.
             let is_done = |job: &mut Job<B>| !job.is_first_pass() && !job.is_to_be_stored();
             if let Some(job) = self.jobs[self.ended].take_if(is_done) {
                 job.settle();
@@ -135,7 +135,7 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
     }
 }
 
-/// Runs a pass of each update; gives those that another follows.
+/// Runs a pass of each update; returns those that have a second pass.
 pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<Vec<Job<B>>, CommError> {
     let cells: Vec<_> = jobs.iter().flat_map(|job| job.cells.iter().cloned()).collect();
     let result = catch_unwind(AssertUnwindSafe(|| {
@@ -153,7 +153,7 @@ pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Re
             }
         }
         let mut halfway = running.halfway;
-        // Those without elements have no items, and others waited for the buffers.
+        // Jobs without elements have no items, and others waited for the buffers.
         halfway.extend(running.jobs.into_iter().flatten().filter_map(Job::end));
         Ok(halfway)
     }));
@@ -170,11 +170,11 @@ pub(crate) fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Re
     Err(error)
 }
 
-/// What a thread that updates is given, and where it says how it went.
+/// The input of an update thread, and the channel for its result.
 type Order<B> = (Vec<Job<B>>, Arc<Rank<B>>, Sender<Result<(), CommError>>);
 
-/// The rank's thread for updates of what is not kept with the backend, beside the next forward pass: that waits for a parameter only as
-/// long as this parameter takes. One step's updates run at a time.
+/// The rank's thread for updates of state that is not kept with the backend. It runs concurrently with the next forward pass, which waits
+/// for a parameter only until that one is updated. Only one step's updates run at a time.
 pub(crate) struct Updates<B: Backend> {
     worker: Worker<Order<B>>,
     under_way: Mutex<Option<Receiver<Result<(), CommError>>>>,
@@ -190,7 +190,7 @@ impl<B: Backend> Updates<B> {
         self.wait(rank)?;
         let (reply, result) = bounded(1);
         *self.under_way.lock() = Some(result);
-        // As many threads as the rank computes with. They sleep but for the arithmetic of a stretch.
+        // One thread per compute thread of the rank. They sleep except while a range is computed.
         let threads = rayon::current_num_threads();
         self.worker.send((jobs, rank.clone(), reply), move |inbox| {
             let pool = rayon::ThreadPoolBuilder::new()
@@ -201,7 +201,7 @@ impl<B: Backend> Updates<B> {
                 let stream = StreamId::current();
                 let ended = match &pool {
                     Ok(pool) => pool.install(|| stream.executes(|| run_jobs(jobs, &rank))),
-                    // The system gives no more threads: this one will do.
+                    // The system provides no more threads: use this one.
                     Err(_) => run_jobs(jobs, &rank),
                 };
                 // Whoever waited may have been stopped.
@@ -211,7 +211,7 @@ impl<B: Backend> Updates<B> {
         Ok(())
     }
 
-    /// Waits for the updates under way.
+    /// Waits for the updates in progress.
     pub(crate) fn wait(&self, rank: &Rank<B>) -> Result<(), CommError> {
         let Some(result) = self.under_way.lock().take() else { return Ok(()) };
         let _span = tracing::trace_span!("wait for update").entered();

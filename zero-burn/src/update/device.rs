@@ -1,5 +1,4 @@
-//! Updates on devices: a step's arrays stay where they lie and are updated in few launches, in place where nobody else holds
-//! them.
+//! Updates on devices: a step's arrays stay where they are and are updated in few launches, in place if nothing else holds them.
 
 use burn_backend::Backend;
 use burn_std::DType;
@@ -11,15 +10,15 @@ use super::{Array, Averaged, Job};
 use crate::trouble::stop;
 use crate::values::part;
 
-/// Runs a pass of a step's updates and gives those that another follows. Nothing is waited for, but for the sums of a first pass.
-/// Gradients are multiplied by `factor`, if it is given in place of the jobs' scale.
+/// Runs a pass of a step's updates and returns those that have a second pass. Waits for nothing except the sums of a first pass. If
+/// `factor` is given, gradients are multiplied by it instead of the jobs' scale.
 pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
-    // Gradients have a scale, what first passes gave has none.
+    // Gradients have a scale, results of first passes have none.
     let (second, other): (Vec<_>, Vec<_>) = jobs.into_iter().partition(Job::is_second_pass);
     [(second, None), (other, factor)].into_iter().flat_map(|(jobs, factor)| run_scaled(jobs, factor)).collect()
 }
 
-/// The same of updates with one scale.
+/// Runs a pass of updates with one scale.
 fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     let Some(scale) = jobs.first().map(|job| job.scale) else { return Vec::new() };
     let item = |job: &mut Job<B>| {
@@ -29,7 +28,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
             update: job.kernel.into(),
             parameter: tensor(job.parameter.take()),
             gradient: tensor(gradient),
-            // They were moved on.
+            // The first pass has advanced them.
             state_dtype: job.state_dtype,
             first: job.first,
             states: if is_second { Vec::new() } else { job.states.drain(..).map(tensor).collect() },
@@ -49,7 +48,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
             continue;
         }
         let average = job.average.map(|average| moved::<B>(average, &parameter));
-        // The states, the average, then the parameter, or its master and its copy, as the cells are.
+        // In the order of the cells: the states, the average, then the parameter, or its master and its copy.
         let states = job.states.into_iter().map(tensor).chain(states);
         tensors.extend(states.chain(average).chain([parameter]).chain(copy));
         waiting.extend(job.cells);
@@ -63,7 +62,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
     halfway
 }
 
-/// The average, moved towards the parameter as [`Average`](zero_ops::update::Average) is on the host.
+/// Returns the average, moved towards the parameter like [`Average`](zero_ops::update::Average) on the host.
 fn moved<B: Backend>(
     Averaged { array, decay, fresh }: Averaged<B>,
     parameter: &B::FloatTensorPrimitive,
@@ -76,7 +75,7 @@ fn moved<B: Backend>(
     B::float_add(average, B::float_mul_scalar(difference, (1.0 - decay).into()))
 }
 
-/// Adds up the squares of parameters and updates, all in few launches.
+/// Sums the squares of parameters and updates, all in few launches.
 fn measure<B: Backend>(jobs: &mut [Job<B>]) {
     let mut parts = Vec::new();
     for job in jobs.iter().filter(|job| !job.counted().is_empty()) {

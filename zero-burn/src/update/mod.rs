@@ -1,11 +1,11 @@
-//! The update of one parameter: its arrays, where they lie, and the cells that wait for what comes of it.
+//! The update of one parameter: its arrays, their locations, and the cells that wait for the results.
 //!
-//! It runs at once where the arrays are in the host's memory, with the others of its step on a device (`device`), or beside what
-//! follows the step ([`beside`]) where something is kept elsewhere than with the backend.
+//! An update runs immediately if the arrays are in host memory, together with the others of its step on a device (`device`), or
+//! concurrently with what follows the step ([`beside`]) if something is kept outside the backend.
 //!
-//! A rule with a trust ratio takes two passes. The first moves the states on and gives sums of squares; ranks exchange these for all
-//! parameters at once; the second makes the same update of parameter and states again, and takes the step. So on the host nothing is
-//! kept between them but these sums, and no gradient; a device keeps the update. Only the second runs beside what follows the step.
+//! A rule with a trust ratio takes two passes. The first advances the states and returns sums of squares. The ranks exchange these for all
+//! parameters at once. The second recomputes the update from parameter and states, and takes the step. So between the passes the host keeps
+//! only these sums, and no gradient; a device keeps the update. Only the second pass overlaps what follows the step.
 
 pub(crate) mod beside;
 #[cfg(feature = "cubecl")]
@@ -27,22 +27,21 @@ use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
 use crate::tier::{Home, OnDisk, Stored};
 
-/// Where one array of an update is.
+/// The location of one array of an update.
 pub(crate) enum Array<B: Backend> {
-    /// With the backend: on a device, or read where it lies.
+    /// A tensor of the backend: on a device, or read in place.
     Tensor(B::FloatTensorPrimitive),
-    /// In the host's memory.
+    /// In host memory.
     Memory(TensorData),
     Disk {
         stored: Arc<OnDisk>,
-        /// What is there means nothing yet.
+        /// True if its content is undefined.
         fresh: bool,
     },
 }
 
 impl<B: Backend> Array<B> {
-    /// What an array that is kept elsewhere than with the backend is to an update: the host's memory is written in place
-    /// where nobody else holds it.
+    /// Returns the array for an update of data that is kept outside the backend: host memory is written in place if nothing else holds it.
     pub(crate) fn of(stored: Stored, mover: &Mover) -> Self {
         match stored {
             Stored::Host(data) => Array::Memory(mover.unshared(data)),
@@ -50,17 +49,17 @@ impl<B: Backend> Array<B> {
         }
     }
 
-    /// What is there, and nothing in its place.
+    /// Takes the array, and leaves an empty one.
     fn take(&mut self) -> Self {
         std::mem::replace(self, Array::Memory(TensorData::new(Vec::<f32>::new(), [0])))
     }
 
-    /// What is there of it means nothing yet.
+    /// Returns whether its content is undefined.
     pub(crate) fn is_fresh(&self) -> bool {
         matches!(self, Array::Disk { fresh: true, .. })
     }
 
-    /// Elements, if it is in memory.
+    /// Returns the number of elements, if it is in memory.
     pub(crate) fn elements(&self) -> Option<usize> {
         match self {
             Array::Tensor(tensor) => Some(tensor.shape().num_elements()),
@@ -74,7 +73,7 @@ impl<B: Backend> Array<B> {
 pub(crate) struct Averaged<B: Backend> {
     pub(crate) array: Array<B>,
     pub(crate) decay: f64,
-    /// Begins with the parameter.
+    /// True if it begins with the parameter's values.
     pub(crate) fresh: bool,
 }
 
@@ -83,30 +82,30 @@ pub(crate) struct Job<B: Backend> {
     pub(crate) kernel: Kernel,
     pub(crate) scale: f32,
     pub(crate) elements: usize,
-    /// The place of the first in the parameter.
+    /// Index of the first element in the parameter.
     pub(crate) first: usize,
-    /// The fp32 parameter or its master, which is made of `copy` if it is fresh.
+    /// The fp32 parameter or its master; a fresh master is created from `copy`.
     pub(crate) parameter: Array<B>,
-    /// None in a second pass; of one on a device the update that the first pass gave.
+    /// `None` in a second pass on the host; on a device, the update from the first pass.
     pub(crate) gradient: Option<(Array<B>, DType)>,
-    /// In the order of the rule's names; zero where fresh.
+    /// In the order of the rule's names; zero if fresh.
     pub(crate) states: Vec<Array<B>>,
-    /// Of all states.
+    /// Type of all states.
     pub(crate) state_dtype: DType,
-    /// Moved on by the pass that takes the step.
+    /// Advanced by the pass that takes the step.
     pub(crate) average: Option<Averaged<B>>,
-    /// The parameter in 16 bit.
+    /// The 16-bit parameter.
     pub(crate) copy: Option<(Array<B>, DType)>,
-    /// The cells of its results, pending: the states, the average, the master if there is a copy, the parameter's next version.
+    /// Pending cells of the results: the states, the average, the master if there is a copy, the parameter's next version.
     pub(crate) cells: Vec<Arc<Cell<B>>>,
-    /// Its place among those of the step.
+    /// Index among the jobs of the step.
     pub(crate) number: usize,
-    /// What this rank's part of the parameter adds to its norm and to that of its update.
+    /// Contribution of this rank's shard to the norms of the parameter and of its update.
     pub(crate) norms: Norms,
 }
 
 impl<B: Backend> Job<B> {
-    /// Arrays in the order in which their buffers come, with their element's size and what becomes of them.
+    /// Returns the arrays in the order of their buffers, each with the size of an element and its kind of access.
     pub(crate) fn arrays(&self) -> Vec<(&Array<B>, usize, Access)> {
         let (is_first, is_second) = (self.is_first_pass(), self.is_second_pass());
         let updated = |home: &Array<B>, is_kept| match home {
@@ -121,14 +120,14 @@ impl<B: Backend> Job<B> {
             arrays.push((&average.array, 4, if average.fresh { Access::Write } else { Access::Update }));
         }
         if let Some((home, dtype)) = self.copy.as_ref().filter(|_| self.takes_copy()) {
-            // It is written over, unless the master is made of it.
+            // It is overwritten, unless the master is created from it.
             let access = if self.parameter.is_fresh() { Access::Update } else { Access::Write };
             arrays.push((home, dtype.size(), access));
         }
         arrays
     }
 
-    /// Whether a second pass follows, once the parameter's norms are known.
+    /// Returns whether a second pass follows, once the parameter's norms are known.
     pub(crate) fn is_first_pass(&self) -> bool {
         self.kernel.pass == Sweep::First
     }
@@ -137,12 +136,12 @@ impl<B: Backend> Job<B> {
         matches!(self.kernel.pass, Sweep::Second { .. })
     }
 
-    /// Whether the pass reads or writes the copy in 16 bit.
+    /// Returns whether the pass reads or writes the 16-bit copy.
     fn takes_copy(&self) -> bool {
         !self.is_first_pass() || self.parameter.is_fresh()
     }
 
-    /// The elements whose squares are this rank's to add: each of the parameter's is one rank's.
+    /// Returns the elements whose squares this rank adds; each element of the parameter belongs to exactly one rank.
     pub(crate) fn counted(&self) -> Range<usize> {
         self.cells[self.cells.len() - 1].own()
     }
@@ -188,8 +187,8 @@ impl<B: Backend> Job<B> {
         self.norms = self.norms.plus(norms);
     }
 
-    /// After its last element, before its arrays on the disk have been written: who waits for the parameter's next version has it, if
-    /// it stays in memory.
+    /// Settles the parameter's next version if it stays in memory. Called after its last element, before its arrays on the disk have been
+    /// written, so that nothing waits for these.
     fn settle_version(&mut self) {
         let is_first_pass = self.is_first_pass();
         let array = self.copy.as_mut().map_or(&mut self.parameter, |(copy, _)| copy);
@@ -201,7 +200,7 @@ impl<B: Backend> Job<B> {
         }
     }
 
-    /// After its last element: the job again, if a second pass is to come.
+    /// Ends the job after its last element; returns it if a second pass follows.
     pub(crate) fn end(mut self) -> Option<Self> {
         if !self.is_first_pass() {
             self.settle();
@@ -216,7 +215,7 @@ impl<B: Backend> Job<B> {
         Some(self)
     }
 
-    /// Whether something that it has in memory belongs on the disk.
+    /// Returns whether an array in memory belongs on the disk.
     pub(crate) fn is_to_be_stored(&self) -> bool {
         let average = self.average.as_ref().map(|average| &average.array);
         let copy = self.copy.as_ref().map(|(copy, _)| copy);
@@ -225,18 +224,18 @@ impl<B: Backend> Job<B> {
         homes.zip(&self.cells).any(|(home, cell)| in_memory(home) && matches!(cell.home(), Home::Disk(_)))
     }
 
-    /// Whether all of it is in memory, and stays there.
+    /// Returns whether all arrays are in memory, and stay there.
     pub(crate) fn is_in_memory(&self) -> bool {
         !self.is_to_be_stored() && self.arrays().iter().all(|(array, ..)| array.elements().is_some())
     }
 
-    /// All of it at once, of what is in memory; as [`end`](Self::end).
+    /// Computes all elements at once, if the arrays are in memory; returns the same as [`end`](Self::end).
     pub(crate) fn run(mut self) -> Option<Self> {
         self.compute(0..self.elements, &mut []);
         self.end()
     }
 
-    /// The cells of the result, each with what it waits for.
+    /// Returns the cells of the results, each with the array that it waits for.
     pub(crate) fn results(self) -> impl Iterator<Item = (Arc<Cell<B>>, Array<B>)> {
         let (average, copy) = (self.average.map(|average| average.array), self.copy.map(|(copy, _)| copy));
         self.cells.into_iter().zip(self.states.into_iter().chain(average).chain([self.parameter]).chain(copy))
@@ -246,7 +245,7 @@ impl<B: Backend> Job<B> {
         self.results().for_each(|(cell, array)| settle_one(&cell, array));
     }
 
-    /// The parameter's next version.
+    /// Returns the parameter's next version.
     pub(crate) fn version(&self) -> Arc<Cell<B>> {
         self.cells.last().expect("the parameter's next version is its last").clone()
     }
@@ -275,7 +274,7 @@ fn numbers<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Elemen
     }
 }
 
-/// State as it is, or as it begins.
+/// Returns the state, set to zero if it is fresh.
 fn begun<T: Default + Clone>(values: &mut [T], fresh: bool) -> &mut [T] {
     if fresh {
         values.fill(T::default());

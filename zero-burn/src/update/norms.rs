@@ -1,4 +1,4 @@
-//! Sums of squares wherever the elements are: of gradients, and of parameters and their updates.
+//! Sums of squares of gradients, and of parameters and their updates, wherever the elements are.
 
 #[cfg(feature = "cubecl")]
 use burn_backend::TensorData;
@@ -11,17 +11,17 @@ use super::Job;
 use crate::values::read;
 
 pub(crate) fn sum_of_squares<B: Backend>(x: B::FloatTensorPrimitive) -> f64 {
-    // One pass over memory where the elements are at hand, three otherwise.
+    // One pass over memory if the elements are accessible on the host, otherwise three.
     if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
         return sum;
     }
-    // In fp32: squares of what fits into 16 bit do not.
+    // In fp32, because squares of 16-bit values may not fit into 16 bits.
     let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
     let sum = B::float_sum(B::float_mul(x.clone(), x));
     read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
 }
 
-/// The same of several tensors, read from their device at once where CubeCL computes.
+/// Computes the sums of squares of several tensors. With CubeCL, they are read from the device in one transfer.
 pub(crate) fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>) -> Vec<f64> {
     #[cfg(feature = "cubecl")]
     if let Some(sums) = zero_ops::sums_of_squares::<B>(&tensors) {
@@ -30,8 +30,8 @@ pub(crate) fn sums_of_squares<B: Backend>(tensors: Vec<B::FloatTensorPrimitive>)
     tensors.into_iter().map(sum_of_squares::<B>).collect()
 }
 
-/// The sums that a device has made. The last is the number of elements that are not finite: sums may not tell, where arithmetic is
-/// fast and loose.
+/// Returns the sums that a device has computed. The last number is the count of elements that are not finite: with fast-math arithmetic,
+/// the sums may not show them.
 #[cfg(feature = "cubecl")]
 pub(crate) fn of_device(sums: &TensorData) -> Vec<f64> {
     let mut sums: Vec<f64> = sums.iter::<f64>().collect();
@@ -41,7 +41,7 @@ pub(crate) fn of_device(sums: &TensorData) -> Vec<f64> {
     sums
 }
 
-/// This rank's sums of `jobs`, in the order of their numbers below `count`.
+/// Returns this rank's sums of `jobs`, in the order of their numbers below `count`.
 pub(crate) fn own_sums<B: Backend>(jobs: &[&mut Job<B>], count: usize) -> Vec<f64> {
     let mut sums = vec![0.0; 4 * count];
     for job in jobs {
@@ -51,7 +51,7 @@ pub(crate) fn own_sums<B: Backend>(jobs: &[&mut Job<B>], count: usize) -> Vec<f6
     sums
 }
 
-/// Readies `jobs` for their second pass by the sums of all ranks, which are added in the order of ranks.
+/// Prepares `jobs` for their second pass with the sums of all ranks, which are added in rank order.
 pub(crate) fn trust<B: Backend>(jobs: Vec<&mut Job<B>>, ranks: &[Vec<f64>]) {
     for job in jobs {
         let of = |sums: &Vec<f64>| {

@@ -1,5 +1,5 @@
-//! How parameters come to be: as shards, without communication, with values that depend on the seed alone; and how
-//! `prepare` shards those that were born whole.
+//! Initialization of parameters: as shards, without communication, with values that depend only on the seed. Also how `prepare` shards
+//! parameters that were created in full.
 
 mod odd_layers;
 
@@ -25,7 +25,7 @@ use zero_core::{Partition, Stage};
 type Ad = Autodiff<Zero<Flex>>;
 type Device = ZeroDevice<FlexDevice>;
 
-/// Every kind of parameter that is born as a shard, in sizes that no world divides.
+/// Every kind of parameter that is created as a shard, in sizes that no world size divides.
 #[derive(Module, Debug)]
 struct Newborn<B: Backend> {
     linear: Linear<B>,
@@ -36,7 +36,7 @@ struct Newborn<B: Backend> {
     single: Param<Tensor<B, 1>>,
 }
 
-/// Elements of its parameters, in the order of its fields.
+/// Numbers of elements of its parameters, in the order of its fields.
 const SIZES: [usize; 9] = [7 * 5, 5, 11 * 3, 5, 5, 3 * 2 * 3 * 3, 3, 4 * 3, 1];
 
 impl<B: Backend> Newborn<B> {
@@ -53,7 +53,7 @@ impl<B: Backend> Newborn<B> {
     }
 }
 
-/// Creates lazy parameters in the order of the module's fields, without looking at them.
+/// Creates lazy parameters in the order of the module's fields, without reading them.
 fn settle<M: Module<Ad>>(module: &M) {
     struct Touch;
     impl ModuleVisitor<Ad> for Touch {
@@ -85,7 +85,7 @@ fn all_bits(data: &[TensorData]) -> Vec<Vec<u32>> {
     data.iter().map(bits).collect()
 }
 
-/// No persistence, so that small parameters are sharded as large ones are.
+/// No persistence, so that small parameters are sharded like large ones.
 fn config(stage: Stage, seed: u64) -> ZeroConfig {
     ZeroConfig { reduce_bucket_size: 64, param_persistence_threshold: 0, seed, ..ZeroConfig::new(stage) }
 }
@@ -96,13 +96,13 @@ fn ranks<T: Send>(world: usize, config: ZeroConfig, body: impl Fn(Device) -> T +
         .unwrap_or_else(|error| panic!("{world} ranks, {config:?}: {error}"))
 }
 
-/// Bytes of parameters that this rank holds now.
+/// Returns the bytes of parameters that this rank holds now.
 fn held() -> u64 {
     reset_peaks::<Flex>();
     rank_stats::<Flex>().model_state_bytes.parameters
 }
 
-/// Bytes of fp32 parameters of `sizes` that `rank` holds.
+/// Returns the bytes of fp32 parameters of `sizes` that `rank` holds.
 fn bytes_of(sizes: &[usize], stage: Stage, world: usize, rank: usize) -> u64 {
     let world = if stage.shards_parameters() { world } else { 1 };
     sizes.iter().map(|&numel| 4 * Partition::new(numel, world).len(rank.min(world - 1)) as u64).sum()
@@ -121,7 +121,8 @@ fn parameters_are_born_as_shards_without_communication() {
                 let stats = rank_stats::<Flex>();
                 assert_eq!(stats.model_state_bytes.parameters, expected, "stage {stage}, {world} ranks");
                 assert_eq!(stats.wire_bytes.total(), 0, "stage {stage}, {world} ranks");
-                // Here "parameters" is the most that was ever held. Every one was a shard at birth, so that `prepare` has nothing to share: it only compares signatures.
+                // `parameters` is the peak here. Each parameter was created as a shard, so `prepare` has nothing to broadcast: it only
+                // compares signatures.
                 let model = prepare::<Ad, _>(model, &device);
                 let stats = rank_stats::<Flex>();
                 assert_eq!(stats.model_state_bytes.parameters, expected, "stage {stage}, {world} ranks");
@@ -133,7 +134,7 @@ fn parameters_are_born_as_shards_without_communication() {
     }
 }
 
-/// The promise: about 4 bytes an element, shared by the ranks.
+/// The promise: about 4 bytes per element, divided among the ranks.
 #[test]
 fn a_large_layer_takes_a_ranks_share() {
     let shares = ranks(4, config(Stage::Parameters, 1), |device| {
@@ -144,7 +145,7 @@ fn a_large_layer_takes_a_ranks_share() {
     assert!(shares.iter().all(|share| (share - 0.25).abs() < 1e-4), "{shares:?}");
 }
 
-/// Where values come from a file, a rank asks for the elements of its piece and for no others.
+/// If values come from a file, a rank reads only the elements of its shard.
 #[test]
 fn a_parameter_asks_for_the_elements_that_it_keeps() {
     for stage in Stage::ALL {
@@ -220,13 +221,13 @@ fn seeding_reseeds_parameters() {
     assert_ne!(born(1, Some(9)), born(1, None));
 }
 
-/// Prepares a module: what is drawn before is of a module, and alike on all ranks.
+/// Prepares a module: draws before it belong to a module, and are the same on all ranks.
 fn trains(device: &Device) {
     let module: Linear<Ad> = LinearConfig::new(2, 2).init(device);
     drop(prepare::<Ad, _>(module, device));
 }
 
-/// Fixed random tensors that modules are made of.
+/// Covers fixed random tensors from which modules are built.
 #[test]
 fn draws_are_alike_on_all_ranks_until_a_module_is_prepared() {
     let drawn = ranks(3, config(Stage::Parameters, 1), |device| {
@@ -260,9 +261,9 @@ fn seeding_reseeds_draws() {
     }
 }
 
-/// As on any Burn backend: the same seed, the same model.
+/// The same seed gives the same model, like on any Burn backend.
 ///
-/// Seeding anew begins the numbering of draws anew.
+/// Seeding again restarts the numbering of draws.
 #[test]
 fn seeding_again_gives_the_same_parameters_again() {
     ranks(2, config(Stage::Parameters, 1), |device| {
@@ -337,7 +338,7 @@ fn tied_parameters_that_are_frozen_take_one_draw() {
     assert!(born(2, |rank| 7 + rank).iter().all(|rank| *rank == reference));
 }
 
-/// What is computed from a parameter may be another parameter, such as the scale of a quantisation.
+/// A tensor computed from a parameter may be another parameter, such as the scale of a quantization.
 #[test]
 fn a_parameter_made_of_a_sum_is_trained() {
     for world in [1, 2] {
@@ -353,7 +354,7 @@ fn a_parameter_made_of_a_sum_is_trained() {
     }
 }
 
-/// Weights that are put in place of those of before, in 16 bit, are not overwritten with what the optimizer remembers.
+/// If 16-bit weights are replaced, the optimizer's master does not overwrite the new ones.
 #[test]
 fn weights_in_16_bit_that_are_prepared_anew_are_those_that_are_trained() {
     struct Sevens;
@@ -433,7 +434,7 @@ fn dropout_differs_between_ranks_and_calls_and_repeats_between_runs() {
     assert!(other.iter().flatten().all(|mask| !distinct.contains(mask)));
 }
 
-/// A data loader's threads draw (augmentation) for the rank whose device they were given, and disturb nothing.
+/// Threads of a data loader draw (augmentation) for the rank whose device they got, without affecting the rank's own draws.
 #[test]
 fn other_threads_draw_for_their_rank() {
     let drawn = |seed| {

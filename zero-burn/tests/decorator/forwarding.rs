@@ -1,8 +1,8 @@
-//! `Zero<B>` forwards every operation of Burn's operation traits, those with a default body too: a default body that
-//! stood in for a kernel of `B` would be correct and slow, and nothing else would show it.
+//! `Zero<B>` forwards every operation of Burn's operation traits, including those with a default body: a default body in place of a kernel
+//! of `B` would be correct but slow, and nothing else would show it.
 //!
-//! Here the sources are read: Burn's traits as cargo has them, and ours. `sample` runs some of what Flex overrides, and
-//! compares bits with bare Flex.
+//! These tests read the sources: Burn's traits from cargo's registry, and ours. `sample` runs some of the operations that Flex overrides,
+//! and compares bits with bare Flex.
 
 mod sample;
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::OnceLock;
 
-/// One of Burn's traits, where it stands, and how many methods without and with a body it has.
+/// One of Burn's traits, its file, and its numbers of methods without and with a body.
 struct Trait {
     name: &'static str,
     burn: &'static str,
@@ -30,7 +30,7 @@ const fn operations(
     Trait { name, burn, ours, required, default }
 }
 
-/// The counts are those of docs/DESIGN.md; a new release of Burn that changes them is looked at, not waved through.
+/// The counts are those of docs/DESIGN.md. If a new release of Burn changes them, review the change before updating them.
 const TRAITS: [Trait; 9] = [
     operations("FloatTensorOps", "ops/tensor.rs", "ops/float.rs", 80, 44),
     operations("IntTensorOps", "ops/int_tensor.rs", "ops/int.rs", 67, 37),
@@ -43,14 +43,14 @@ const TRAITS: [Trait; 9] = [
     operations("DistributedBackend", "distributed/ops.rs", "backend.rs", 0, 9),
 ];
 
-/// Methods whose default body is left standing, and why that replaces no kernel.
+/// Methods that keep their default body, and why this replaces no kernel.
 const KEPT_DEFAULTS: [(&str, &str); 2] =
     [("comm_device", "the default asks our own float_device"), ("float_from_ref", "the default clones our own handle")];
 
-/// Written-out functions that hand `B`'s operation of the same name over in `crate::elementwise`.
+/// Hand-written functions that pass `B`'s operation of the same name to `crate::elementwise`.
 const DELEGATED: [&str; 3] = ["float_mask_where", "float_mask_fill", "float_sum"];
 
-/// Written-out functions that never call `B`'s operation of the same name, and why.
+/// Hand-written functions that never call `B`'s operation of the same name, and why.
 const INTERCEPTED: [(&str, &str); 10] = [
     ("float_cast", "by zero_ops::cast, which rounds to nearest even where burn-flex does not, and is B's elsewhere"),
     ("float_random", "drawn by the rank's own generator: B's is one per process and ranks would race for it"),
@@ -64,7 +64,7 @@ const INTERCEPTED: [(&str, &str); 10] = [
     ("sync_collective", "our all_reduce has already waited"),
 ];
 
-/// burn-backend's `src/backend` as cargo has it here.
+/// Returns the path of burn-backend's `src/backend` in cargo's registry.
 fn burn_sources() -> &'static Path {
     static SOURCES: OnceLock<PathBuf> = OnceLock::new();
     SOURCES.get_or_init(|| {
@@ -115,7 +115,7 @@ fn our_text(path: &str) -> String {
     read(Path::new(env!("CARGO_MANIFEST_DIR")).join("src").join(path))
 }
 
-/// The text without comments and without what stands in string and character literals.
+/// Returns the text without comments and without the content of string and character literals.
 fn strip(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut rest = text;
@@ -165,7 +165,7 @@ struct Method {
     body: Option<String>,
 }
 
-/// What stands directly in a trait or an implementation.
+/// The direct items of a trait or an implementation.
 #[derive(Debug, Default)]
 struct Items {
     methods: Vec<Method>,
@@ -184,7 +184,7 @@ fn is_word(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// The text between the brace at the start of `text` and its partner.
+/// Returns the text between the brace at the start of `text` and its partner.
 fn braced(text: &str) -> &str {
     let mut depth = 0;
     for (at, c) in text.char_indices() {
@@ -200,7 +200,7 @@ fn braced(text: &str) -> &str {
     panic!("a brace is not closed: {}", &text[..text.len().min(80)]);
 }
 
-/// The methods and macro calls directly in `body`, which is stripped of comments.
+/// Returns the methods and macro calls directly in `body`, from which comments have been stripped.
 fn items(body: &str) -> Items {
     let mut items = Items::default();
     // The method whose signature is being read, the nesting of parentheses and brackets (`[usize; 2]`), the last word.
@@ -242,7 +242,7 @@ fn items(body: &str) -> Items {
     items
 }
 
-/// What stands in the one block of `text` whose header `is_header` accepts.
+/// Returns the items of the first block of `text` whose header `is_header` accepts.
 fn block(text: &str, is_header: impl Fn(&str) -> bool) -> Option<Items> {
     let mut begin = 0;
     let mut at = 0;
@@ -282,13 +282,13 @@ fn implemented(of: &Trait, text: &str) -> Items {
     .unwrap_or_else(|| panic!("{} implements no {} for Zero<B>", of.ours, of.name))
 }
 
-/// What `ours` lacks of `burns`, and what it has beyond it.
+/// Lists the names that `ours` lacks of `burns`, and those that it has in addition.
 fn differences(burns: &BTreeSet<String>, ours: &BTreeSet<String>) -> Vec<String> {
     let missing = burns.difference(ours).map(|name| format!("{name} is not forwarded"));
     missing.chain(ours.difference(burns).map(|name| format!("{name} is not Burn's"))).collect()
 }
 
-/// Whether `text` names `B::name`.
+/// Returns whether `text` calls `B::name`.
 fn calls_inner(text: &str, name: &str) -> bool {
     let call = format!("B::{name}");
     text.match_indices(&call).any(|(at, _)| {
@@ -296,7 +296,7 @@ fn calls_inner(text: &str, name: &str) -> bool {
     })
 }
 
-/// Written-out functions of `items` that do not do what their list says.
+/// Returns the hand-written functions of `items` that do not do what their list says.
 fn strays(items: &Items, elementwise: &str) -> Vec<String> {
     let mut strays = Vec::new();
     for Method { name, body } in &items.methods {
@@ -433,7 +433,7 @@ fn the_scanner_reads_what_rust_reads() {
     assert!(!calls_inner("let y = A::B::float_max(x);", "float_max"));
 }
 
-/// What the tests above rest on: take one operation away, and they say so.
+/// Checks the tests above: without an operation, they report it.
 #[test]
 fn a_missing_operation_is_reported() {
     let of = &TRAITS[0];

@@ -1,7 +1,7 @@
-//! The fused operations against the same mathematics from Burn's own operations, values and gradients: the kernels of
-//! burn-flex through the hand-written backward passes, and the default bodies.
-//! The reference is differentiated by Burn's autodiff alone. Here, not in zero-ops: with burn's `distributed` feature, which
-//! Cargo unifies over the workspace, a bare `Autodiff<Flex>` is no `AutodiffBackend` (ADR 3).
+//! The fused operations, compared with the same mathematics from Burn's own operations, in values and gradients: burn-flex's kernels
+//! through the hand-written backward passes, and the default bodies. The reference is differentiated by Burn's autodiff alone. Here, not in
+//! zero-ops: with burn's `distributed` feature, which Cargo unifies over the workspace, a bare `Autodiff<Flex>` is not an `AutodiffBackend`
+//! (ADR 3).
 
 use std::cell::RefCell;
 
@@ -21,8 +21,8 @@ type I = Zero<Flex>;
 const TOLERANCE: f32 = 1e-5;
 
 thread_local! {
-    /// A test has a thread of its own, so its numbers are the same in every run. (Those of the backend are shared by the
-    /// tests of a process; once in many runs a gradient of one element is nearly zero, and rounding all of it.)
+    /// Each test has its own thread, so its numbers are the same in every run. (The backend's numbers are shared by the tests of a process;
+    /// in rare runs a gradient of one element is nearly zero, and consists of rounding errors only.)
     static DRAWS: RefCell<Draws> = RefCell::new(Draws::new(1));
 }
 
@@ -59,7 +59,7 @@ fn close(what: &str, got: &[f32], expected: &[f32], tolerance: f32) {
     }
 }
 
-/// A tensor of any rank that gradients are asked for.
+/// A tensor of any rank for which gradients are computed.
 trait Leaf {
     fn gradient(&self, grads: &<A as AutodiffBackend>::Gradients) -> Vec<f32>;
 }
@@ -70,8 +70,8 @@ impl<const D: usize> Leaf for Tensor<A, D> {
     }
 }
 
-/// Values and gradients of two computations of the same thing. Results meet random weights, so that gradients differ from
-/// element to element.
+/// Compares values and gradients of two computations of the same function. Results are multiplied by random weights, so that gradients
+/// differ from element to element.
 fn same<const D: usize>(what: &str, got: Tensor<A, D>, expected: Tensor<A, D>, leaves: &[(&str, &dyn Leaf)]) {
     same_within(TOLERANCE, what, got, expected, leaves);
 }
@@ -92,7 +92,7 @@ fn same_within<const D: usize>(
     }
 }
 
-/// The same values in a graph of their own: Burn forgets a leaf of which one of several graphs was differentiated.
+/// Returns the same values in a graph of their own: Burn forgets a leaf if one of several graphs has been differentiated.
 fn again<const D: usize>(x: &Tensor<A, D>) -> Tensor<A, D> {
     Tensor::from_inner(x.clone().inner()).require_grad()
 }
@@ -318,7 +318,7 @@ fn swiglu() {
     }
 }
 
-/// Cosines and sines of angles that are all different.
+/// Returns cosines and sines of angles that are all different.
 fn angles(t: usize, half: usize) -> [Tensor<A, 2>; 2] {
     let angles = Tensor::<I, 1, Int>::arange(0..(t * half) as i64, &Default::default()).float().reshape([t, half]);
     [angles.clone().cos(), angles.sin()].map(Tensor::from_inner)
@@ -508,13 +508,13 @@ fn operands_of_different_types_are_refused() {
     assert!(text.contains("linear: x is BF16 and weight is F32"), "{text}");
 }
 
-/// burn-flex has no kernels of ours in f64.
+/// Our kernels on burn-flex do not cover f64, which therefore runs the default bodies.
 #[test]
 fn the_default_bodies_agree_with_the_kernels() {
     agrees_with_fp32(FloatDType::F64, 1e-5);
 }
 
-/// Views (slices, transposes) are not what kernels like best, and must give the same.
+/// Views (slices, transposes) are not the kernels' preferred layout, but must give the same results.
 #[test]
 fn views_give_what_copies_give() {
     let wide = random([6, 20]);

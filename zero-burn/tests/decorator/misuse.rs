@@ -1,8 +1,8 @@
-//! What happens when a program uses ZeRO wrongly: one error that says what to do, soon; never a hang, never ranks that
-//! silently train different models.
+//! Wrong use of ZeRO ends soon in one error that tells the user what to do; never in a hang, and never with ranks that silently train
+//! different models.
 //!
-//! Every run has a watchdog. Where an error needs no waiting, the deadline is far longer than the time allowed, so that
-//! an error by the deadline would not pass.
+//! Every run has a watchdog. If an error needs no waiting, the deadline is far longer than the allowed time, so that an error at the
+//! deadline fails the test.
 
 mod elsewhere;
 mod missing;
@@ -31,9 +31,9 @@ type Device = ZeroDevice<FlexDevice>;
 const FAR: Duration = Duration::from_secs(40);
 /// A deadline that an error may need.
 const NEAR: Duration = Duration::from_secs(2);
-/// What an error may take that needs no deadline.
+/// Maximum time for an error that needs no deadline.
 const SOON: Duration = Duration::from_secs(15);
-/// What makes a run a hang.
+/// Time after which a run counts as hanging.
 const HANG: Duration = Duration::from_secs(90);
 
 #[derive(Module, Debug)]
@@ -73,7 +73,7 @@ impl<B: Backend> Net<B> {
     }
 }
 
-/// A batch of three rows, different on every rank and in every step.
+/// Returns a batch of three rows, different on every rank and in every step.
 fn batch(device: &Device, step: usize) -> Tensor<Ad, 2> {
     let salt = device.rank() * 31 + step * 7;
     let values: Vec<f32> = (0..12).map(|i| ((i * 5 + salt * 3) % 11) as f32 / 7.0 - 0.6).collect();
@@ -84,7 +84,7 @@ fn gradients(model: &Net<Ad>, device: &Device, step: usize) -> GradientsParams {
     GradientsParams::from_grads(model.loss(batch(device, step), true).backward(), model)
 }
 
-/// A right step of a right program.
+/// Makes a correct step of a correct program.
 fn step(model: Net<Ad>, optimizer: &mut impl Optimizer<Net<Ad>, Ad>, device: &Device, step: usize) -> Net<Ad> {
     let grads = collect_grads::<Ad, _>(gradients(&model, device, step), &model);
     optimizer.step(0.05, model, grads)
@@ -94,7 +94,7 @@ fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { reduce_bucket_size: 16, param_persistence_threshold: 0, seed: 3, ..ZeroConfig::new(stage) }
 }
 
-/// What a launch came to, and how long it took. A run that does not come back is a hang, which fails the test.
+/// Returns the result of a launch and its duration. A run that does not return is a hang, which fails the test.
 fn outcome<T: Send + 'static>(
     world: usize,
     config: ZeroConfig,
@@ -119,7 +119,7 @@ fn outcome<T: Send + 'static>(
     (result, begin.elapsed())
 }
 
-/// The error of a run that must fail within `within`.
+/// Returns the error of a run that must fail within `within`.
 fn error<T: Send + core::fmt::Debug + 'static>(
     what: &str,
     (result, took): (Result<Vec<T>, String>, Duration),
@@ -135,7 +135,7 @@ fn error<T: Send + core::fmt::Debug + 'static>(
     error
 }
 
-/// That at every stage the run ends with one error that says `phrases`. All stages are run before any is complained of.
+/// Asserts that at every stage the run ends with one error that contains `phrases`. All stages run before any failure is reported.
 fn assert_noticed<T: Send + core::fmt::Debug + 'static>(
     what: &str,
     run: impl Fn(Stage) -> (Result<Vec<T>, String>, Duration),
@@ -158,7 +158,7 @@ fn assert_noticed<T: Send + core::fmt::Debug + 'static>(
     assert!(complaints.is_empty(), "{what}\n{}", complaints.join("\n"));
 }
 
-/// One error, that says `phrases`.
+/// Asserts that `error` contains all `phrases`.
 fn assert_says(what: &str, error: &str, phrases: &[&str]) {
     for phrase in phrases {
         assert!(error.contains(phrase), "{what}: '{phrase}' is not in: {error}");
@@ -167,7 +167,7 @@ fn assert_says(what: &str, error: &str, phrases: &[&str]) {
     assert!(error.len() < 600, "{what}: {} characters: {error}", error.len());
 }
 
-/// After a failure the process is as good as new.
+/// Checks that the process still works after a failure.
 fn assert_a_right_run_works(stage: Stage) {
     let (result, _) = outcome(2, config(stage), FAR, |device| {
         let mut model = prepare::<Ad, _>(Net::new(&device), &device);
@@ -201,7 +201,7 @@ fn accumulation_without_mark_or_collect() {
     }
 }
 
-/// The first backward pass has used the marks up, and its gradients are thrown away.
+/// The first backward pass uses up the marks, and its gradients are thrown away.
 #[test]
 fn a_step_with_a_second_backward_pass_without_mark_or_collect() {
     for stage in Stage::ALL {
@@ -218,9 +218,9 @@ fn a_step_with_a_second_backward_pass_without_mark_or_collect() {
     }
 }
 
-/// A layer that only one rank uses gets its gradient on the others by `collect_grads` alone.
+/// A layer that only one rank uses gets its gradient on the others only through `collect_grads`.
 ///
-/// It is refused before the update, at every stage.
+/// Without it, the update is rejected at every stage.
 #[test]
 fn a_layer_used_on_one_rank_without_collect() {
     let run = |stage| {
@@ -262,7 +262,7 @@ fn one_rank_forgets_to_collect() {
     }
 }
 
-/// Runs that are right must agree: the ranks among each other, and the stages.
+/// Asserts that correct runs agree, among ranks and among stages.
 fn assert_right(what: &str, body: impl Fn(Device) -> Net<Ad> + Clone + Send + Sync + 'static) {
     let mut reference = None;
     for stage in Stage::ALL {
@@ -279,9 +279,9 @@ fn assert_right(what: &str, body: impl Fn(Device) -> Net<Ad> + Clone + Send + Sy
     }
 }
 
-/// No misuse, as every rank calls `collect_grads`: one has run out of data, and has no backward pass in a step.
+/// Not a misuse, because every rank calls `collect_grads`: one rank has run out of data, and has no backward pass in a step.
 ///
-/// It has collected what the others have, and updates with them.
+/// It collects the gradients of the others, and updates with them.
 #[test]
 fn a_rank_without_data_may_skip_its_backward_pass() {
     for idle in 0..3 {
@@ -303,7 +303,7 @@ fn a_rank_without_data_may_skip_its_backward_pass() {
     }
 }
 
-/// No misuse: `mark` only says when a gradient is reduced.
+/// Not a misuse: `mark` only determines when a gradient is reduced.
 #[test]
 fn one_rank_may_mark_alone() {
     for marking in 0..3 {
@@ -328,7 +328,7 @@ fn one_rank_may_mark_alone() {
 
 // ---- (c) ranks with different models ----
 
-/// Two training steps of models that differ from rank to rank.
+/// Makes two training steps of models that differ from rank to rank.
 fn different_models(
     stage: Stage,
     build: impl Fn(&Device) -> Net<Ad> + Send + Sync + 'static,
@@ -357,7 +357,7 @@ fn weight_data(shape: [usize; 2]) -> TensorData {
     TensorData::new((0..24).map(|i| i as f32 / 24.0 - 0.4).collect::<Vec<f32>>(), shape)
 }
 
-/// As many elements, in another shape: nothing but the shapes can tell.
+/// Equally many elements in another shape: only the shapes differ.
 #[test]
 fn ranks_with_models_of_equal_size_and_different_shape() {
     for stage in Stage::ALL {
@@ -386,7 +386,7 @@ fn ranks_with_models_of_different_depth() {
     }
 }
 
-/// `prepare` shares what was born as an ordinary tensor, and here that is so on one rank only.
+/// `prepare` broadcasts parameters that were created as ordinary tensors, which here happens on one rank only.
 #[test]
 fn ranks_with_parameters_born_differently() {
     for stage in Stage::ALL {
@@ -422,7 +422,7 @@ fn no_ranks() {
 
 // ---- models that are built anew ----
 
-/// What a step sends does not grow with the number of models that were built and dropped before.
+/// The bytes that a step sends do not grow with the number of models that were built and dropped before.
 #[test]
 fn models_that_were_dropped_cost_nothing() {
     for stage in [Stage::DataParallel, Stage::Parameters] {
@@ -448,7 +448,7 @@ fn models_that_were_dropped_cost_nothing() {
 
 // ---- replicas that differ ----
 
-/// Four steps, with replicas checked before every so many updates; after the first, rank `odd` changes a weight.
+/// Makes four steps, with replicas checked before every `every` updates; after the first, rank `odd` changes a weight.
 fn a_rank_edits(stage: Stage, world: usize, odd: Option<usize>, every: u64) -> (Result<Vec<f32>, String>, Duration) {
     let config = ZeroConfig { check_replicas: every, ..config(stage) };
     outcome(world, config, FAR, move |device| {

@@ -1,6 +1,6 @@
-//! Ranks that gather parameters together: `cargo test -p zero-burn --test decorator together`. Ranks are threads here, each with sockets of
-//! its own to the others, as processes have; so that nothing is run backward, which takes locks of the process. Training is in
-//! zero-train's `torchrun`.
+//! Ranks that gather parameters collectively: `cargo test -p zero-burn --test decorator together`. Ranks are threads here, each with its
+//! own sockets to the others, like processes. There is no backward pass, because it takes locks of the process; zero-train's `torchrun`
+//! covers training.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -27,10 +27,10 @@ type Device = ZeroDevice<FlexDevice>;
 
 /// A deadline that nothing here needs.
 const FAR: Duration = Duration::from_secs(40);
-/// What anything here may take.
+/// Maximum time for anything here.
 const SOON: Duration = Duration::from_secs(20);
 
-/// Parameters of 3, 1, 5 and 5 elements: ranks have uneven pieces, and none of some.
+/// Parameters of 3, 1, 5 and 5 elements: ranks have uneven shards, and some are empty.
 #[derive(Module, Debug)]
 struct Net<B: Backend> {
     first: Linear<B>,
@@ -49,7 +49,7 @@ impl<B: Backend> Net<B> {
     }
 }
 
-/// Runs `body` on `world` ranks; what each comes to.
+/// Runs `body` on `world` ranks, and returns each rank's result.
 fn on_ranks<T: Send>(
     world: usize,
     stage: Stage,
@@ -78,7 +78,7 @@ fn on_ranks<T: Send>(
     ended
 }
 
-/// The elements `range` of every parameter are their numbers, plus `more`.
+/// Returns elements `range` of any parameter: their indices, plus `more`.
 fn numbered(more: f32, range: std::ops::Range<usize>) -> (ElementType, Vec<u8>) {
     (ElementType::F32, range.flat_map(|i| (i as f32 + more).to_le_bytes()).collect())
 }

@@ -1,4 +1,4 @@
-//! [`PageKeeper`]: who serves a request, how long its block is, and what is done under the lock.
+//! [`PageKeeper`]: decides which allocator serves a request and how long a block is, and does the work under the lock.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -11,31 +11,31 @@ use super::{
     stats::Stats,
 };
 
-/// The least request, in bytes, that the keeper serves itself.
+/// The smallest request, in bytes, that the keeper serves itself.
 pub const THRESHOLD: usize = 64 << 10;
 
-/// The greatest alignment, in bytes, that the keeper serves itself.
+/// The largest alignment, in bytes, that the keeper serves itself.
 pub const MAX_ALIGN: usize = HUGE;
 
-/// The length of a block must not be a multiple of this: see [`block_len`].
+/// Period in bytes that the length of a block must not be a multiple of: see [`block_len`].
 const COLOUR_PERIOD: usize = 16 * GRANULE;
 
-/// What a [`PageKeeper`] may be told.
+/// Settings of a [`PageKeeper`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// The most freed bytes to keep: a block whose freeing would exceed them goes back to the system at once.
+    /// Maximum number of freed bytes to keep. A block whose freeing would exceed it goes back to the system at once.
     pub keep_bytes: u64,
-    /// Whether to ask the kernel for huge pages (`madvise`); otherwise the system's own setting decides.
+    /// Asks the kernel for huge pages (`madvise`); otherwise the system's own setting decides.
     pub huge_pages: bool,
 }
 
 impl Settings {
-    /// Keep all that is freed, and ask for huge pages.
+    /// Keeps everything that is freed, and asks for huge pages.
     pub const DEFAULT: Self = Self { keep_bytes: u64::MAX, huge_pages: true };
 }
 
-/// The allocator: large blocks from ranges whose pages it keeps, the rest from `A`. Meant as a static: what it maps is
-/// never unmapped, not even when it is dropped. See the module's documentation for an example.
+/// An allocator that serves large blocks from ranges whose pages it keeps, and passes the rest on to `A`. Use it as a static: what it maps
+/// is never unmapped, not even when it is dropped. See the module's documentation for an example.
 pub struct PageKeeper<A = System> {
     small: A,
     settings: Settings,
@@ -54,19 +54,18 @@ impl<A> std::fmt::Debug for PageKeeper<A> {
 }
 
 impl<A> PageKeeper<A> {
-    /// A keeper with [`Settings::DEFAULT`] that passes small requests on to `small`.
+    /// Creates a keeper with [`Settings::DEFAULT`] that passes small requests on to `small`.
     pub const fn new(small: A) -> Self {
         Self::with_settings(small, Settings::DEFAULT)
     }
 
-    /// A keeper that passes small requests on to `small`.
+    /// Creates a keeper that passes small requests on to `small`.
     pub const fn with_settings(small: A, settings: Settings) -> Self {
         Self { small, settings, state: Mutex::new(State { space: Space::new(), stats: Stats::NONE }) }
     }
 
-    /// Gives all free pages back to the system and returns how many bytes they were. Other threads' large requests
-    /// wait meanwhile. Where the kernel had put free and live pages into one huge page, it may return the free ones
-    /// only when memory becomes scarce.
+    /// Gives all free pages back to the system and returns their size in bytes. Large requests of other threads wait meanwhile. If the
+    /// kernel has put free and live pages into one huge page, it may take the free ones only when memory becomes scarce.
     pub fn trim(&self) -> usize {
         self.locked(|State { space, stats }| {
             let given = space.trim();
@@ -75,9 +74,9 @@ impl<A> PageKeeper<A> {
         })
     }
 
-    /// Takes `bytes`, rounded up to pages, from the system and keeps them as if they had been used and freed: room for
-    /// a program whose next peak may be higher than those before. Returns how many bytes were taken, 0 where the system
-    /// has not as many addresses in one piece, or [`Settings::keep_bytes`] does not allow it. They count as fresh.
+    /// Takes `bytes`, rounded up to pages, from the system and keeps them as if they had been used and freed, so that a program whose next
+    /// peak is higher has room. Returns the number of bytes taken, or 0 if the system has no contiguous address range of this size or
+    /// [`Settings::keep_bytes`] does not allow it. The bytes count as fresh.
     pub fn reserve(&self, bytes: usize) -> usize {
         let len = bytes.next_multiple_of(GRANULE);
         if !AVAILABLE || len == 0 {
@@ -87,7 +86,7 @@ impl<A> PageKeeper<A> {
             if !stats.may_keep(len, self.settings.keep_bytes) {
                 return None;
             }
-            // The first arena, where there is none yet.
+            // Make the first arena if there is none yet.
             if stats.fresh_bytes == 0 {
                 let first = space.take(GRANULE, GRANULE, self.settings.huge_pages)?;
                 space.give(first.addr, GRANULE);
@@ -100,7 +99,7 @@ impl<A> PageKeeper<A> {
         });
         let Some(addr) = taken else { return 0 };
         for page in (addr..addr + len).step_by(GRANULE) {
-            // SAFETY: the block is this caller's alone, and `page` lies in it. Volatile, as nobody reads it.
+            // SAFETY: this call alone owns the block, and `page` lies in it. The write is volatile because nothing reads it.
             unsafe { ptr::with_exposed_provenance_mut::<u8>(page).write_volatile(0) };
         }
         self.locked(|State { space, stats }| {
@@ -110,7 +109,7 @@ impl<A> PageKeeper<A> {
         len
     }
 
-    /// The counters so far.
+    /// Returns the counters so far.
     pub fn stats(&self) -> Stats {
         self.locked(|state| state.stats)
     }
@@ -123,7 +122,7 @@ impl<A> PageKeeper<A> {
         result
     }
 
-    /// A block and the number of zero bytes at its end.
+    /// Takes a block; returns it with the number of zero bytes at its end.
     fn take(&self, layout: Layout) -> (*mut u8, usize) {
         let len = block_len(layout.size());
         let taken = self.locked(|State { space, stats }| {
@@ -148,7 +147,7 @@ impl<A> PageKeeper<A> {
         });
     }
 
-    /// Changes a block's size where it lies; false: it does not fit there, and is as it was.
+    /// Changes a block's size in place. Returns `false` if it does not fit there; the block is then unchanged.
     fn resize(&self, block: *mut u8, old_size: usize, new_size: usize) -> bool {
         let (addr, old, new) = (block.expose_provenance(), block_len(old_size), block_len(new_size));
         if new == old {
@@ -171,7 +170,7 @@ impl<A> PageKeeper<A> {
     }
 }
 
-/// Ends the process if a panic passes through.
+/// Aborts the process if a panic unwinds through it.
 struct AbortOnUnwind;
 
 impl Drop for AbortOnUnwind {
@@ -180,13 +179,13 @@ impl Drop for AbortOnUnwind {
     }
 }
 
-/// Whether the keeper serves these requests itself; the same answer for a block's whole life.
+/// Returns whether the keeper serves such requests itself. The answer never changes during a block's life.
 fn serves(size: usize, align: usize) -> bool {
     AVAILABLE && size >= THRESHOLD && align <= MAX_ALIGN
 }
 
-/// The bytes of a block for `size` bytes: whole granules, and one more where blocks of this size laid side by side
-/// would otherwise all begin at the same place modulo [`COLOUR_PERIOD`], and so contend for the same cache sets.
+/// Returns the length of a block for `size` bytes: `size` rounded up to granules, plus one granule if blocks of this size, placed side by
+/// side, would all begin at the same address modulo [`COLOUR_PERIOD`] and so contend for the same cache sets.
 fn block_len(size: usize) -> usize {
     let len = size.next_multiple_of(GRANULE);
     if len.is_multiple_of(COLOUR_PERIOD) { len + GRANULE } else { len }

@@ -1,52 +1,52 @@
-//! The free address ranges: which there are, which of their pages have been touched, and which to hand out.
+//! The free address ranges: their bounds, the pages already touched, and the choice of the next one to hand out.
 //!
 //! A live block has no record: its owner gives back its address and its length. Every byte is in one of three states:
 //!
 //! * live: in no set;
-//! * free and kept: in a span of `free`, its page touched by an earlier owner (or counted so, to be careful);
-//! * free and clean: in a clean span of `free`, its page with the system, so that it reads as zero.
+//! * free and kept: in a span of `free`; an earlier owner touched its page (or it is counted so, to be safe);
+//! * free and clean: in a clean span of `free`; the system has its page, so it reads as zero.
 //!
-//! A free *range* is what spans that meet make together, across arenas too where two lie next to each other. It may be part
-//! kept, part clean, such as the last one of an arena, which runs from the last live block to the end. A new arena is clean;
-//! handing out takes spans out of `free`; only giving pages back makes clean ones.
+//! A free *range* consists of adjacent spans, also across arenas that lie next to each other. It may be part kept, part clean, such as the
+//! last range of an arena, which runs from the last live block to the arena's end. A new arena is clean; handing out takes spans out of
+//! `free`; only giving pages back makes clean spans.
 
 use super::{
     spans::{Span, Spans},
     sys,
 };
 
-/// Whether there are addresses enough to keep some.
+/// True if the target has enough addresses to keep some.
 pub(crate) const AVAILABLE: bool = cfg!(target_pointer_width = "64");
 
-/// The unit of a block: 4 KiB pages on x86-64, elsewhere the largest page that a kernel may be built with.
+/// Unit of block sizes: 4 KiB pages on x86-64, elsewhere the largest page that a kernel may be built with.
 pub(crate) const GRANULE: usize = if cfg!(target_arch = "x86_64") { 4 << 10 } else { 64 << 10 };
 
-/// A huge page; arenas start at one.
+/// Size of a huge page; arenas are aligned to it.
 pub(crate) const HUGE: usize = 2 << 20;
 
-/// Huge pages are asked for in steps of this many bytes, as the ranges come into use. Asking for a whole arena at once
-/// would put all of it on the list that the kernel's khugepaged walks through.
+/// Step, in bytes, in which huge pages are requested as ranges come into use. Requesting them for a full arena at once would put all of it
+/// on the list that the kernel's khugepaged scans.
 const ADVICE_STEP: usize = 64 << 20;
 
-const LARGEST_ARENA: usize = (1_u64 << 40) as usize;
+const LARGEST_ARENA: usize = if cfg!(miri) { SMALLEST_ARENA } else { (1_u64 << 40) as usize };
 const SMALLEST_ARENA: usize = 64 << 20;
 
-/// The most spans that one call adds to a set itself: a new arena, and what a cut leaves on both sides for what was one.
+/// Maximum number of spans that one call adds to a set itself: a new arena, or the two remainders of a span that was split.
 const SPANS_PER_CALL: usize = 2;
 
-/// A block handed out: `[addr, addr + len)` with the `len` asked for.
+/// A block handed out: `[addr, addr + len)` with the requested `len`.
 pub(crate) struct Taken {
     pub(crate) addr: usize,
-    /// How many of its bytes were clean.
+    /// Number of its bytes that were clean.
     pub(crate) fresh: usize,
-    /// How many bytes at its end read as zero; the ones before may hold anything.
+    /// Number of bytes at its end that read as zero; the bytes before may hold anything.
     pub(crate) zero_tail: usize,
 }
 
 pub(crate) struct Space {
-    /// What is free.
+    /// Free spans.
     free: Spans,
-    /// Where huge pages have not been asked for.
+    /// Ranges that huge pages have not been requested for.
     plain: Spans,
     live_blocks: usize,
 }
@@ -56,10 +56,10 @@ impl Space {
         Self { free: Spans::new(), plain: Spans::new(), live_blocks: 0 }
     }
 
-    /// Hands out `len` bytes (whole granules) aligned to `align`, or `None` where the system has no addresses left.
+    /// Hands out `len` bytes (a multiple of [`GRANULE`]) aligned to `align`, or `None` if the system has no addresses left.
     ///
-    /// Best fit, the lowest address among equals, and kept pages before clean ones: a range that has clean pages is
-    /// cut only if no other is large enough, and from its low end, where a range at an arena's end has its kept pages.
+    /// Best fit, with ties broken by the lowest address, and kept pages before clean ones: a range with clean pages is used only if no
+    /// other is large enough. The block comes from its low end, where the range at an arena's end has its kept pages.
     pub(crate) fn take(&mut self, len: usize, align: usize, huge_pages: bool) -> Option<Taken> {
         // Any range of this size holds an aligned block, wherever it starts.
         let want = len + align.saturating_sub(GRANULE);
@@ -75,8 +75,8 @@ impl Space {
         Some(self.hand_out(range.start.next_multiple_of(align), len, huge_pages))
     }
 
-    /// Hands out `len` clean bytes (whole granules) beside the kept pages at the low end of the largest free range, or
-    /// `None` where that has no clean piece as long.
+    /// Hands out `len` clean bytes (a multiple of [`GRANULE`]), or `None` if it finds none. They come from the last clean span of the
+    /// largest free range with clean pages, right after that range's kept pages.
     pub(crate) fn take_clean(&mut self, len: usize, huge_pages: bool) -> Option<usize> {
         if !self.reserve_spans(1) {
             return None;
@@ -91,8 +91,7 @@ impl Space {
         Some(self.hand_out(addr, len, huge_pages).addr)
     }
 
-    /// Makes the live block `[addr, addr + len)` longer by `more` bytes, if they are free; returns how many of those
-    /// were clean.
+    /// Grows the live block `[addr, addr + len)` by `more` bytes if they are free. Returns the number of new bytes that were clean.
     pub(crate) fn grow(&mut self, addr: usize, len: usize, more: usize, huge_pages: bool) -> Option<usize> {
         let end = addr + len;
         let at = self.free.partition_point(|span| span.start < end);
@@ -103,8 +102,8 @@ impl Space {
         Some(self.hand_out(end, more, huge_pages).fresh)
     }
 
-    /// Makes a live block shorter: `[addr, addr + len)` is its end, and free from now on. False: no memory for the
-    /// record, and the block is as it was.
+    /// Shrinks a live block by its tail `[addr, addr + len)`, which becomes free. Returns `false` if there is no memory for the record; the
+    /// block is then unchanged.
     pub(crate) fn shrink(&mut self, addr: usize, len: usize) -> bool {
         let room = self.reserve_spans(0);
         if room {
@@ -119,7 +118,7 @@ impl Space {
         self.free.insert(Span { start: addr, end: addr + len, clean: false });
     }
 
-    /// Takes a block back, and gives its pages to the system; false: the system refused, and the block is live.
+    /// Takes a block back and gives its pages to the system. Returns `false` if the system refuses; the block is then still live.
     pub(crate) fn give_clean(&mut self, addr: usize, len: usize) -> bool {
         // SAFETY: a block is of whole pages, was mapped by this space, and its owner is about to free it.
         let done = unsafe { sys::give_back(addr, len) };
@@ -130,7 +129,7 @@ impl Space {
         done
     }
 
-    /// Gives every kept page back to the system; returns their bytes.
+    /// Gives every kept page back to the system; returns their size in bytes.
     pub(crate) fn trim(&mut self) -> usize {
         let (mut given, mut next) = (0, 0);
         loop {
@@ -146,19 +145,19 @@ impl Space {
         }
     }
 
-    /// The free ranges by address, `clean` where a span of them is.
+    /// Returns the free ranges by address, `clean` if any span of theirs is.
     fn ranges(&self) -> impl Iterator<Item = Span> {
         ranges(&self.free)
     }
 
-    /// The best range of at least `want` bytes, the first of equals.
+    /// Returns the best range of at least `want` bytes, the first among equals.
     fn fitting(&self, want: usize) -> Option<Span> {
         self.ranges().filter(|range| range.len() >= want).min_by_key(|range| (range.clean, range.len()))
     }
 
     /// Maps an arena with room for `want` bytes.
     fn add_arena(&mut self, want: usize) -> bool {
-        // One huge page more than needed, since the mapping may start off their grid.
+        // One huge page more than needed, since the mapping may not start at a multiple of one.
         let need = want.next_multiple_of(HUGE) + HUGE;
         let mut size = need.max(LARGEST_ARENA);
         let mut mapped = sys::map(size);
@@ -184,7 +183,7 @@ impl Space {
         true
     }
 
-    /// Room in the sets for this call, and for freeing every live block and `more`: freeing cannot fail.
+    /// Reserves room in the sets for this call, and for freeing every live block and `more` others, so that freeing cannot fail.
     fn reserve_spans(&mut self, more: usize) -> bool {
         self.free.reserve(self.live_blocks + more + SPANS_PER_CALL) && self.plain.reserve(SPANS_PER_CALL)
     }
@@ -194,7 +193,7 @@ impl Space {
         let end = addr + len;
         let mut taken = Taken { addr, fresh: 0, zero_tail: 0 };
         self.free.cut(addr, end, |span| {
-            // The last one tells the tail.
+            // The last span decides the tail.
             taken.zero_tail = if span.clean { span.len() } else { 0 };
             taken.fresh += taken.zero_tail;
         });
@@ -206,7 +205,7 @@ impl Space {
     }
 }
 
-/// What spans that meet make together, `clean` where one of them is.
+/// Merges adjacent spans into ranges, `clean` if any of their spans is.
 fn ranges(mut free: &[Span]) -> impl Iterator<Item = Span> {
     std::iter::from_fn(move || {
         let (first, rest) = free.split_first()?;
@@ -215,7 +214,7 @@ fn ranges(mut free: &[Span]) -> impl Iterator<Item = Span> {
         while let [next, rest @ ..] = free
             && next.start == range.end
         {
-            // Two that meet are not both kept.
+            // Two adjacent spans are never both kept.
             (range.end, range.clean, free) = (next.end, true, rest);
         }
         Some(range)

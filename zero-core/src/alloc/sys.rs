@@ -1,17 +1,17 @@
-//! The four system calls. Addresses are plain numbers with exposed provenance: whoever hands one out as a pointer
-//! makes it with [`std::ptr::with_exposed_provenance_mut`]. Nothing here allocates.
+//! The four system calls. Addresses are plain numbers with exposed provenance; callers turn them into pointers with
+//! [`std::ptr::with_exposed_provenance_mut`]. Nothing here allocates.
 
 use std::ptr;
 
-/// Maps `len` bytes, readable, writable and zero, or says `None`. The pages cost nothing until they are touched.
+/// Maps `len` readable, writable, zeroed bytes, or returns `None`. The pages cost nothing until they are touched.
 pub(crate) fn map(len: usize) -> Option<usize> {
-    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | if cfg!(miri) { 0 } else { libc::MAP_NORESERVE };
     // SAFETY: a new anonymous mapping at an address of the system's choice touches no memory in use.
     let addr = unsafe { libc::mmap(ptr::null_mut(), len, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
     if addr == libc::MAP_FAILED { None } else { Some(addr.expose_provenance()) }
 }
 
-/// Takes a mapping away.
+/// Unmaps a mapping.
 ///
 /// # Safety
 /// `[addr, addr + len)` was mapped here, and nobody uses it any more.
@@ -20,7 +20,7 @@ pub(crate) unsafe fn unmap(addr: usize, len: usize) {
     unsafe { libc::munmap(ptr::with_exposed_provenance_mut(addr), len) };
 }
 
-/// Makes a mapping longer, perhaps at another address, which it returns; or says `None` and leaves it as it was.
+/// Grows a mapping and returns its address, which may have changed. Returns `None` if it cannot; the mapping is then unchanged.
 ///
 /// # Safety
 /// `[addr, addr + old_len)` is one mapping made here, and no pointer into it is used after this call succeeds.
@@ -31,17 +31,25 @@ pub(crate) unsafe fn remap(addr: usize, old_len: usize, new_len: usize) -> Optio
     if new == libc::MAP_FAILED { None } else { Some(new.expose_provenance()) }
 }
 
-/// Asks for huge pages. A kernel without them refuses, which changes nothing but speed.
+/// Asks for huge pages. A kernel without them refuses; this affects only speed.
 pub(crate) fn ask_for_huge_pages(addr: usize, len: usize) {
+    if cfg!(miri) {
+        return; // Miri has no madvise.
+    }
     // SAFETY: this advice changes no contents, whatever the range.
     unsafe { libc::madvise(ptr::with_exposed_provenance_mut(addr), len, libc::MADV_HUGEPAGE) };
 }
 
-/// Gives the pages back; they read as zero afterwards. False: the system refused, and they are as they were or zero.
+/// Gives the pages back; they read as zero afterwards. Returns `false` if the system refuses; they then read as before or as zero.
 ///
 /// # Safety
 /// The range is of whole pages, mapped here, and nobody needs its contents.
 pub(crate) unsafe fn give_back(addr: usize, len: usize) -> bool {
+    if cfg!(miri) {
+        // SAFETY: by this function's contract.
+        unsafe { ptr::with_exposed_provenance_mut::<u8>(addr).write_bytes(0, len) };
+        return true;
+    }
     // SAFETY: by this function's contract.
     unsafe { libc::madvise(ptr::with_exposed_provenance_mut(addr), len, libc::MADV_DONTNEED) == 0 }
 }

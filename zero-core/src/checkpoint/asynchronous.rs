@@ -1,7 +1,7 @@
-//! Saving beside the training: the caller pays for a copy, a thread of each rank for the rest.
+//! Asynchronous saving: the caller only waits for a copy, and a thread of each rank does the rest.
 //!
-//! The threads have a group of their own, so that their collectives and the training's do not meet. One save is in
-//! flight at a time: it owns a copy of what it writes, and two copies would be two too many.
+//! The threads have a group of their own, so that their collectives do not mix with those of training. One save is in flight at a time,
+//! since each owns a copy of what it writes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -15,26 +15,26 @@ use super::{CheckpointError, Piece, SaveOptions, Saved, save};
 use crate::Collective;
 use crate::collective::threads::panic_reason;
 
-/// Saves on a thread of its own, which is joined by waiting for it or by dropping this.
+/// Saves on a thread of its own. Waiting for the save, or dropping this, joins the thread.
 #[derive(Debug)]
 pub struct AsyncSaver {
     group: Arc<dyn Collective>,
     in_flight: Option<JoinHandle<Result<Saved, CheckpointError>>>,
 }
 
-/// A save that is under way.
+/// A save in progress.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Started {
-    /// How long the training stood still for it.
+    /// Time for which training was stopped.
     pub stall: Duration,
-    /// How much of that was waiting for the save before it; the rest was copying.
+    /// Part of `stall` spent waiting for the previous save; the rest was copying.
     pub waited: Duration,
-    /// The save before it, if nobody has asked for it by [`AsyncSaver::wait`].
+    /// The previous save, unless [`AsyncSaver::wait`] has already returned it.
     pub previous: Option<Saved>,
 }
 
 impl AsyncSaver {
-    /// Makes the group in which this rank's thread `rank-R-checkpoint` will meet the others'. A collective.
+    /// Creates the group in which the ranks' threads `rank-R-checkpoint` communicate. A collective.
     ///
     /// # Errors
     ///
@@ -47,13 +47,13 @@ impl AsyncSaver {
         Ok(Self { group, in_flight: None })
     }
 
-    /// Copies what is borrowed of `pieces` and starts to save it as [`save`](save()) does. A save that is still under way is
-    /// waited for first.
+    /// Copies the borrowed data of `pieces` and starts to save it as [`save`](save()) does. Waits first for a save that is still in
+    /// progress.
     ///
     /// # Errors
     ///
-    /// The error of the save before, in which case this one has not been started, on any rank; and
-    /// [`CheckpointError::Stopped`] when the system gives no thread, which the other ranks are told.
+    /// The error of the previous save; the new one is then started on no rank. [`CheckpointError::Stopped`] if the system cannot create a
+    /// thread; the other ranks are notified.
     pub fn save(
         &mut self,
         dir: &Path,
@@ -78,12 +78,12 @@ impl AsyncSaver {
         Ok(Started { stall: begin.elapsed(), waited, previous })
     }
 
-    /// Waits for the save that is under way, if there is one, for as long as it gets on: a rank that does not come, or a disk that
-    /// does nothing, ends it after the communicator's deadline.
+    /// Waits for the save in progress, if any, while it makes progress. A rank that does not arrive, or a disk that does nothing, ends the
+    /// save after the communicator's deadline.
     ///
     /// # Errors
     ///
-    /// Those of [`save`](save()).
+    /// Same as [`save`](save()).
     pub fn wait(&mut self) -> Result<Option<Saved>, CheckpointError> {
         let Some(thread) = self.in_flight.take() else { return Ok(None) };
         thread.join().expect("panics are caught in the thread").map(Some)
@@ -98,7 +98,7 @@ impl Drop for AsyncSaver {
     }
 }
 
-/// The error of this rank's thread, which ends the others' waits for it.
+/// Returns the error of this rank's thread, and ends the other ranks' waits for it.
 fn stopped(group: &dyn Collective, what: &str, reason: String) -> CheckpointError {
     group.abort(&format!("the checkpoint thread {what}: {reason}"));
     CheckpointError::Stopped { rank: group.place().rank, reason }

@@ -1,4 +1,4 @@
-//! Files and folders whose contents and names are on the disk when a function returns.
+//! Functions that return only when the contents and names of files and folders are durable on the disk.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -8,7 +8,7 @@ use std::path::Path;
 use super::error::{CheckpointError, io_at};
 use crate::files::{is_not_offered, warn_once};
 
-/// Makes `dir` and what is missing above it, each name durable in its parent.
+/// Creates `dir` and its missing parents, and makes each name durable in its parent.
 pub(super) fn create_dir(dir: &Path) -> Result<(), CheckpointError> {
     if dir.is_dir() {
         return Ok(());
@@ -18,7 +18,7 @@ pub(super) fn create_dir(dir: &Path) -> Result<(), CheckpointError> {
         create_dir(parent)?;
     }
     match fs::create_dir(dir) {
-        // Made by somebody else in the meantime.
+        // Another process has created it in the meantime.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && dir.is_dir() => Ok(()),
         outcome => outcome.map_err(io_at("create folder", dir)),
     }?;
@@ -33,10 +33,10 @@ fn parent_of(path: &Path) -> &Path {
     }
 }
 
-/// Makes the names in `dir` durable: files created there, renamed or removed.
+/// Makes the names in `dir` durable: files created, renamed or removed there.
 pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
     match File::open(dir).and_then(|folder| folder.sync_all()) {
-        // Files are synced all the same; the order of names is then the file system's own.
+        // Files are synced all the same; the file system then decides the order of names.
         Err(error) if is_not_offered(&error) => {
             warn_once(format!(
                 "the file system of {} cannot sync a folder ({error}): after a power failure its newest names may be lost",
@@ -48,21 +48,21 @@ pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
     }
 }
 
-/// Writes a new file, contents durable; its name is so after [`sync_dir`].
+/// Writes a new file with durable contents; its name is durable after [`sync_dir`].
 pub(super) fn write_file(path: &Path, bytes: &[u8]) -> Result<(), CheckpointError> {
-    // New, so that it is no link that somebody else has put there.
+    // `create_new` does not follow a link that somebody else has put there.
     let mut file = File::create_new(path).map_err(io_at("create", path))?;
     file.write_all(bytes).map_err(io_at("write", path))?;
     file.sync_all().map_err(io_at("sync", path))
 }
 
-/// Gives a file or folder another name, or the place of the file that has it.
+/// Renames a file or folder, replacing a file that has the new name.
 pub(super) fn rename(from: &Path, to: &Path) -> Result<(), CheckpointError> {
     fs::rename(from, to).map_err(io_at("rename to", to))
 }
 
-/// Fills `out` from byte `offset` on. Positioned reads and no mapping, because a bad sector, or a file that somebody
-/// cuts off, is then an error and not the end of the process by a signal.
+/// Fills `out` from byte `offset` on. It uses positioned reads and no mapping: a bad sector, or a file that another process truncates, is
+/// then an error instead of a signal that ends the process.
 pub(super) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> Result<(), CheckpointError> {
     match file.read_exact_at(out, offset) {
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(CheckpointError::Truncated {

@@ -1,12 +1,12 @@
-//! Damage to JSON, for tests of its parsers.
+//! Random damage to JSON, for tests of its parsers.
 
 use proptest::prelude::*;
 use proptest::sample::Index;
 
-/// What is put in: what JSON is made of.
+/// Bytes to insert: the characters of JSON syntax.
 const JSON: &[u8] = b"0123456789[]{},:\"\\-eE";
 
-/// Where, a byte, and whether it is written there, or one of JSON put in, or the rest cut off.
+/// A strategy for edits: a position, a byte, and a kind (overwrite with the byte, insert one of [`JSON`], or truncate).
 pub fn edits() -> impl Strategy<Value = Vec<(Index, u8, u8)>> {
     prop::collection::vec((any::<Index>(), any::<u8>(), 0u8..3), 1..6)
 }

@@ -1,4 +1,4 @@
-//! The element types that a file can hold, under the names that safetensors gives them.
+//! The element types that a file can hold, under their safetensors names.
 
 use safetensors::Dtype;
 use serde::{Deserialize, Serialize};
@@ -60,16 +60,16 @@ element_types! {
     F64 = F64, "64-bit float.";
 }
 
-/// The most dimensions of a tensor that are read; what others write has fewer.
+/// Maximum number of dimensions of a tensor that can be read; files from other programs have fewer.
 const MAX_DIMENSIONS: usize = 64;
 
 impl ElementType {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     pub fn size(self) -> usize {
         Dtype::from(self).bitsize() / 8
     }
 
-    /// Bytes of a tensor of `shape`, or `None` when no file could hold it.
+    /// Returns the bytes of a tensor of `shape`, or `None` if no file could hold it.
     pub(super) fn bytes_of(self, shape: &[usize]) -> Option<u64> {
         bytes_of(self.into(), shape)
     }
@@ -84,7 +84,7 @@ pub(super) fn check(dtype: Dtype, shape: &[usize]) -> Result<(), String> {
     bytes_of(dtype, shape).map(drop).ok_or_else(too_large)
 }
 
-/// Bytes of a tensor of `shape`, or `None` when no file could hold it.
+/// Returns the bytes of a tensor of `shape`, or `None` if no file could hold it.
 fn bytes_of(dtype: Dtype, shape: &[usize]) -> Option<u64> {
     // Zero dimensions last, so that a shape such as [2^63, 4, 0] is refused whatever the order of its dimensions.
     let numel = shape.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim.max(1)))?;

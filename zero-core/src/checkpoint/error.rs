@@ -1,4 +1,4 @@
-//! What saving or reading a checkpoint ran into: what was expected, what came, and what to change.
+//! Errors of saving or reading a checkpoint. Each says what was expected, what was found and what to change.
 
 use std::fmt;
 use std::io;
@@ -6,25 +6,25 @@ use std::path::{Path, PathBuf};
 
 use crate::CommError;
 
-/// Why a checkpoint could not be saved or read.
+/// An error of saving or reading a checkpoint.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckpointError {
-    /// The operating system refused.
+    /// The operating system reported an error.
     #[error("cannot {action} {}: {source}", path.display())]
     Io {
-        /// What was tried, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
-        /// On which path.
+        /// The path of the action.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// Something that must be there is not.
+    /// A required file or folder is missing.
     #[error("{what} is missing: expected it at {}; restore the file, or resume from another checkpoint", path.display())]
     Missing {
-        /// What it would have been.
+        /// Description of the missing item.
         what: &'static str,
-        /// Where.
+        /// The expected path.
         path: PathBuf,
     },
     /// A file is shorter than the manifest says.
@@ -53,7 +53,7 @@ pub enum CheckpointError {
         /// Size now.
         got_bytes: u64,
     },
-    /// A tensor's bytes are not the saved ones.
+    /// A tensor's bytes differ from the saved ones.
     #[error(
         "tensor '{tensor}' is corrupt in {}: expected crc32c {expected:08x}, its bytes give {got:08x}; copy the file \
          again, or resume from another checkpoint", path.display()
@@ -61,14 +61,14 @@ pub enum CheckpointError {
     Corrupt {
         /// The file.
         path: PathBuf,
-        /// The tensor whose piece is damaged.
+        /// The tensor whose shard is damaged.
         tensor: String,
         /// Checksum when it was saved.
         expected: u32,
         /// Checksum now.
         got: u32,
     },
-    /// A sound file of another rank, step or save lies in this file's place.
+    /// An intact file of another rank, step or save is in this file's place.
     #[error(
         "{} is in the wrong place: expected the file of {expected}, found the file of {got}; put the right file there, or \
          resume from another checkpoint", path.display()
@@ -76,17 +76,17 @@ pub enum CheckpointError {
     Swapped {
         /// The file.
         path: PathBuf,
-        /// Whose file it must be.
+        /// The owner of the expected file.
         expected: String,
-        /// Whose it is.
+        /// The owner of the file found.
         got: String,
     },
-    /// A file's header cannot be read, or says something else than the manifest.
+    /// A file's header cannot be read, or contradicts the manifest.
     #[error("the header of {} is damaged: {reason}; copy the file again, or resume from another checkpoint", path.display())]
     BadHeader {
         /// The file.
         path: PathBuf,
-        /// What is wrong, with what was expected.
+        /// The problem, with the expected value.
         reason: String,
     },
     /// The manifest cannot be read, or contradicts itself.
@@ -97,7 +97,7 @@ pub enum CheckpointError {
     BadManifest {
         /// The manifest.
         path: PathBuf,
-        /// What is wrong, with what was expected.
+        /// The problem, with the expected value.
         reason: String,
     },
     /// The checkpoint was written by a later version of this crate.
@@ -115,23 +115,23 @@ pub enum CheckpointError {
         /// The version of the crate that wrote it.
         written_by: String,
     },
-    /// Ranks called [`save`](super::save()) with different things.
+    /// Ranks called [`save`](super::save()) with different arguments.
     #[error(
         "ranks disagree on {what}: rank {rank} saves {got}, rank {first_rank} saves {expected}; all ranks must save the same"
     )]
     Disagree {
-        /// On what.
+        /// The argument that differs.
         what: String,
-        /// The first rank of those that save together.
+        /// The first rank of the group that saves.
         first_rank: usize,
         /// The first rank that differs from it.
         rank: usize,
-        /// The first rank's.
+        /// The first rank's value.
         expected: String,
-        /// That rank's.
+        /// The differing rank's value.
         got: String,
     },
-    /// A rank could not do its part; every rank gets this error, and earlier checkpoints are as they were.
+    /// A rank failed to save. Every rank gets this error, and earlier checkpoints are unchanged.
     #[error("saving step {step} failed on rank {rank} of {world}: {reason}")]
     SaveFailed {
         /// The step.
@@ -140,31 +140,31 @@ pub enum CheckpointError {
         rank: usize,
         /// Number of ranks.
         world: usize,
-        /// That rank's error.
+        /// The failed rank's error.
         reason: String,
     },
-    /// Another save into the same folder has not ended.
+    /// Another save into the same folder is still running.
     #[error("another save into {} is going on: wait for it, or give each run a folder of its own", dir.display())]
     Busy {
         /// The folder.
         dir: PathBuf,
     },
-    /// A folder cannot be made where it was asked for.
+    /// A folder cannot be created at this path.
     #[error("cannot write a folder at {}: {reason}", path.display())]
     Destination {
-        /// Where.
+        /// The path.
         path: PathBuf,
-        /// What is in the way, and what to change.
+        /// The obstacle, and what to change.
         reason: String,
     },
-    /// What is to be written does not fit what was announced.
+    /// Data to be written does not match its declaration.
     #[error("tensor '{tensor}': expected {expected}, got {got}")]
     Unfit {
         /// The tensor.
         tensor: String,
-        /// What fits.
+        /// The declared value.
         expected: String,
-        /// What came.
+        /// The value received.
         got: String,
     },
     /// The checkpoint has no such tensor.
@@ -177,16 +177,16 @@ pub enum CheckpointError {
         /// Number of tensors in the checkpoint.
         count: usize,
     },
-    /// Elements were asked for that the tensor does not have.
+    /// The requested elements are outside the tensor.
     #[error("tensor '{tensor}' has {numel} elements: elements {start}..{end} were asked for")]
     OutOfRange {
         /// The tensor.
         tensor: String,
-        /// Its elements.
+        /// Number of its elements.
         numel: usize,
-        /// First element asked for.
+        /// First requested element.
         start: usize,
-        /// First element not asked for.
+        /// End of the requested range (exclusive).
         end: usize,
     },
     /// The thread of an [`AsyncSaver`](super::AsyncSaver) ended in a panic.
@@ -197,41 +197,41 @@ pub enum CheckpointError {
         /// The panic's message.
         reason: String,
     },
-    /// Another rank has found this wrong.
+    /// Another rank reported this error.
     #[error("{reason}")]
     Told {
-        /// The rank.
+        /// The reporting rank.
         rank: usize,
         /// Its error.
         reason: String,
     },
-    /// Ranks that resume together have found different checkpoints, such as parts of a model whose save was cut short.
+    /// Ranks that resume together found different checkpoints, for example parts of a model whose save was interrupted.
     #[error(
         "ranks would resume from different checkpoints: rank 0 has {}, rank {} has {}; copy what is missing, or remove the \
          steps that only some have", .0.first, .0.rank, .0.other
     )]
     Unlike(crate::collective::Difference),
-    /// The ranks could not talk to each other.
+    /// Communication between the ranks failed.
     #[error("{doing}: {source}")]
     Comm {
-        /// What they were about to do.
+        /// The operation that they were about to start.
         doing: String,
         /// The collective's error.
         source: Box<CommError>,
     },
 }
 
-/// Names action and path of an error of the system.
+/// Adds the action and the path to an I/O error.
 pub(super) fn io_at(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
     move |source| CheckpointError::Io { action, path: path.to_path_buf(), source }
 }
 
-/// The beginning of what is shown, for errors about what may be of any length.
+/// Shortens values of unbounded length for error messages.
 pub(super) fn brief(shown: impl fmt::Display) -> String {
     cut(shown, 100)
 }
 
-/// What serde says, which may quote a text of any length.
+/// Formats an error of serde, which may quote text of unbounded length.
 pub(super) fn parsing(error: serde_json::Error) -> String {
     cut(error, 400)
 }
@@ -250,7 +250,7 @@ fn cut(shown: impl fmt::Display, limit: usize) -> String {
         }
     }
     let mut cut = Cut(String::new(), limit);
-    // An error is the sign that there is no more room.
+    // An error means that the limit is reached.
     let _ = fmt::Write::write_fmt(&mut cut, format_args!("{shown}"));
     cut.0
 }

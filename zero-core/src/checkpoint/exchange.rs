@@ -1,9 +1,8 @@
-//! Values of any length between ranks, the rule that one rank's failure is everybody's, and work on disks that ranks wait
-//! for as long as it gets on.
+//! Exchange of values of any length between ranks, agreement of all ranks on the first failure, and work on disks.
 //!
-//! What touches a disk runs on a thread of its own ([`DiskWork`]), beside which the rank keeps talking to the others: every few
-//! seconds they tell each other how far they are. So a slow disk takes its time, and no collective reaches its deadline for
-//! it; and one that does nothing for a whole deadline fails what was to be done, not the run. Its thread is then left to it.
+//! A separate thread does the work on a disk ([`DiskWork`]). Meanwhile the rank exchanges its status with the others every few seconds. So
+//! a slow disk delays the work but makes no collective reach its deadline. A disk that does nothing for a full deadline fails the task, not
+//! the run; its thread is then abandoned.
 
 use std::io;
 use std::path::PathBuf;
@@ -20,10 +19,10 @@ use super::CheckpointError;
 use crate::collective::agree;
 use crate::{Buffer, Collective, CommError};
 
-/// The longest that ranks are silent while they work.
+/// Maximum time between two status exchanges while ranks work.
 const LONGEST_SILENCE: Duration = Duration::from_secs(5);
 
-/// How far a rank is.
+/// Progress of a rank.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Status {
     Done,
@@ -31,7 +30,7 @@ enum Status {
     Failed,
 }
 
-/// What the ranks do together, for errors.
+/// The ranks' common task, for error messages.
 #[derive(Debug, Clone)]
 pub(super) enum Task {
     Save { step: u64 },
@@ -46,7 +45,7 @@ impl Task {
         }
     }
 
-    /// `rank` and `world` are the run's.
+    /// `rank` and `world` are those of the run.
     fn failed(&self, rank: usize, world: usize, reason: String) -> CheckpointError {
         match self {
             Self::Save { step } => CheckpointError::SaveFailed { step: *step, rank, world, reason },
@@ -58,14 +57,14 @@ impl Task {
     }
 }
 
-/// All ranks in a task, as one of them sees them.
+/// All ranks of a task, as seen by one of them.
 pub(super) struct Ranks<'c> {
     comm: &'c dyn Collective,
     task: Task,
-    /// How often they tell each other how far they are.
+    /// Interval between two status exchanges.
     every: Duration,
     last: Instant,
-    /// One has told that it has failed: all know, and share what they have next.
+    /// A rank has reported a failure: all ranks know it, and take part in the error exchange next.
     failed: bool,
 }
 
@@ -75,22 +74,22 @@ impl<'c> Ranks<'c> {
         Self { comm, task, every, last: Instant::now(), failed: false }
     }
 
-    /// How long work may do nothing.
+    /// Returns the deadline for work that makes no progress.
     pub(super) fn patience(&self) -> Duration {
         self.comm.deadline()
     }
 
-    /// This rank in the run.
+    /// Returns this rank's number in the run.
     pub(super) fn rank(&self) -> usize {
         self.comm.place().rank
     }
 
-    /// How often the ranks tell each other how far they are.
+    /// Returns the interval between two status exchanges.
     pub(super) fn every(&self) -> Duration {
         self.every
     }
 
-    /// This rank's own, once all ranks have theirs; or the error of the first rank that failed, on all of them.
+    /// Waits for all ranks and returns this rank's value, or on all ranks the error of the first rank that failed.
     pub(super) fn together<T>(&self, mine: Result<T, CheckpointError>) -> Result<T, CheckpointError> {
         let (told, mine) = match mine {
             Ok(value) => (None, Some(value)),
@@ -100,7 +99,7 @@ impl<'c> Ranks<'c> {
         Ok(mine.expect("a rank that has not failed has its value"))
     }
 
-    /// The error of the first rank that failed, on all ranks.
+    /// Returns, on all ranks, the error of the first rank that failed.
     fn settled(&self, failed: Option<String>) -> Result<(), CheckpointError> {
         match self.first_told(failed)? {
             None => Ok(()),
@@ -108,13 +107,14 @@ impl<'c> Ranks<'c> {
         }
     }
 
-    /// The first rank that has something to tell, by its number in the run, with what that is, on every rank.
+    /// Returns, on every rank, the first rank with a message, by its number in the run, and its message.
     pub(super) fn first_told(&self, mine: Option<String>) -> Result<Option<(usize, String)>, CheckpointError> {
         let told = agree::first_told(self.comm, mine, "").map_err(|error| self.comm_error(error))?;
         Ok(told.map(|(at, reason)| (self.comm.members()[at], reason)))
     }
 
-    /// The first rank whose value is not the first one's, by its number in the run, with that value and its, on every rank.
+    /// Returns, on every rank, the first rank whose value differs from the first rank's, by its number in the run, with the first rank's
+    /// value and its own.
     pub(super) fn first_unlike<T: Serialize + DeserializeOwned>(
         &self,
         mine: &T,
@@ -124,13 +124,13 @@ impl<'c> Ranks<'c> {
         unlike.map(|(at, [first, other])| Ok((in_run(at), self.value(&first)?, self.value(&other)?))).transpose()
     }
 
-    /// Rank 0's value, on every rank.
+    /// Returns rank 0's value on every rank.
     pub(super) fn of_first<T: Serialize + DeserializeOwned>(&self, mine: &T) -> Result<T, CheckpointError> {
         let all = agree::broadcast_bytes(self.comm, 0, json(mine), "").map_err(|error| self.comm_error(error))?;
         self.value(&all)
     }
 
-    /// Every rank's value, in rank order, on rank 0; nothing on the others.
+    /// Returns every rank's value, in rank order, on rank 0; nothing on the others.
     pub(super) fn to_first<T: Serialize + DeserializeOwned>(&self, mine: &T) -> Result<Vec<T>, CheckpointError> {
         let all = agree::gather_bytes(self.comm, json(mine), "").map_err(|error| self.comm_error(error))?;
         all.iter().map(|bytes| self.value(bytes)).collect()
@@ -147,7 +147,8 @@ impl<'c> Ranks<'c> {
         serde_json::from_slice(bytes).map_err(failed)
     }
 
-    /// As [`Ranks::together`], of what a rank's work gives, for as long as that takes. A rank without work has `idle`.
+    /// Waits for all ranks' work as long as it makes progress, and then acts as [`Ranks::together`]. A rank without work contributes
+    /// `idle`.
     pub(super) fn share_work<T>(
         &mut self,
         work: Option<Result<DiskWork<T>, CheckpointError>>,
@@ -161,8 +162,8 @@ impl<'c> Ranks<'c> {
         self.finish(work, ended)
     }
 
-    /// Waits until all ranks' work has ended, or one's has failed: what this rank's gave, or the error. `ended` is this rank's
-    /// outcome, if it is known already.
+    /// Waits until the work of all ranks has ended, or that of one has failed. Returns this rank's result, or the error. `ended` is this
+    /// rank's result if it is already known.
     pub(super) fn finish<T>(
         &mut self,
         mut work: Option<DiskWork<T>>,
@@ -182,7 +183,7 @@ impl<'c> Ranks<'c> {
             }
         }
         self.failed = false;
-        // All threads have ended, as far as disks let them, before any rank goes on: rank 0 may remove what they wrote.
+        // All threads end, as far as disks let them, before any rank continues: rank 0 may remove what they wrote.
         if let Some(work) = work {
             work.end(self.every);
         }
@@ -192,7 +193,7 @@ impl<'c> Ranks<'c> {
         }
     }
 
-    /// Tells the others that this rank is working, if it is time to. False: one has failed, so there is no more to be done.
+    /// Reports to the other ranks that this one is working, if it is time to. Returns `false` if a rank has failed and the work must stop.
     ///
     /// # Errors
     ///
@@ -219,7 +220,7 @@ fn json(value: &impl Serialize) -> Vec<u8> {
     serde_json::to_vec(value).expect("what ranks exchange has a JSON form")
 }
 
-/// Says that work gets on.
+/// Counter of the progress of some work.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Heartbeat(Arc<AtomicU64>);
 
@@ -229,19 +230,19 @@ impl Heartbeat {
         self.0.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How often it has.
+    /// Returns the number of progress reports.
     pub(super) fn count(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-/// Work on a disk, on a thread of its own.
+/// Work on a disk, on a separate thread.
 pub(super) struct DiskWork<T> {
     path: PathBuf,
     thread: JoinHandle<()>,
     result: Receiver<Result<T, CheckpointError>>,
     progress: Heartbeat,
-    /// The progress when it was last looked at, and since when it is so.
+    /// The progress last seen, and the time of its last change.
     seen: (u64, Instant),
 }
 
@@ -255,7 +256,7 @@ impl<T: Send + 'static> DiskWork<T> {
         let ((reply, result), progress) = (bounded(1), Heartbeat::default());
         let made = progress.clone();
         let body = move || {
-            // Nobody may wait any more.
+            // The receiver may be gone.
             let _ = reply.send(body(&made));
         };
         let thread = std::thread::Builder::new().name(format!("rank-{rank}-save")).spawn(body);
@@ -265,7 +266,7 @@ impl<T: Send + 'static> DiskWork<T> {
 }
 
 impl<T> DiskWork<T> {
-    /// What it gave, if that comes `within` so long; an error when it has not got on for `patience`.
+    /// Waits up to `within` for the result. Returns an error if the work has made no progress for `patience`.
     pub(super) fn wait(&mut self, within: Duration, patience: Duration) -> Option<Result<T, CheckpointError>> {
         let failed = |kind, reason: String| {
             let source = io::Error::new(kind, reason);
@@ -287,13 +288,13 @@ impl<T> DiskWork<T> {
         }
     }
 
-    /// Ends its thread, for which it waits at most so long.
+    /// Joins the thread, or abandons it after `within`.
     pub(super) fn end(self, within: Duration) {
         match self.result.recv_timeout(within) {
             Err(RecvTimeoutError::Timeout) => {
                 tracing::error!("a thread is left to the disk of {}, which does nothing", self.path.display());
             }
-            // It has given what it gives, or panicked, which `wait` says.
+            // It has sent its result, or panicked, which `wait` reports.
             _ => drop(self.thread.join()),
         }
     }
@@ -316,7 +317,7 @@ mod tests {
             let work =
                 DiskWork::start(rank, "there".into(), move |progress| if rank == 1 { slow(progress) } else { Ok(5) });
             let shared = ranks.share_work(Some(work), || 0);
-            // The ranks go on whatever became of it.
+            // The ranks continue whatever the outcome.
             comm.barrier().map_err(|error| ranks.comm_error(error))?;
             Ok(format!("{:?}", shared.map_err(|error| error.to_string())))
         })
@@ -348,7 +349,7 @@ mod tests {
                 }
                 ranks.finish(Some(work), None)
             };
-            // The group is as good as before.
+            // The group is still usable.
             comm.barrier().map_err(|error| ranks.comm_error(error))?;
             Ok(shared.map(|_: usize| ()).unwrap_err().to_string())
         });

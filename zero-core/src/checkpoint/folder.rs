@@ -1,7 +1,7 @@
-//! A folder that appears under its name whole or not at all.
+//! A folder that appears under its name complete or not at all.
 //!
-//! What goes into it is written into a hidden sibling, `.NAME.writing-...`; publishing syncs that and gives it the name. A
-//! process that is killed leaves the sibling, which nobody reads and which may be removed.
+//! Its contents are written into a hidden sibling, `.NAME.writing-...`; publishing syncs the sibling and renames it. A killed process
+//! leaves the sibling, which nobody reads and which may be removed.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,7 +10,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use super::disk::{rename, sync_dir, write_file};
 use super::error::{CheckpointError, io_at};
 
-/// A folder that is being written. Dropped before it is published, it removes what it has made.
+/// A folder that is being written. If dropped before it is published, it removes its files.
 ///
 /// ```
 /// use zero_core::checkpoint::NewFolder;
@@ -22,7 +22,7 @@ use super::error::{CheckpointError, io_at};
 /// ```
 #[derive(Debug)]
 pub struct NewFolder {
-    /// With links resolved, so that a rename replaces the folder and not a link to it.
+    /// The target path with links resolved, so that a rename replaces the folder and not a link to it.
     target: PathBuf,
     parent: PathBuf,
     /// `None` once it has been published.
@@ -30,11 +30,11 @@ pub struct NewFolder {
 }
 
 impl NewFolder {
-    /// Makes the hidden folder beside `target`, which must not exist or be an empty folder.
+    /// Creates the hidden folder next to `target`, which must either not exist or be an empty folder.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Destination`] when `target` is taken or has no parent, and what the system says.
+    /// [`CheckpointError::Destination`] if `target` is taken or has no parent, and [`CheckpointError::Io`].
     pub fn begin(target: &Path) -> Result<Self, CheckpointError> {
         let refuse = |reason: String| CheckpointError::Destination { path: target.to_path_buf(), reason };
         let mut resolved = target.to_path_buf();
@@ -64,32 +64,32 @@ impl NewFolder {
         Ok(Self { parent: parent.to_path_buf(), target: resolved, hidden: Some(hidden) })
     }
 
-    /// Where files are written until the folder is published.
+    /// Returns the folder to write files into until it is published.
     pub fn path(&self) -> &Path {
         self.hidden.as_deref().expect("a folder that is published is gone")
     }
 
-    /// Writes a file, contents durable.
+    /// Writes a file with durable contents.
     ///
     /// # Errors
     ///
-    /// What the system says.
+    /// [`CheckpointError::Io`].
     pub fn write_file(&self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         write_file(&self.path().join(name), bytes)
     }
 
-    /// Gives the folder its name, and returns it. Its files must have been synced; [`SafetensorsWriter`] and
-    /// [`write_file`](Self::write_file) do.
+    /// Gives the folder its name and returns its path. Its files must have been synced; [`SafetensorsWriter`] and
+    /// [`write_file`](Self::write_file) do so.
     ///
     /// [`SafetensorsWriter`]: super::SafetensorsWriter
     ///
     /// # Errors
     ///
-    /// What the system says, for instance when something has come into the target in the meantime.
+    /// [`CheckpointError::Io`], for example if files were created in the target in the meantime.
     pub fn publish(mut self) -> Result<PathBuf, CheckpointError> {
         let hidden = self.path();
         sync_dir(hidden)?;
-        // Takes the place of an empty folder.
+        // Replaces an empty folder.
         rename(hidden, &self.target)?;
         self.hidden = None;
         sync_dir(&self.parent)?;
@@ -102,7 +102,7 @@ impl Drop for NewFolder {
         if let Some(hidden) = &self.hidden
             && let Err(error) = fs::remove_dir_all(hidden)
         {
-            // What went wrong before has an error of its own, which is the one to return.
+            // The earlier failure has its own error, which is returned.
             tracing::warn!("{} is left and may be removed: {error}", hidden.display());
         }
     }

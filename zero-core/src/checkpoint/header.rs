@@ -1,7 +1,7 @@
-//! The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+//! The header of a safetensors file: eight bytes of length, then JSON with the position of each tensor.
 //!
-//! The format: <https://huggingface.co/docs/safetensors/index>. What is read here is not trusted: a length counts only when the
-//! file is as long, and tensors must tile the data without gap or overlap, which the `safetensors` crate checks.
+//! The format: <https://huggingface.co/docs/safetensors/index>. The input is untrusted: a length is accepted only if the file is that long,
+//! and tensors must tile the data without gap or overlap, which the `safetensors` crate checks.
 
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -19,27 +19,27 @@ use super::disk::read_at;
 use super::element::check;
 use super::error::{CheckpointError, brief, io_at, parsing};
 
-/// The key under which a header has texts about the file.
+/// Key of the free-form metadata in a header.
 pub(super) const METADATA: &str = "__metadata__";
 
-/// The longest header that readers of the format accept.
+/// Maximum header size that readers of the format accept.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
 
-/// Where and what one tensor of a file is.
+/// Type, shape and position of one tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct HeaderEntry {
     /// Element type. [`ElementType`] may not support it: each reader checks for the types that it can use.
     pub dtype: Dtype,
     /// Dimensions.
     pub shape: Vec<usize>,
-    /// First byte and end, counted from the first byte after the header.
+    /// Start and end, in bytes from the end of the header.
     pub data_offsets: (u64, u64),
 }
 
 /// A header that has been checked against the size of its file.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Header {
-    /// Texts about the file.
+    /// Free-form texts about the file.
     pub metadata: BTreeMap<String, String>,
     /// The tensors by name.
     pub tensors: BTreeMap<String, HeaderEntry>,
@@ -52,7 +52,7 @@ impl Header {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::BadHeader`] for anything that is no header of a file of this size, and what the system says.
+    /// [`CheckpointError::BadHeader`] if this is not the header of a file of this size, and errors of reading the file.
     pub fn read(file: &File, path: &Path) -> Result<Self, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadHeader { path: path.to_path_buf(), reason };
         let file_bytes = file.metadata().map_err(io_at("look at", path))?.len();
@@ -70,11 +70,11 @@ impl Header {
         Self::parse(&json, file_bytes - 8 - length).map_err(bad)
     }
 
-    /// Reads a header's JSON; `data_bytes` follow it in the file.
+    /// Parses a header's JSON. `data_bytes` is the number of bytes after it in the file.
     ///
     /// # Errors
     ///
-    /// What is wrong with it, in words.
+    /// A description of the problem.
     pub fn parse(json: &[u8], data_bytes: u64) -> Result<Self, String> {
         let Members { metadata, tensors } = serde_json::from_slice::<Members<TensorInfo>>(json).map_err(parsing)?;
         let mut in_order: Vec<(String, TensorInfo)> = tensors.into_iter().collect();
@@ -95,8 +95,8 @@ impl Header {
         Ok(Self { metadata: metadata.unwrap_or_default(), tensors: found, data_start: 8 + json.len() as u64 })
     }
 
-    /// The bytes before the first tensor, for tensors that follow each other in this order, and where each will lie.
-    /// The first lies at a multiple of 8.
+    /// Returns the bytes before the first tensor, for tensors stored in this order, and the entry of each tensor. The first tensor starts
+    /// at a multiple of 8.
     pub(super) fn encode(
         metadata: &BTreeMap<String, String>,
         tensors: &[(String, ElementType, Vec<usize>)],
@@ -124,8 +124,8 @@ impl Header {
     }
 }
 
-/// The members of an object of tensors, each of whose names comes once, as they are written. Not `safetensors`' own reader of
-/// headers, which takes four times the memory, and the last of two tensors of one name.
+/// The members of an object of tensors, as written, with unique names. The header parser of `safetensors` is not used: it takes four times
+/// the memory, and silently keeps the last of two tensors of one name.
 pub(super) struct Members<T> {
     pub(super) metadata: Option<BTreeMap<String, String>>,
     pub(super) tensors: BTreeMap<String, T>,
@@ -163,7 +163,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
     }
 }
 
-/// A header to be written, its tensors in the order of their bytes.
+/// A header to be written, with its tensors in the order of their bytes.
 struct InOrder<'a> {
     metadata: &'a BTreeMap<String, String>,
     list: &'a [(&'a str, &'a HeaderEntry)],

@@ -1,4 +1,4 @@
-//! Which checkpoint of a folder to resume from.
+//! Choice of the checkpoint in a folder to resume from.
 
 use std::cell::RefCell;
 use std::path::{Path, PathBuf};
@@ -9,21 +9,21 @@ use super::names::{LATEST, REPLACED, names_in, pointed_at};
 use super::{Check, Checkpoint, Manifest, sound};
 use crate::Collective;
 
-/// What [`find_latest`] found.
+/// Result of [`find_latest`].
 #[derive(Debug, Default)]
 pub struct Found {
-    /// The checkpoint to resume from, if there is any.
+    /// The checkpoint to resume from, if any.
     pub checkpoint: Option<PathBuf>,
-    /// Newer ones that are not sound, each with the reason, in the order in which they were tried.
+    /// Newer ones that are damaged, each with the reason, in the order in which they were tried.
     pub skipped: Vec<(PathBuf, CheckpointError)>,
 }
 
-/// The newest sound checkpoint in `dir`: the one that `dir/latest` names, else, of the others that are sound, the one
-/// saved last. A folder that does not exist has none. Changes nothing.
+/// Finds the newest intact checkpoint in `dir`: the one that `dir/latest` names, or else the most recently saved of the other intact ones.
+/// A folder that does not exist has none. Changes nothing.
 ///
 /// # Errors
 ///
-/// When the system does not let `dir` be read.
+/// [`CheckpointError::Io`] if `dir` cannot be read.
 pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let look = |path: &Path| match check {
         Check::Sizes => Checkpoint::open(path).err(),
@@ -32,13 +32,12 @@ pub fn find_latest(dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     find(dir, |turn| candidates(dir, turn), |path| Ok(look(path)))
 }
 
-/// As [`find_latest`], by all ranks together: rank 0 looks at the folder, and each rank at its share of the files, so that
-/// they are read once and not by every rank. A collective, which gives all ranks the same. What another rank has found is
-/// [`CheckpointError::Told`].
+/// Same as [`find_latest`], by all ranks together: rank 0 lists the folder, and each rank checks its share of the files, so that each file
+/// is read once. A collective; all ranks get the same result. Problems are reported as [`CheckpointError::Told`].
 ///
 /// # Errors
 ///
-/// As [`find_latest`], and [`CheckpointError::Comm`].
+/// Same as [`find_latest`], and [`CheckpointError::Comm`].
 pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> Result<Found, CheckpointError> {
     let ranks = RefCell::new(Ranks::new(comm, Task::Check { path: dir.to_path_buf() }));
     let shared = |turn| {
@@ -57,12 +56,11 @@ pub fn find_latest_together(comm: &dyn Collective, dir: &Path, check: Check) -> 
     find(dir, shared, |path| problem_of(&mut ranks.borrow_mut(), comm, path, check))
 }
 
-/// Looks at the checkpoint in `folder` by all ranks together, each at its share of the files; the first thing that is wrong.
-/// A collective.
+/// Checks the checkpoint in `folder` by all ranks together, each its share of the files, and returns the first problem. A collective.
 ///
 /// # Errors
 ///
-/// [`CheckpointError::Comm`], and [`CheckpointError::Io`] when a rank's disk does nothing.
+/// [`CheckpointError::Comm`], and [`CheckpointError::Io`] if a rank's disk does nothing.
 pub fn check_together(
     comm: &dyn Collective,
     folder: &Path,
@@ -84,7 +82,7 @@ fn problem_of(
     });
     let problem = ranks.share_work(Some(work), || None)?;
     let told = ranks.first_told(problem)?;
-    // For when rank 0 prunes: together the ranks have read it all. A manifest that cannot be read now is read again then.
+    // Remembered for when rank 0 prunes: together the ranks have read everything. A manifest that cannot be read now is read again then.
     if told.is_none()
         && check == Check::Contents
         && comm.rank() == 0
@@ -95,7 +93,7 @@ fn problem_of(
     Ok(told.map(|(rank, reason)| CheckpointError::Told { rank, reason }))
 }
 
-/// What is wrong with a checkpoint, as far as a share of its files tells.
+/// Returns the first problem in a share of a checkpoint's files.
 fn look_at(path: &Path, share: (usize, usize), check: Check, progress: &Heartbeat) -> Option<CheckpointError> {
     match Manifest::read(path) {
         Ok(manifest) => sound::look(path, &manifest, share, check, progress),
@@ -103,17 +101,17 @@ fn look_at(path: &Path, share: (usize, usize), check: Check, progress: &Heartbea
     }
 }
 
-/// What is tried first, and what if that is not sound.
+/// The two rounds of candidates. The second round follows if the first finds no intact checkpoint.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Turn {
     Named,
     Others,
 }
 
-/// Names of what may be checkpoints in a folder, and what is wrong with `latest`.
+/// Names of possible checkpoints in a folder, and the error of `latest`.
 type Candidates = (Vec<String>, Option<CheckpointError>);
 
-/// The one that `latest` names, or the others in the order in which they are tried, the one saved last first.
+/// Returns the checkpoint that `latest` names, or the others, most recently saved first.
 fn candidates(dir: &Path, turn: Turn) -> Result<Candidates, CheckpointError> {
     let mut others = names_in(dir)?;
     let (named, problem) = match named_by_latest(dir, &others) {
@@ -124,7 +122,7 @@ fn candidates(dir: &Path, turn: Turn) -> Result<Candidates, CheckpointError> {
         return Ok((named.into_iter().collect(), problem));
     }
     others.retain(|name| Some(name) != named.as_ref());
-    // From the end. Those without a manifest last, and so their reasons.
+    // Sorted in reverse, so that checkpoints without a manifest, and their errors, come last.
     others.sort_by_cached_key(|name| {
         let manifest = Manifest::read(&dir.join(name)).ok();
         manifest.map(|manifest| (manifest.saved_unix_ms, manifest.step))
@@ -133,7 +131,7 @@ fn candidates(dir: &Path, turn: Turn) -> Result<Candidates, CheckpointError> {
     Ok((others, None))
 }
 
-/// The first of the candidates that nothing is wrong with.
+/// Returns the first candidate without a problem, and the problems of those before it.
 fn find(
     dir: &Path,
     candidates: impl Fn(Turn) -> Result<Candidates, CheckpointError>,
@@ -156,10 +154,10 @@ fn find(
     Ok(found)
 }
 
-/// The folder that `latest` means, of those of [`names_in`] or none of them.
+/// Returns the folder that `latest` points to, which need not be among `names`, the result of [`names_in`].
 pub(super) fn named_by_latest(dir: &Path, names: &[String]) -> Result<Option<String>, CheckpointError> {
     Ok(pointed_at(dir)?.map(|named| {
-        // Between two renames of a save the checkpoint is where it was set aside.
+        // Between two renames of a save, the checkpoint has the name that it was set aside under.
         let aside = format!("{REPLACED}{named}");
         if names.contains(&aside) { aside } else { named }
     }))

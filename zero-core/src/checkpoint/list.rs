@@ -1,4 +1,4 @@
-//! Everything that a folder of checkpoints holds, for whoever looks at it. Nothing is changed.
+//! The contents of a folder of checkpoints, for inspection. Nothing is changed.
 
 use std::fs;
 use std::io;
@@ -11,19 +11,18 @@ use super::latest::named_by_latest;
 use super::names::{LATEST, REPLACED, is_remains, names_in, step_of};
 use super::{Check, Manifest};
 
-/// What a folder of checkpoints holds.
+/// The contents of a folder of checkpoints.
 #[derive(Debug, Default)]
 pub struct Listing {
     /// The checkpoints, by step.
     pub checkpoints: Vec<Listed>,
-    /// The name of the folder that `latest` means, which need not exist.
+    /// Name of the folder that `latest` points to, which need not exist.
     pub latest: Option<String>,
-    /// What is wrong with `latest` when it cannot be read.
+    /// The error if `latest` cannot be read.
     pub latest_problem: Option<CheckpointError>,
-    /// The name of the checkpoint that [`find_latest`](super::find_latest) takes after as close a look.
+    /// Name of the checkpoint that [`find_latest`](super::find_latest) returns after the same check.
     pub resume: Option<String>,
-    /// What saves left that did not end, by name. The next save into the folder removes it. Of a save that goes on at this
-    /// moment it is the beginning.
+    /// Remains of interrupted saves, by name. The next save into the folder removes them. A save in progress is listed here too.
     pub remains: Vec<Remains>,
 }
 
@@ -34,21 +33,21 @@ pub struct Listed {
     pub name: String,
     /// Its folder.
     pub path: PathBuf,
-    /// The step that the name says.
+    /// The step in the name.
     pub step: u64,
-    /// When it was saved, in milliseconds since 1970, if its manifest can be read.
+    /// Time of the save, in milliseconds since 1970, if its manifest can be read.
     pub saved_unix_ms: Option<u64>,
     /// Number of ranks that saved it, if its manifest can be read.
     pub world: Option<usize>,
     /// Version of the crate that wrote it, if its manifest can be read.
     pub crate_version: Option<String>,
-    /// Size of the files in its folder.
+    /// Size of the files in its folder, in bytes.
     pub disk_bytes: u64,
-    /// Everything that is wrong with it; nothing when it is sound.
+    /// All problems found; empty if it is intact.
     pub problems: Vec<CheckpointError>,
 }
 
-/// What a save left that did not end.
+/// Remains of an interrupted save.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Remains {
     /// Its name.
@@ -57,11 +56,11 @@ pub struct Remains {
     pub disk_bytes: u64,
 }
 
-/// Looks at everything in `dir`, which may be written to at the same time.
+/// Lists everything in `dir`, which may be written to concurrently.
 ///
 /// # Errors
 ///
-/// When the system does not let `dir` be read, or there is none.
+/// [`CheckpointError::Io`] if `dir` does not exist or cannot be read.
 pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
     let entries = fs::read_dir(dir).map_err(io_at("list", dir))?;
     let names = names_in(dir)?;
@@ -99,7 +98,7 @@ pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
 }
 
 impl Listing {
-    /// As [`find_latest`](super::find_latest): the named one if it is sound, else the one saved last of those that are.
+    /// Chooses as [`find_latest`](super::find_latest) does: the named checkpoint if it is intact, else the most recently saved intact one.
     fn choose(&self) -> Option<String> {
         let sound = || self.checkpoints.iter().filter(|listed| listed.problems.is_empty());
         let named = sound().find(|listed| self.latest.as_ref() == Some(&listed.name));
@@ -107,7 +106,7 @@ impl Listing {
         chosen.map(|listed| listed.name.clone())
     }
 
-    /// What is wrong with the folder besides its checkpoints: a `latest` that names none of them.
+    /// Returns the problem of `latest`, if it cannot be read or names no checkpoint.
     pub fn problem(&self, dir: &Path) -> Option<String> {
         if let Some(error) = &self.latest_problem {
             return Some(error.to_string());
@@ -118,16 +117,16 @@ impl Listing {
     }
 }
 
-/// Whether a checkpoint's folder may have this name.
+/// Returns whether a checkpoint's folder may have this name.
 pub fn is_checkpoint_name(name: &str) -> bool {
     step_of(name.strip_prefix(REPLACED).unwrap_or(name)).is_some()
 }
 
-/// Size of a file, or of the files in a folder, in bytes as they are read. What has gone in the meantime has none.
+/// Returns the size of a file, or of the files in a folder, in bytes of content. A path that no longer exists counts as 0.
 ///
 /// # Errors
 ///
-/// What the system says.
+/// [`CheckpointError::Io`].
 pub fn disk_bytes(path: &Path) -> Result<u64, CheckpointError> {
     let gone = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Ok(0),

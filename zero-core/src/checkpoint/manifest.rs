@@ -1,8 +1,8 @@
-//! The manifest: what a checkpoint consists of, written last, so that a folder that has one is complete.
+//! The manifest: the contents of a checkpoint. It is written last, so that a folder with a manifest is complete.
 //!
-//! It is one JSON object. Its first key is the crc32c of the bytes that follow it, at a fixed place, so that a damaged
-//! or edited step, loss scale or random state is found like a damaged tensor. Keys that this version does not know are
-//! ignored; a change that older readers must not ignore raises [`FORMAT_VERSION`].
+//! It is one JSON object. Its first key is the crc32c of the bytes that follow it, at a fixed position, so that a damaged or edited step,
+//! loss scale or random state is detected like a damaged tensor. Unknown keys are ignored; a change that older readers must not ignore
+//! raises [`FORMAT_VERSION`].
 
 use std::collections::BTreeMap;
 use std::io;
@@ -20,46 +20,46 @@ use super::header::{METADATA, Members};
 use super::names::{MANIFEST, rank_file};
 use crate::{Partition, files};
 
-/// Bytes of a manifest at most: those of 10,000 tensors on 10,000 ranks.
+/// Maximum size of a manifest in bytes: that of 10,000 tensors on 10,000 ranks.
 const LARGEST: u64 = 1 << 30;
 
-/// Levels of brackets that serde_json reads values in.
+/// Maximum nesting depth that serde_json reads.
 const MAX_DEPTH: usize = 126;
 
-/// The format that is written, and the newest that is read.
+/// The format version that is written, and the newest that is read.
 pub const FORMAT_VERSION: u32 = 1;
 
 const SEAL_BEGIN: &[u8] = br#"{"crc32c":""#;
 const SEAL_END: &[u8] = br#"","#;
 const SEAL_DIGITS: usize = 8;
 
-/// How closely [`find_latest`](super::find_latest) looks at a checkpoint before it takes it.
+/// The check that [`find_latest`](super::find_latest) makes before it takes a checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Check {
-    /// The manifest, and that every file is there with its size and a header that fits. Takes milliseconds.
+    /// The manifest, and the presence, size and matching header of every file. Takes milliseconds.
     Sizes,
     /// Also every byte of every tensor. Takes as long as reading the checkpoint.
     Contents,
 }
 
-/// One tensor as a whole.
+/// One full tensor.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct TensorEntry {
     /// Element type.
     pub dtype: ElementType,
-    /// Dimensions of the whole.
+    /// Dimensions of the full tensor.
     pub shape: Vec<usize>,
-    /// Checksum of each rank's piece, in rank order; none for a rank that has no elements of it.
+    /// Checksum of each rank's shard, in rank order; `None` for a rank without elements.
     pub crc32c: Vec<Option<u32>>,
 }
 
 impl TensorEntry {
-    /// Number of elements of the whole.
+    /// Returns the number of elements of the full tensor.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether it can be of a checkpoint of `world` ranks.
+    /// Checks that it can belong to a checkpoint of `world` ranks.
     fn check(&self, world: usize) -> Result<(), String> {
         check(self.dtype.into(), &self.shape)?;
         let partition = Partition::new(self.numel(), world);
@@ -71,20 +71,20 @@ impl TensorEntry {
     }
 }
 
-/// What a checkpoint consists of.
+/// The contents of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// See [`FORMAT_VERSION`].
     pub format_version: u32,
     /// Version of the crate that wrote it.
     pub crate_version: String,
-    /// Names this save: its files carry the same.
+    /// Identifier of this save, which its files carry too.
     pub id: String,
     /// The training step.
     pub step: u64,
     /// Number of ranks that saved it.
     pub world: usize,
-    /// When it was saved, in milliseconds since 1970, and later than the one that was the latest before.
+    /// Time of the save, in milliseconds since 1970; always later than that of the previous latest checkpoint.
     pub saved_unix_ms: u64,
     /// The size of each rank's file, in rank order.
     #[serde(rename = "files", serialize_with = "write_files", deserialize_with = "read_files")]
@@ -92,12 +92,12 @@ pub struct Manifest {
     /// Every tensor by name.
     #[serde(deserialize_with = "read_tensors")]
     pub tensors: BTreeMap<String, TensorEntry>,
-    /// What the engine gave, as JSON, whose values take many times as much memory.
+    /// State of the engine as JSON text; its parsed values would take many times as much memory.
     #[serde(serialize_with = "write_raw", deserialize_with = "read_raw")]
     pub(super) state: Box<str>,
 }
 
-/// A rank's file as a manifest has it. The name also keeps a manifest from naming a file outside of its folder.
+/// A rank's file in a manifest. Its fixed name also keeps a manifest from naming a file outside its folder.
 #[derive(Serialize, Deserialize)]
 struct RankFile {
     name: String,
@@ -136,7 +136,7 @@ fn read_raw<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Box<str>, D::E
     Ok(<&RawValue>::deserialize(deserializer)?.get().into())
 }
 
-/// What is read of a manifest of any format.
+/// The fields that are read from a manifest of any format.
 #[derive(Deserialize)]
 struct AnyFormat {
     format_version: u64,
@@ -149,8 +149,7 @@ impl Manifest {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Missing`], [`CheckpointError::BadManifest`], [`CheckpointError::NewerFormat`], and what the
-    /// system says.
+    /// [`CheckpointError::Missing`], [`CheckpointError::BadManifest`], [`CheckpointError::NewerFormat`], and [`CheckpointError::Io`].
     pub fn read(folder: &Path) -> Result<Self, CheckpointError> {
         let path = folder.join(MANIFEST);
         match files::read(&path, LARGEST) {
@@ -167,14 +166,14 @@ impl Manifest {
         }
     }
 
-    /// Reads and checks the bytes of a manifest, all but what is in the state; `path` is for the error.
+    /// Parses and checks the bytes of a manifest, except the contents of the state. `path` is for error messages.
     ///
     /// # Errors
     ///
-    /// As [`Manifest::read`].
+    /// [`CheckpointError::BadManifest`] and [`CheckpointError::NewerFormat`].
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
-        // Before the checksum, which another format may keep elsewhere.
+        // Checked before the checksum, which another format may keep elsewhere.
         if let Ok(AnyFormat { format_version: version, crate_version }) = serde_json::from_slice(bytes)
             && version > u64::from(FORMAT_VERSION)
         {
@@ -209,11 +208,11 @@ impl Manifest {
         self.tensors.iter().try_for_each(check)
     }
 
-    /// The bytes to be written, which give this manifest when they are parsed.
+    /// Returns the bytes to write, which parse to this manifest again.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::BadManifest`] when they would not, such as for a state nested too deep to be read.
+    /// [`CheckpointError::BadManifest`] if they would not, for example if the state is nested too deeply.
     pub(super) fn encode(&self, path: &Path) -> Result<Vec<u8>, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadManifest { path: path.to_path_buf(), reason };
         let json = serde_json::to_vec(self).map_err(|error| bad(error.to_string()))?;
@@ -228,12 +227,12 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// What the engine gave when it saved, unchanged; `folder`, from which the manifest was read, is for the error. Its
-    /// values are made now, and take many times as much memory as they take in the file.
+    /// Returns the state that the engine saved, unchanged. `folder`, which the manifest was read from, is for error messages. Each call
+    /// parses the values, which take many times as much memory as in the file.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::BadManifest`] when it has a number that is too large, or half of a pair of `\u`.
+    /// [`CheckpointError::BadManifest`] if it has a number that is too large, or half of a `\u` surrogate pair.
     pub fn state(&self, folder: &Path) -> Result<Value, CheckpointError> {
         self.state_at(&folder.join(MANIFEST))
     }
@@ -245,13 +244,13 @@ impl Manifest {
         })
     }
 
-    /// How a tensor of this checkpoint is cut.
+    /// Returns the partition of a tensor of this checkpoint.
     pub fn partition(&self, tensor: &TensorEntry) -> Partition {
         Partition::new(tensor.numel(), self.world)
     }
 }
 
-/// Levels of brackets of a JSON text.
+/// Returns the nesting depth of a JSON text.
 fn depth(json: &str) -> usize {
     let (mut depth, mut deepest, mut in_text, mut escaped) = (0usize, 0, false, false);
     for byte in json.bytes() {
@@ -269,7 +268,7 @@ fn depth(json: &str) -> usize {
     deepest
 }
 
-/// The checksum that a manifest begins with, and the bytes that it is of.
+/// Returns the checksum at the start of a manifest, and the bytes that it covers.
 fn unseal(bytes: &[u8]) -> Option<(u32, &[u8])> {
     let (digits, rest) = bytes.strip_prefix(SEAL_BEGIN)?.split_at_checked(SEAL_DIGITS)?;
     let digits = std::str::from_utf8(digits).ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_hexdigit()))?;

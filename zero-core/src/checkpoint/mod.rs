@@ -1,40 +1,41 @@
-//! Sharded checkpoints: every rank writes what it owns, and any number of ranks reads it back.
+//! Sharded checkpoints: every rank writes its shards, and any number of ranks reads them back.
 //!
 //! ```text
 //! DIR/latest                                          the name of the newest complete checkpoint
 //! DIR/step-00000012/rank-00000-of-00002.safetensors   one file per rank
-//! DIR/step-00000012/manifest.json                     what the checkpoint consists of, with checksums
+//! DIR/step-00000012/manifest.json                     the contents of the checkpoint, with checksums
 //! ```
 //!
-//! * In: each rank's [`Piece`] of every tensor, cut by [`Partition`](crate::Partition) at every ZeRO stage, so that the
-//!   layout knows nothing of stages, buckets or offloading; and a JSON value, the engine's state.
-//! * Out: elements of any tensor by their range, checked against the checksum of every piece that they come from.
-//! * Memory: [`save`](save()) borrows the pieces and holds a few buffers of a MiB per rank; [`save_streamed`] one piece at
-//!   a time beside them; [`AsyncSaver`] owns a copy of all until they are written; [`Checkpoint`] holds what manifest and headers say,
-//!   and reads what is asked for into the caller's memory.
-//! * Threads: [`save`](save()) is a collective of its callers, whose disks are written by a thread of each rank, so that the
-//!   ranks can say that they get on; [`AsyncSaver`] has a named thread per rank for both.
+//! * In: each rank's [`Piece`] of every tensor, partitioned by [`Partition`](crate::Partition) at every ZeRO stage, so that the layout does
+//!   not depend on stages, buckets or offloading; and the engine's state as a JSON value.
+//! * Out: elements of any tensor by their range, checked against the checksum of every shard that they come from.
+//! * Memory: [`save`](save()) borrows the shards and holds a few buffers of 1 MiB per rank. [`save_streamed`] also holds one shard at a
+//!   time. [`AsyncSaver`] owns a copy of all shards until they are written. [`Checkpoint`] holds the contents of manifest and headers, and
+//!   reads the requested elements into the caller's memory.
+//! * Threads: [`save`](save()) is a collective of its callers. A thread of each rank writes to the disk, so that the rank itself can report
+//!   progress. [`AsyncSaver`] has a named thread per rank for both.
 //!
-//! # Why a crash at any moment leaves a sound checkpoint
+//! # Why a crash at any moment leaves an intact checkpoint
 //!
-//! A checkpoint is complete or invisible. What makes it so is the order in which things reach the disk:
+//! A checkpoint is complete or invisible. The order in which data reaches the disk ensures this:
 //!
-//! 1. Rank 0 takes the lock `DIR/.lock`, which the system gives back when a process dies, however it dies. Whoever
-//!    holds it knows that the remains of other saves in `DIR` are nobody's, and removes them.
-//! 2. Each rank writes its file into `DIR/.saving-step-...` and syncs it. A name that starts with a dot is no checkpoint
-//!    to any reader. The sync comes before the manifest: a manifest on the disk must prove that the files are.
+//! 1. Rank 0 takes the lock `DIR/.lock`, which the system releases when a process dies, however it dies. The holder knows that no other
+//!    process uses the remains of other saves in `DIR`, and removes them.
+//! 2. Each rank writes its file into `DIR/.saving-step-...` and syncs it. Readers ignore names that start with a dot. The sync comes before
+//!    the manifest: a manifest on the disk must prove that the files are there.
 //! 3. The ranks exchange sizes, checksums and success. If one failed, all return its error and the folder is removed.
-//! 4. Rank 0 looks at the files' sizes, writes the manifest under another name, syncs it, gives it its name and syncs
-//!    the folder: from now on the folder is complete, its names included, but still invisible.
-//! 5. Rank 0 writes the new `latest` under another name and syncs it, so that nothing that needs space is left to do.
-//! 6. The folder is renamed to `step-...` and `DIR` synced: the checkpoint is visible. An earlier one of the same step
-//!    was set aside as `.replaced-step-...` a moment before, where readers find it until the new one is there.
-//! 7. `latest` is replaced by a rename and `DIR` synced, only now, because it must never name what may not survive.
-//! 8. Checkpoints beyond the `keep_last` newest sound ones are renamed to `.pruned-...` and removed: none is ever seen half
-//!    removed. Damaged ones are not counted: they go when so many sound ones are newer.
+//! 4. Rank 0 checks the files' sizes, writes the manifest under a temporary name, syncs it, renames it and syncs the folder. From now on
+//!    the folder is complete, including its names, but still invisible.
+//! 5. Rank 0 writes the new `latest` under a temporary name and syncs it, so that no later operation needs space.
+//! 6. The folder is renamed to `step-...` and `DIR` synced: the checkpoint is visible. An earlier checkpoint of the same step is first
+//!    renamed to `.replaced-step-...`, where readers find it until the new one is there.
+//! 7. `latest` is replaced by a rename and `DIR` synced. This comes after 6 because `latest` must never name a checkpoint that may not
+//!    survive a crash.
+//! 8. Checkpoints beyond the `keep_last` newest intact ones are renamed to `.pruned-...` and removed, so that no reader sees a partly
+//!    removed one. Damaged ones are not counted: they are removed when that many intact ones are newer.
 //!
-//! A crash before 6 leaves the former checkpoint and remains that the next save sweeps away. A crash between 6 and 7
-//! leaves `latest` on the former checkpoint, which is still there, because 8 comes after.
+//! A crash before 6 leaves the previous checkpoint and remains that the next save removes. A crash between 6 and 7 leaves `latest` on the
+//! previous checkpoint, which still exists, because 8 comes later.
 
 mod asynchronous;
 mod disk;

@@ -1,4 +1,4 @@
-//! The names of what lies in a folder of checkpoints.
+//! Names of the files and folders in a folder of checkpoints.
 
 use std::fs;
 use std::io;
@@ -13,36 +13,36 @@ pub(super) const MANIFEST: &str = "manifest.json";
 /// Name of the file that names the newest complete checkpoint.
 pub(super) const LATEST: &str = "latest";
 
-/// What a save makes before it is visible, and what it removes.
+/// Names and prefixes of the temporary files and folders of a save, and of what it removes.
 pub(super) const SAVING: &str = ".saving-";
 pub(super) const PRUNED: &str = ".pruned-";
 pub(super) const NEW_LATEST: &str = ".latest-new";
-/// A checkpoint that another of the same step is about to replace; readers know it (see [`names_in`]).
+/// Prefix of a checkpoint that another of the same step is about to replace; readers accept it (see [`names_in`]).
 pub(super) const REPLACED: &str = ".replaced-";
 
-/// What a rank's file says about itself, so that one in another's place is known.
+/// Metadata keys that identify the owner of a rank's file, so that a file in another's place is detected.
 pub(super) const OWNER: [&str; 4] = ["rank", "world", "step", "id"];
 
-/// Bytes of `latest` at most: more than a name and line ends have.
+/// Maximum size of `latest` in bytes: more than a name and line ends need.
 const LONGEST_NAME: u64 = 1024;
 
-/// Name of a checkpoint's folder.
+/// Returns the name of a checkpoint's folder.
 pub(super) fn step_folder(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// Name of a rank's file.
+/// Returns the name of a rank's file.
 pub(super) fn rank_file(rank: usize, world: usize) -> String {
     format!("rank-{rank:05}-of-{world:05}.safetensors")
 }
 
-/// The step of a folder's name.
+/// Returns the step in a folder's name.
 pub(super) fn step_of(name: &str) -> Option<u64> {
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (step_folder(step) == name).then_some(step)
 }
 
-/// The names of what may be checkpoints in `dir`, also of those set aside by a save that did not end.
+/// Returns the names in `dir` that may be checkpoints, including those that an interrupted save set aside.
 pub(super) fn names_in(dir: &Path) -> Result<Vec<String>, CheckpointError> {
     let entries = match fs::read_dir(dir) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -61,14 +61,14 @@ pub(super) fn names_in(dir: &Path) -> Result<Vec<String>, CheckpointError> {
     Ok(names)
 }
 
-/// The name in `dir/latest`, if there is such a file.
+/// Returns the name in `dir/latest`, if that file exists.
 pub(super) fn pointed_at(dir: &Path) -> Result<Option<String>, CheckpointError> {
     let path = dir.join(LATEST);
     let bytes = match files::read(&path, LONGEST_NAME) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
         bytes => bytes.map_err(io_at("read", &path))?,
     };
-    // The name of a step and nothing else, so that it leads nowhere outside of `dir`.
+    // Only the name of a step is accepted, so that it cannot lead outside `dir`.
     match std::str::from_utf8(&bytes).ok().map(str::trim_end).filter(|name| step_of(name).is_some()) {
         Some(name) => Ok(Some(name.to_string())),
         None => Err(CheckpointError::BadManifest {
@@ -78,7 +78,7 @@ pub(super) fn pointed_at(dir: &Path) -> Result<Option<String>, CheckpointError> 
     }
 }
 
-/// Whether a name is one that a save gives to what it removes in the end.
+/// Returns whether a save gives this name to something that it removes in the end.
 pub(super) fn is_remains(name: &str) -> bool {
     let saving = name.strip_prefix(SAVING).and_then(|rest| Some(&rest[..rest.match_indices('-').nth(1)?.0]));
     let pruned = name.strip_prefix(PRUNED).map(|name| name.strip_prefix(REPLACED).unwrap_or(name));

@@ -1,4 +1,4 @@
-//! Reading a checkpoint, by as many ranks as there are now.
+//! Reading a checkpoint with any number of ranks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,29 +17,29 @@ use crate::Partition;
 pub struct Checkpoint {
     path: PathBuf,
     manifest: Manifest,
-    /// Those that have been opened.
+    /// Files of the ranks; each is set once opened.
     shards: Vec<OnceLock<Shard>>,
 }
 
 impl Checkpoint {
-    /// Opens the checkpoint in `folder`: its manifest, and of each file the size and the header. The tensors' bytes are
-    /// checked when they are read, and the values of the state when they are asked for.
+    /// Opens the checkpoint in `folder`: reads its manifest, and checks the size and header of each file. The tensors' bytes are checked
+    /// when they are read, and the state's values when they are requested.
     ///
     /// # Errors
     ///
-    /// The first thing that is not as it was saved, by name; [`verify`] tells all of them.
+    /// The first problem found; [`verify`] returns all of them.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let checkpoint = Self::open_as_read(folder)?;
         (0..checkpoint.shards.len()).try_for_each(|rank| checkpoint.shard(rank).map(drop))?;
         Ok(checkpoint)
     }
 
-    /// As [`Checkpoint::open`], but each file is opened, and its size and header checked, when something is first read from
-    /// it, so that a rank opens only those that it reads. The files must stay until then.
+    /// Same as [`Checkpoint::open`], but opens each file, and checks its size and header, at the first read from it. So a rank opens only
+    /// the files that it reads. The files must exist until then.
     ///
     /// # Errors
     ///
-    /// As [`Manifest::read`]; those of the files come from [`Checkpoint::read`].
+    /// Same as [`Manifest::read`]; errors of the files come from [`Checkpoint::read`].
     pub fn open_as_read(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest = Manifest::read(folder)?;
         let shards = (0..manifest.world).map(|_| OnceLock::new()).collect();
@@ -49,33 +49,33 @@ impl Checkpoint {
     fn shard(&self, rank: usize) -> Result<&Shard, CheckpointError> {
         let shard = &self.shards[rank];
         if shard.get().is_none() {
-            // Two threads may both open it: one of the two is kept.
+            // Two threads may both open it; one of the two results is kept.
             let _ = shard.set(Shard::open(&self.path, &self.manifest, rank)?);
         }
         Ok(shard.get().expect("it has been set"))
     }
 
-    /// The folder.
+    /// Returns the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What it consists of.
+    /// Returns the manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// The training step.
+    /// Returns the training step.
     pub fn step(&self) -> u64 {
         self.manifest.step
     }
 
-    /// Every tensor by name.
+    /// Returns every tensor by name.
     pub fn tensors(&self) -> &BTreeMap<String, TensorEntry> {
         &self.manifest.tensors
     }
 
-    /// The tensor of this name.
+    /// Returns the tensor of this name.
     ///
     /// # Errors
     ///
@@ -84,23 +84,23 @@ impl Checkpoint {
         self.checked(name, &(0..0))
     }
 
-    /// What the engine gave when it saved, made from the manifest at each call.
+    /// Returns the state that the engine saved, parsed from the manifest at each call.
     ///
     /// # Errors
     ///
-    /// As [`Manifest::state`].
+    /// Same as [`Manifest::state`].
     pub fn state(&self) -> Result<Value, CheckpointError> {
         self.manifest.state(&self.path)
     }
 
-    /// Elements `range` of the flat tensor, little-endian.
+    /// Reads elements `range` of the flattened tensor, little-endian.
     ///
-    /// The first read that touches a rank's piece reads and sums the whole piece; later ones read what they want.
+    /// The first read from a rank's shard reads all of it and verifies its checksum; later reads read only what they need.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::NoTensor`], [`CheckpointError::OutOfRange`], [`CheckpointError::Corrupt`], and what the
-    /// system says. Bytes that were not verified are never returned.
+    /// [`CheckpointError::NoTensor`], [`CheckpointError::OutOfRange`], [`CheckpointError::Corrupt`], and errors of opening or reading a
+    /// file. Bytes that were not verified are never returned.
     pub fn read(&self, tensor: &str, range: Range<usize>) -> Result<Vec<u8>, CheckpointError> {
         let entry = self.checked(tensor, &range)?;
         let mut out = vec![0; range.len() * entry.dtype.size()];
@@ -108,12 +108,12 @@ impl Checkpoint {
         Ok(out)
     }
 
-    /// As [`Checkpoint::read`], into memory that the caller has.
+    /// Same as [`Checkpoint::read`], into the caller's memory.
     ///
     /// # Errors
     ///
-    /// As [`Checkpoint::read`], after which `out` holds nothing of use; [`CheckpointError::Unfit`] when `out` does not
-    /// have the size of the elements.
+    /// Same as [`Checkpoint::read`]; `out` then holds no usable data. [`CheckpointError::Unfit`] if `out` does not have the size of the
+    /// elements.
     pub fn read_into(&self, tensor: &str, range: Range<usize>, out: &mut [u8]) -> Result<(), CheckpointError> {
         let entry = self.checked(tensor, &range)?;
         let bytes = range.len() * entry.dtype.size();
@@ -124,7 +124,7 @@ impl Checkpoint {
         self.fill(tensor, entry, range, out)
     }
 
-    /// Reads every tensor again and says what is damaged; nothing when all is sound.
+    /// Reads every tensor again and returns all problems; empty if everything is intact.
     pub fn verify(&self) -> Vec<CheckpointError> {
         let (mut problems, progress) = (Vec::new(), Heartbeat::default());
         for rank in 0..self.shards.len() {
@@ -136,7 +136,7 @@ impl Checkpoint {
         problems
     }
 
-    /// The tensor, if it has these elements.
+    /// Returns the tensor, if it has these elements.
     fn checked(&self, tensor: &str, range: &Range<usize>) -> Result<&TensorEntry, CheckpointError> {
         let entry = self.tensors().get(tensor).ok_or_else(|| CheckpointError::NoTensor {
             path: self.path.clone(),
@@ -172,25 +172,24 @@ impl Checkpoint {
     }
 }
 
-/// The elements of `tensor` that `rank` of `world` owns now, whatever the number of ranks that saved it.
+/// Reads the shard of `tensor` that `rank` of `world` owns now, whatever the number of ranks that saved it.
 ///
 /// # Errors
 ///
-/// As [`Checkpoint::read`].
+/// Same as [`Checkpoint::read`].
 pub fn piece_for(checkpoint: &Checkpoint, tensor: &str, rank: usize, world: usize) -> Result<Vec<u8>, CheckpointError> {
     let numel = checkpoint.tensor(tensor)?.numel();
     checkpoint.read(tensor, Partition::new(numel, world).range(rank))
 }
 
-/// Reads the checkpoint in `folder` as a whole and says everything that is wrong with it, file by file and tensor by
-/// tensor; nothing when it is sound.
+/// Reads the entire checkpoint in `folder` and returns all problems, file by file and tensor by tensor; empty if it is intact.
 pub fn verify(folder: &Path) -> Vec<CheckpointError> {
     Manifest::examine(folder, Check::Contents).1
 }
 
 impl Manifest {
-    /// The manifest in `folder`, if it can be read, and everything that is wrong with it and its files, as far as `check`
-    /// looks; nothing when they are sound. One file is open at a time, and a MiB of it is in memory.
+    /// Returns the manifest in `folder`, if it can be read, and all problems of it and its files that `check` can find; empty if they are
+    /// intact. One file is open at a time, and 1 MiB of it is in memory.
     pub fn examine(folder: &Path, check: Check) -> (Option<Self>, Vec<CheckpointError>) {
         match Self::read(folder) {
             Ok(manifest) => {
@@ -201,7 +200,7 @@ impl Manifest {
         }
     }
 
-    /// Everything that is wrong with the files in `folder` that this manifest, read from there, is about.
+    /// Returns all problems of the files in `folder`, which this manifest was read from.
     pub fn problems(&self, folder: &Path, check: Check) -> Vec<CheckpointError> {
         let progress = Heartbeat::default();
         let file = |rank| Shard::problems((folder, self), rank, check, usize::MAX, &progress);

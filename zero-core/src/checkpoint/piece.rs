@@ -1,4 +1,4 @@
-//! What a rank hands over to be saved.
+//! The data that a rank passes to a save.
 
 use std::borrow::Cow;
 
@@ -7,21 +7,21 @@ use super::error::CheckpointError;
 use super::header::METADATA;
 use crate::Partition;
 
-/// A rank's part of one tensor: the elements of `Partition::new(numel, world)` that are its own, possibly none.
+/// A rank's shard of one tensor: its own elements of `Partition::new(numel, world)`, possibly none.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Piece<'a> {
     /// The tensor's name, the same on every rank.
     pub name: Cow<'a, str>,
     /// Element type.
     pub dtype: ElementType,
-    /// Dimensions of the whole tensor.
+    /// Dimensions of the full tensor.
     pub shape: Cow<'a, [usize]>,
     /// The rank's elements, little-endian.
     pub bytes: Cow<'a, [u8]>,
 }
 
 impl<'a> Piece<'a> {
-    /// A piece of `bytes` of the tensor `name`, which has `shape` as a whole.
+    /// Creates the shard `bytes` of the tensor `name`, whose full shape is `shape`.
     pub fn new(
         name: impl Into<Cow<'a, str>>,
         dtype: ElementType,
@@ -31,7 +31,7 @@ impl<'a> Piece<'a> {
         Self { name: name.into(), dtype, shape: shape.into(), bytes: bytes.into() }
     }
 
-    /// The same piece, copied where it is borrowed.
+    /// Returns the same shard, copying borrowed data.
     pub fn into_owned(self) -> Piece<'static> {
         Piece {
             name: self.name.into_owned().into(),
@@ -41,12 +41,12 @@ impl<'a> Piece<'a> {
         }
     }
 
-    /// What tensor it is of.
+    /// Returns the description of its tensor.
     pub(super) fn spec(&self) -> TensorSpec {
         TensorSpec { name: self.name.to_string(), dtype: self.dtype, shape: self.shape.to_vec() }
     }
 
-    /// Whether the bytes are what `rank` of `world` owns.
+    /// Checks that `bytes` has the size of the shard of `rank` of `world`.
     pub(super) fn check(&self, rank: usize, world: usize) -> Result<(), CheckpointError> {
         self.spec().check()?;
         let elems = Partition::new(self.shape.iter().product(), world).len(rank);
@@ -63,7 +63,7 @@ impl<'a> Piece<'a> {
     }
 }
 
-/// A tensor as a whole, of which every rank has a piece.
+/// A full tensor, of which every rank has a shard.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Its name, the same on every rank.
@@ -75,12 +75,12 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Whether a file can hold it.
+    /// Checks that a file can hold it.
     pub(super) fn check(&self) -> Result<(), CheckpointError> {
         let unfit = |expected: &str, got: String| {
             Err(CheckpointError::Unfit { tensor: self.name.clone(), expected: expected.into(), got })

@@ -1,4 +1,4 @@
-//! Rank 0's part of a save: the folder that nobody sees yet, and making it the newest checkpoint.
+//! Rank 0's part of a save: it creates the hidden folder, and makes it the newest checkpoint.
 
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -20,25 +20,25 @@ use crate::files;
 const LOCK: &str = ".lock";
 const NEW_MANIFEST: &str = ".manifest-new";
 
-/// What to do besides saving.
+/// Options of a save.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SaveOptions {
-    /// Complete checkpoints to keep, the new one among them; all when `None`.
+    /// Number of complete checkpoints to keep, including the new one; all if `None`.
     pub keep_last: Option<NonZeroUsize>,
-    /// Steps that are kept in any case, such as the best so far.
+    /// Steps whose checkpoints are always kept, such as the best so far.
     pub protect: Vec<u64>,
-    /// Files to keep with the tensors, such as a tokenizer's: the same on every rank.
+    /// Files to save with the tensors, such as a tokenizer's: the same on every rank.
     pub files: Vec<SideFile>,
 }
 
-/// What rank 0 has made visible.
+/// Names of the pruned checkpoints, and reasons why others remain.
 #[derive(Debug, Default, Serialize, Deserialize)]
 pub(super) struct Published {
     pub(super) pruned: Vec<String>,
     pub(super) not_pruned: Vec<String>,
 }
 
-/// A save that has begun. Dropped before it is published, it removes what it has made.
+/// A save in progress. If dropped before it is published, it removes its files.
 #[derive(Debug)]
 pub(super) struct Staging {
     dir: PathBuf,
@@ -46,18 +46,18 @@ pub(super) struct Staging {
     id: String,
     /// `None` once the folder has been published.
     folder: Option<PathBuf>,
-    /// `None` where the file system has no locks.
+    /// `None` if the file system has no locks.
     _lock: Option<Lock>,
 }
 
-/// A locked file, unlocked by dropping it; by the system when the process ends before.
+/// A locked file. Dropping it unlocks it; if the process ends first, the system unlocks it.
 #[derive(Debug)]
 struct Lock(File);
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // Not left to the closing of the file: a process that another thread is starting right now has a copy of it, and
-        // the next save would find it locked.
+        // Unlocked explicitly, not by closing the file: a process that another thread is starting right now holds a copy of it, and the
+        // next save would find it locked.
         if let Err(error) = self.0.unlock() {
             tracing::warn!("the lock of a folder of checkpoints cannot be given back: {error}");
         }
@@ -65,7 +65,7 @@ impl Drop for Lock {
 }
 
 impl Staging {
-    /// Takes the folder `dir` for this save, removes remains of others and makes the folder that the ranks write into.
+    /// Locks the folder `dir` for this save, removes remains of other saves and creates the folder that the ranks write into.
     pub(super) fn begin(dir: &Path, step: u64, progress: &Heartbeat) -> Result<Self, CheckpointError> {
         create_dir(dir)?;
         let path = dir.join(LOCK);
@@ -73,7 +73,7 @@ impl Staging {
         let lock = match file.try_lock() {
             Ok(()) => Some(Lock(file)),
             Err(TryLockError::WouldBlock) => return Err(CheckpointError::Busy { dir: dir.to_path_buf() }),
-            // What is swept without it is never a complete checkpoint: a second run would lose its save, and be told.
+            // The sweep without a lock never removes a complete checkpoint: a second run would lose its save, and get an error.
             Err(TryLockError::Error(error)) if files::is_not_offered(&error) => {
                 files::warn_once(format!(
                     "{} cannot be locked ({error}): see that no two runs save into one folder",
@@ -111,7 +111,7 @@ impl Staging {
             let path = folder.join(rank_file(rank, manifest.world));
             let got_bytes = match fs::metadata(&path) {
                 Ok(found) => found.len(),
-                // Written, its rank says, so that rank sees another disk under this path.
+                // Its rank has written it, so that rank sees another disk under this path.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     return Err(CheckpointError::Missing { what: "a rank's file, as rank 0 sees the folder,", path });
                 }
@@ -157,15 +157,15 @@ impl Staging {
         Ok(published)
     }
 
-    /// The time, or just after the time of the newest checkpoint when the clock went back.
+    /// Returns the current time, or a time just after that of the newest checkpoint if the clock went back.
     fn now_unix_ms(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let before = pointed_at(&self.dir).ok().flatten().and_then(|name| Manifest::read(&self.dir.join(name)).ok());
         before.map_or(now, |manifest| now.max(manifest.saved_unix_ms.saturating_add(1)))
     }
 
-    /// Removes the oldest checkpoints. Folders without a sound manifest are not counted and not touched; nor are those whose
-    /// tensors are damaged, until enough sound ones are newer: a sound one is never removed for them.
+    /// Removes the oldest checkpoints. Folders without a valid manifest are neither counted nor removed. Checkpoints with damaged tensors
+    /// are not counted, and are removed only if enough intact ones are newer: an intact one is never removed because of them.
     fn prune(
         &self,
         (newest, manifest): (&str, &Manifest),
@@ -174,7 +174,7 @@ impl Staging {
         progress: &Heartbeat,
     ) {
         let Some(keep) = options.keep_last else { return };
-        // Every rank has written it just now, and summed what it wrote.
+        // Every rank has just written its file and computed the checksums.
         sound::remember(&self.dir.join(newest), manifest, None);
         let names = match names_in(&self.dir) {
             Ok(names) => names,
@@ -185,7 +185,7 @@ impl Staging {
             .filter_map(|name| Manifest::read(&self.dir.join(&name)).ok().map(|manifest| (name, manifest)))
             .collect();
         complete.sort_by(|(a, b), (c, d)| (d.saved_unix_ms, d.step, c).cmp(&(b.saved_unix_ms, b.step, a)));
-        // Nothing is looked at where nothing would be removed.
+        // Skips the check if nothing would be removed.
         if complete.len() <= keep.get() {
             return;
         }
@@ -205,7 +205,7 @@ impl Staging {
                 continue;
             }
             let gone = self.dir.join(format!("{PRUNED}{name}"));
-            // The new name first, on the disk too, so that no crash leaves half a checkpoint under the old one.
+            // Renamed first, durably, so that no crash leaves half a checkpoint under the old name.
             let renamed = rename(&path, &gone).and_then(|()| sync_dir(&self.dir));
             match renamed.and_then(|()| remove(&gone)) {
                 Ok(()) => {
@@ -223,7 +223,7 @@ impl Drop for Staging {
     fn drop(&mut self) {
         let Some(folder) = &self.folder else { return };
         for path in [folder.clone(), self.dir.join(NEW_LATEST)] {
-            // The save has failed already, and its own error is the one to return.
+            // The save has already failed, and its own error is returned.
             if let Err(error) = remove(&path) {
                 tracing::warn!("what a failed save leaves, until the next one: {error}");
             }
@@ -231,10 +231,10 @@ impl Drop for Staging {
     }
 }
 
-/// Removes what saves of processes that have died left behind, and gives a checkpoint that was to be replaced its name
-/// back. Only for who holds the lock.
+/// Removes the remains of saves whose processes died, and restores the name of a checkpoint that was about to be replaced. The caller must
+/// hold the lock.
 fn sweep(dir: &Path, progress: &Heartbeat) -> Result<(), CheckpointError> {
-    // A process that was killed may not have come to this: what it renamed must not come back as it was.
+    // A process may have been killed before its sync: its renames must not be undone later.
     sync_dir(dir)?;
     for entry in fs::read_dir(dir).map_err(io_at("list", dir))? {
         let entry = entry.map_err(io_at("list", dir))?;
@@ -245,7 +245,7 @@ fn sweep(dir: &Path, progress: &Heartbeat) -> Result<(), CheckpointError> {
             rename(&path, &former)?;
             sync_dir(dir)?;
         } else if is_remains(name) {
-            // A large file may take seconds.
+            // Removing a large file may take seconds.
             for file in fs::read_dir(&path).into_iter().flatten().flatten() {
                 remove(&file.path())?;
                 progress.made();

@@ -1,4 +1,4 @@
-//! The collective that saves: agree, write, exchange, publish. The order on the disk is told in [`super`].
+//! The collective that saves: agree, write, exchange, publish. [`super`] describes the order on the disk.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -19,10 +19,10 @@ use super::{
 };
 use crate::{Collective, Partition};
 
-/// Bytes that are handed to the thread that writes at a time.
+/// Size of the chunks that are passed to the writing thread.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// How many of these wait for it at most.
+/// Maximum number of chunks that wait for it.
 const CHUNKS: usize = 4;
 
 /// A checkpoint that has been saved.
@@ -32,17 +32,17 @@ pub struct Saved {
     pub path: PathBuf,
     /// The step.
     pub step: u64,
-    /// Size of all ranks' files.
+    /// Total size of all ranks' files.
     pub bytes: u64,
     /// Wall time of the call.
     pub seconds: f64,
-    /// Checkpoints that were removed after it.
+    /// Checkpoints that were pruned after it.
     pub pruned: Vec<PathBuf>,
-    /// Why others could not be removed; the new checkpoint is complete all the same.
+    /// Reasons why others could not be pruned; the new checkpoint is complete regardless.
     pub not_pruned: Vec<String>,
 }
 
-/// What the ranks must agree on.
+/// Arguments that the ranks must agree on.
 #[derive(Debug, Serialize, Deserialize)]
 struct Plan {
     dir: String,
@@ -51,25 +51,25 @@ struct Plan {
     tensors: BTreeMap<String, (ElementType, Vec<usize>)>,
 }
 
-/// What a rank has written.
+/// Size and checksums of the file that a rank has written.
 #[derive(Debug, Serialize, Deserialize)]
 struct Written {
     bytes: u64,
-    /// In the order of the sorted pieces.
+    /// In the order of the sorted tensors.
     crc32c: Vec<Option<u32>>,
 }
 
-/// Saves `pieces` and rank 0's `state` as the checkpoint of `step` in `dir`, and names it in `dir/latest`.
+/// Saves `pieces` and rank 0's `state` as the checkpoint of `step` in `dir`, and points `dir/latest` to it.
 ///
-/// A collective: every rank calls it, with a piece of every tensor, empty where it has no elements. It returns on every
-/// rank when the checkpoint is durable. A checkpoint of the same step is replaced. Floats of `state` are exact; JSON has
-/// no infinities and NaNs, so those belong into a tensor. A rank whose disk is slow keeps the others waiting for as long as
-/// it gets on; a disk that does nothing for as long as the communicator's deadline fails the save.
+/// A collective: every rank passes its shard of every tensor, empty if it has no elements. It returns on every rank when the checkpoint is
+/// durable. A checkpoint of the same step is replaced. Floats of `state` are exact; JSON has no infinities or NaNs, so store those in a
+/// tensor. A slow disk keeps all ranks waiting while it makes progress; a disk that does nothing for the communicator's deadline fails the
+/// save.
 ///
 /// # Errors
 ///
-/// The same on every rank: [`CheckpointError::Disagree`], [`CheckpointError::SaveFailed`] with the error of the rank
-/// that failed, or [`CheckpointError::Comm`]. The checkpoints before are as they were, and so is `latest`.
+/// The same on every rank: [`CheckpointError::Disagree`], [`CheckpointError::SaveFailed`] with the error of the rank that failed, or
+/// [`CheckpointError::Comm`]. Earlier checkpoints and `latest` are unchanged.
 pub fn save(
     comm: &dyn Collective,
     dir: &Path,
@@ -85,13 +85,13 @@ pub fn save(
     save_checked(comm, dir, step, (checked, &tensors), &mut bytes, state, options)
 }
 
-/// As [`save`], with pieces that are made when their turn to be written comes, one at a time: `bytes` gives the rank's
-/// elements of the tensor with the index it is given, little-endian. It is called once for each tensor of which the rank has
-/// elements, in an order that is the same on every rank; it may not wait for other ranks.
+/// Same as [`save`], but makes one shard at a time, when it is written. `bytes` returns the rank's elements, little-endian, of the tensor
+/// with the given index. It is called once for each tensor of which the rank has elements, in the same order on every rank. It must not
+/// wait for other ranks.
 ///
 /// # Errors
 ///
-/// As [`save`]; an error of `bytes` is that rank's failure.
+/// Same as [`save`]; an error of `bytes` is a failure of that rank.
 pub fn save_streamed<'p>(
     comm: &dyn Collective,
     dir: &Path,
@@ -104,7 +104,7 @@ pub fn save_streamed<'p>(
     save_checked(comm, dir, step, (Ok(()), tensors), bytes, state, options)
 }
 
-/// Gives the bytes of a piece by its index.
+/// A function that returns the bytes of a shard by the index of its tensor.
 type Read<'r, 'p> = &'r mut dyn FnMut(usize) -> Result<Cow<'p, [u8]>, CheckpointError>;
 
 fn save_checked<'p>(
@@ -130,7 +130,7 @@ fn save_checked<'p>(
             Ok(Cow::Owned(whole[range].to_vec()))
         }
     };
-    // Large elements first keeps each tensor aligned to its own; names make the order the same on every rank.
+    // Decreasing element sizes keep each tensor aligned to its elements; names make the order the same on every rank.
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_by(|&a, &b| {
         let (a, b) = (&tensors[a], &tensors[b]);
@@ -144,7 +144,7 @@ fn save_checked<'p>(
         return Err(disagree(&first, (comm.members()[0], other), &got));
     }
 
-    // Rank 0's, on its way between the threads that work on it.
+    // Rank 0's staging, shared by the threads that work on it.
     let staging = Arc::new(Mutex::new(None));
     let begun = (rank == 0).then(|| {
         let (staging, dir) = (staging.clone(), dir.to_path_buf());
@@ -213,7 +213,7 @@ fn plan(dir: &Path, step: u64, tensors: &[&TensorSpec], options: &SaveOptions) -
     Ok(Plan { dir, step, options, tensors: by_name })
 }
 
-/// The first difference of a rank's plan from rank 0's, by name.
+/// Returns the first difference between a rank's plan and rank 0's as an error.
 fn disagree(first: &Plan, (first_rank, rank): (usize, usize), plan: &Plan) -> CheckpointError {
     let whole = |plan: &Plan| {
         let (step, dir) = (format!("step {}", plan.step), format!("into {}", plan.dir));
@@ -240,8 +240,8 @@ fn metadata(rank: usize, world: usize, step: u64, id: &str) -> BTreeMap<String, 
     OWNER.map(String::from).into_iter().zip(values).collect()
 }
 
-/// Writes this rank's file, while the others write theirs; on rank 0 gives what all have written. The pieces are made here, and
-/// written by a thread of the rank's.
+/// Writes this rank's file while the others write theirs, and returns the results of all ranks on rank 0. This thread makes the shards,
+/// another one writes them.
 fn write(
     ranks: &mut Ranks<'_>,
     folder: &Path,
@@ -309,7 +309,7 @@ fn write(
     ranks.to_first(&written)
 }
 
-/// Ends a save in which a rank, this one or another, has failed.
+/// Ends a save in which this rank or another has failed, and returns the error.
 fn broken_off(
     ranks: &mut Ranks<'_>,
     work: Option<DiskWork<Written>>,

@@ -1,4 +1,4 @@
-//! One rank's file, open for reading, its header checked against the manifest.
+//! One rank's file, open for reading, with its header checked against the manifest.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -13,7 +13,7 @@ use super::names::{OWNER, rank_file};
 use super::{Check, Header, Manifest};
 use crate::files;
 
-/// Bytes that are read and then summed while the processor's cache has them.
+/// Size of the chunks that are read and then checksummed while they are in the CPU's cache.
 const CHUNK_BYTES: u64 = 1 << 20;
 
 #[derive(Debug)]
@@ -22,8 +22,8 @@ struct PieceAt {
     offset: u64,
     bytes: u64,
     crc32c: u32,
-    /// Whether the bytes have been summed. Guards no memory, so its loads and stores are relaxed; two threads that come
-    /// at once both sum.
+    /// Set once the checksum has been verified. It guards no memory, so its loads and stores are relaxed; two concurrent threads both
+    /// verify.
     verified: AtomicBool,
 }
 
@@ -31,7 +31,7 @@ struct PieceAt {
 pub(super) struct Shard {
     path: PathBuf,
     file: File,
-    /// Of the tensors that the rank has elements of, by name.
+    /// Shards of the tensors that the rank has elements of, by name.
     pieces: BTreeMap<String, PieceAt>,
 }
 
@@ -46,7 +46,7 @@ impl Shard {
             file => file.map_err(io_at("open", &path))?,
         };
         let header = Header::read(&file, &path);
-        // Whose file it is comes before its size: that of another rank or step has another size for a good reason.
+        // The owner is checked before the size: the file of another rank or step has another size for a good reason.
         if let Ok(header) = &header {
             check_owner(&header.metadata, manifest, rank, &path)?;
         }
@@ -63,8 +63,8 @@ impl Shard {
         Ok(Self { path, file, pieces })
     }
 
-    /// Reads from byte `begin` of this rank's piece of `tensor`, which has elements, to the end of `out`. The first read of a
-    /// piece reads all of it and checks its sum; what comes into `out` is then the very bytes summed.
+    /// Fills `out` from byte `begin` on of this rank's shard of `tensor`, which is not empty. The first read of a shard reads all of it and
+    /// verifies its checksum; `out` then holds the very bytes that were verified.
     pub(super) fn read(&self, tensor: &str, begin: u64, out: &mut [u8]) -> Result<(), CheckpointError> {
         let piece = self.pieces.get(tensor).expect("the rank has elements of the tensor");
         if piece.verified.load(Ordering::Relaxed) {
@@ -75,7 +75,7 @@ impl Shard {
         Ok(())
     }
 
-    /// What is wrong with the file of `rank`, as far as `check` looks: all of it, or the `most` first things.
+    /// Returns the first `most` problems of the file of `rank` that `check` can find.
     pub(super) fn problems(
         (folder, manifest): (&Path, &Manifest),
         rank: usize,
@@ -90,7 +90,7 @@ impl Shard {
         }
     }
 
-    /// Reads everything, also what has been read before, and gives what is wrong.
+    /// Reads everything, including bytes that were read before, and returns the problems.
     pub(super) fn verify<'s>(&'s self, progress: &'s Heartbeat) -> impl Iterator<Item = CheckpointError> + 's {
         let read = |(name, piece): (&String, &PieceAt)| self.read_and_sum(name, piece, 0, &mut [], progress).err();
         self.pieces.iter().filter_map(read)
@@ -109,7 +109,7 @@ impl Shard {
             vec![0; if out.len() as u64 == piece.bytes { 0 } else { CHUNK_BYTES.min(piece.bytes) as usize }];
         let (mut at, mut got) = (0, 0);
         while at < piece.bytes {
-            // What is wanted goes straight to where it is wanted, what is only to be summed into the spare buffer.
+            // Requested bytes go directly into `out`; bytes that are only checksummed go into the spare buffer.
             let chunk = if (begin..end).contains(&at) {
                 let from = (at - begin) as usize;
                 let len = CHUNK_BYTES.min(end - at) as usize;
@@ -131,7 +131,7 @@ impl Shard {
     }
 }
 
-/// Whether a header's texts say that its file is that of `rank`.
+/// Checks that a header's metadata describes the file of `rank`.
 fn check_owner(
     got: &BTreeMap<String, String>,
     manifest: &Manifest,
@@ -156,7 +156,7 @@ fn check_owner(
     Err(CheckpointError::Swapped { path: path.to_path_buf(), expected: name(expected), got: name(got) })
 }
 
-/// Where the rank's piece of each tensor lies, if the header says what the manifest says.
+/// Returns the position of the rank's shard of each tensor, if the header matches the manifest.
 fn pieces(header: &Header, manifest: &Manifest, rank: usize) -> Result<BTreeMap<String, PieceAt>, String> {
     let mut pieces = BTreeMap::new();
     for (name, tensor) in &manifest.tensors {

@@ -1,14 +1,14 @@
-//! Files that a checkpoint keeps, such as a tokenizer's: tensors of bytes, cut, summed and read as the others.
+//! Additional files in a checkpoint, such as a tokenizer's: byte tensors, sharded, checksummed and read like the others.
 
 use std::fmt;
 use std::sync::Arc;
 
 use super::{Checkpoint, CheckpointError, ElementType, TensorSpec};
 
-/// The beginning of the name of a tensor that is a file.
+/// Prefix of the name of a tensor that holds a file.
 const PREFIX: &str = "file.";
 
-/// A file that is kept in a checkpoint.
+/// A file that is saved in a checkpoint.
 #[derive(Clone, PartialEq, Eq)]
 pub struct SideFile {
     /// Its name, without a folder.
@@ -30,15 +30,15 @@ impl SideFile {
 }
 
 impl Checkpoint {
-    /// The files that were kept with the tensors ([`SaveOptions::files`](super::SaveOptions::files)).
+    /// Returns the files that were saved with the tensors ([`SaveOptions::files`](super::SaveOptions::files)).
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`] for one that cannot be read or is damaged.
+    /// [`CheckpointError`] if a file cannot be read or is damaged.
     pub fn files(&self) -> Result<Vec<SideFile>, CheckpointError> {
         let mut files = Vec::new();
         for (tensor, entry) in self.tensors() {
-            // What a file says must not lead out of a folder.
+            // A name from a checkpoint must not lead out of a folder.
             let is_plain = |name: &&str| !name.is_empty() && !name.starts_with('.') && !name.contains(['/', '\\']);
             let Some(name) = tensor.strip_prefix(PREFIX).filter(is_plain) else { continue };
             if entry.dtype == ElementType::U8 {

@@ -1,7 +1,7 @@
-//! Which checkpoints are sound, to the last byte: read once, and again only when a file has changed.
+//! Results of full checks of checkpoints. Files are read once, and again only if one has changed.
 //!
-//! Pruning must know, at every save, that what it counts can be resumed from; reading it all at every save would take longer
-//! than the save. So what this process has written or read is remembered by the save's name and by how its files looked.
+//! At every save, pruning must know that the checkpoints that it counts are intact. Reading them all would take longer than the save. So
+//! this process remembers the checkpoints that it has written or read, by the save's id and by the sizes and times of its files.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -14,10 +14,10 @@ use super::names::rank_file;
 use super::shard::Shard;
 use super::{Check, CheckpointError, Manifest};
 
-/// Size of each file and when it was changed; `None` for one that is not there.
+/// Size and modification time of each file; `None` for a missing one.
 type Looks = Vec<Option<(u64, SystemTime)>>;
 
-/// What was found in the save of this name when its files looked so: nothing wrong, or what.
+/// Results by the save's id: the files' sizes and times when they were checked, and the problem found, if any.
 static SEEN: Mutex<BTreeMap<String, (Looks, Option<String>)>> = Mutex::new(BTreeMap::new());
 
 fn looks(folder: &Path, manifest: &Manifest) -> Looks {
@@ -28,20 +28,19 @@ fn looks(folder: &Path, manifest: &Manifest) -> Looks {
     (0..manifest.world).map(file).collect()
 }
 
-/// Remembers what was found in a checkpoint.
+/// Remembers the result of checking a checkpoint.
 pub(super) fn remember(folder: &Path, manifest: &Manifest, problem: Option<String>) {
-    // Before the lock: nobody waits for a disk with it.
+    // Done before taking the lock, so that no thread waits for a disk while it holds the lock.
     let looks = looks(folder, manifest);
     SEEN.lock().insert(manifest.id.clone(), (looks, problem));
 }
 
-/// The checkpoint is gone.
+/// Forgets a checkpoint that was removed.
 pub(super) fn forget(manifest: &Manifest) {
     SEEN.lock().remove(&manifest.id);
 }
 
-/// The first thing that is wrong with a checkpoint, as far as `check` looks, and in the share of the files that the first of
-/// so many ranks has, or another.
+/// Returns the first problem of a checkpoint that `check` can find in files `rank`, `rank + ranks` and so on. Rank 0 also checks the state.
 pub(super) fn look(
     folder: &Path,
     manifest: &Manifest,
@@ -56,14 +55,14 @@ pub(super) fn look(
             Shard::problems((folder, manifest), file, check, 1, progress).pop()
         })
     });
-    // A disk that could not be read says nothing about what is on it.
+    // An I/O error says nothing about the contents of the disk.
     if ranks == 1 && check == Check::Contents && !matches!(problem, Some(CheckpointError::Io { .. })) {
         remember(folder, manifest, problem.as_ref().map(ToString::to_string));
     }
     problem
 }
 
-/// The first thing that is wrong with a checkpoint, whose files are read if they have not been since they changed.
+/// Returns the first problem of a checkpoint. Its files are read unless they are unchanged since the last check.
 pub(super) fn problem(folder: &Path, manifest: &Manifest, progress: &Heartbeat) -> Option<String> {
     let seen = SEEN.lock().get(&manifest.id).cloned();
     match seen {

@@ -1,5 +1,5 @@
-//! A safetensors file written front to back: header first, then one tensor after another, whole or part by part, none of
-//! them held.
+//! A safetensors file written sequentially: first the header, then one tensor after another, in full or in parts. No tensor is kept in
+//! memory.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -11,17 +11,17 @@ use super::error::{CheckpointError, io_at};
 use super::header::Header;
 use crate::files;
 
-/// Small tensors are collected to writes of this size; larger ones are written from where they are.
+/// Size of the writes that small tensors are combined into; larger tensors are written without a copy.
 const BUFFER_BYTES: usize = 1 << 20;
 
-/// Bytes that are summed and then written while the processor's cache has them.
+/// Size of the chunks that are checksummed and then written while they are in the CPU's cache.
 const CHUNK_BYTES: usize = 1 << 20;
 
-/// Bytes after which the system is asked to begin writing to the disk, so that it works beside the summing instead of in the
-/// sync at the end.
+/// Number of bytes after which the system is asked to start writing to the disk, so that disk writes overlap with checksumming and the
+/// final sync is short.
 const BEGIN_BYTES: u64 = 32 << 20;
 
-/// Writes one safetensors file. The file is whole and durable when [`SafetensorsWriter::finish`] has returned.
+/// Writes one safetensors file, which is complete and durable once [`SafetensorsWriter::finish`] has returned.
 ///
 /// ```
 /// use std::collections::BTreeMap;
@@ -36,24 +36,24 @@ const BEGIN_BYTES: u64 = 32 << 20;
 pub struct SafetensorsWriter {
     path: PathBuf,
     out: BufWriter<File>,
-    /// Name and bytes of each tensor.
+    /// Name and size in bytes of each tensor.
     expected: Vec<(String, u64)>,
     next: usize,
-    /// Bytes of the next tensor that have come by [`SafetensorsWriter::append`].
+    /// Bytes of the next tensor that [`SafetensorsWriter::append`] has received.
     begun: u64,
     file_bytes: u64,
-    /// Bytes handed over so far; and how many of them are on the disk, and the system has been asked to begin with.
+    /// Bytes received so far; and how many of them are on the disk, and how many the system has been asked to write.
     written: u64,
     asked: (u64, u64),
 }
 
 impl SafetensorsWriter {
-    /// Creates the file, which must not exist, and writes the header for `tensors` (name, element type, shape) in the
-    /// order in which they will come. An order of falling element sizes keeps each aligned to its elements.
+    /// Creates the file, which must not exist, and writes the header for `tensors` (name, element type, shape) in the order in which they
+    /// will be written. An order of decreasing element sizes keeps each tensor aligned to its elements.
     ///
     /// # Errors
     ///
-    /// What the system says, [`CheckpointError::Unfit`] for a size that no file can have.
+    /// [`CheckpointError::Io`], and [`CheckpointError::Unfit`] for a size that no file can have.
     pub fn create(
         path: &Path,
         metadata: &BTreeMap<String, String>,
@@ -73,7 +73,7 @@ impl SafetensorsWriter {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unfit`] when it is another tensor's turn or the size differs, and what the system says.
+    /// [`CheckpointError::Unfit`] if another tensor is next or the size differs, and [`CheckpointError::Io`].
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<u32, CheckpointError> {
         match self.expected.get(self.next) {
             Some((next, size)) if next == name && *size == bytes.len() as u64 && self.begun == 0 => {}
@@ -82,17 +82,16 @@ impl SafetensorsWriter {
         self.put(bytes, 0)
     }
 
-    /// Writes the next part of the next tensor's bytes; the tensor after it may come when all of them have.
+    /// Writes the next part of the next tensor's bytes. The tensor after it may follow when all of them are written.
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unfit`] when it is another tensor's turn or there are more bytes than the tensor has left, and
-    /// what the system says.
+    /// [`CheckpointError::Unfit`] if another tensor is next or the tensor has fewer bytes left, and [`CheckpointError::Io`].
     pub fn append(&mut self, name: &str, bytes: &[u8]) -> Result<(), CheckpointError> {
         self.append_to_sum(name, bytes, 0).map(drop)
     }
 
-    /// As [`SafetensorsWriter::append`]; returns the crc32c of what `sum` is of and these bytes behind it.
+    /// Same as [`SafetensorsWriter::append`]; returns `sum`, the crc32c of the tensor's earlier bytes, extended by these bytes.
     pub(super) fn append_to_sum(&mut self, name: &str, bytes: &[u8], sum: u32) -> Result<u32, CheckpointError> {
         match self.expected.get(self.next) {
             Some((next, size)) if next == name && bytes.len() as u64 <= size - self.begun => {}
@@ -108,10 +107,10 @@ impl SafetensorsWriter {
             self.out.write_all(chunk).map_err(io_at("write", &self.path))?;
             self.written += chunk.len() as u64;
             if self.written - self.asked.1 >= BEGIN_BYTES {
-                // So that writing shows how fast the disk is, and the sync in the end is short.
+                // So that the speed of writing reflects that of the disk, and the final sync is short.
                 let (waited, asked) = self.asked;
                 let begun = files::write_out(self.out.get_ref(), asked, self.written - asked, false);
-                // A length of 0 would mean all to the end.
+                // A length of 0 would mean everything up to the end.
                 let ended = match asked - waited {
                     0 => Ok(()),
                     bytes => files::write_out(self.out.get_ref(), waited, bytes, true),
@@ -143,7 +142,7 @@ impl SafetensorsWriter {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError::Unfit`] when a tensor of the header has not come, and what the system says.
+    /// [`CheckpointError::Unfit`] if a tensor of the header is missing or incomplete, and errors of writing the file.
     pub fn finish(self) -> Result<u64, CheckpointError> {
         if let Some((name, size)) = self.expected.get(self.next) {
             let (expected, got) =

@@ -1,4 +1,4 @@
-//! Ranks that say of themselves what must be the same on all, before they begin.
+//! Comparison, before a run begins, of settings that must be the same on all ranks.
 
 use sha2::{Digest, Sha256};
 
@@ -14,23 +14,23 @@ use crate::CommError;
 pub struct Difference {
     /// The rank that differs from rank 0.
     pub rank: usize,
-    /// What rank 0 says.
+    /// Line of rank 0.
     pub first: String,
-    /// What that rank says in the same place.
+    /// Line of `rank` in the same place.
     pub other: String,
 }
 
-/// Compares the ranks' lines, which may be of any number and length. A collective; every rank gets the same result: the first
-/// difference of the first rank that differs from rank 0.
+/// Compares the ranks' lines, which may be of any number and length. A collective operation. Every rank gets the same result: the
+/// first difference of the first rank that differs from rank 0.
 ///
 /// # Errors
 ///
-/// As any collective's.
+/// [`CommError`], as for any collective.
 pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Difference>, CommError> {
     if comm.world() == 1 {
         return Ok(None);
     }
-    // As they are compared: without empty lines at the end.
+    // Trailing empty lines are not compared.
     let mine = lines.join("\n").trim_end_matches('\n').to_string();
     let Some((rank, texts)) = first_unlike(comm, mine.into_bytes(), "comparing settings")? else { return Ok(None) };
     let [first, other] = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
@@ -39,16 +39,16 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
     let mut pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
     let Some((first, other)) = pairs.find(|(first, other)| first != other) else { return Ok(None) };
     let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
-    // The first rank to end breaks off the others' operations: none does before all have what they need to say the same. A
-    // barrier that is broken off has been entered by all.
+    // The first rank to end interrupts the others' operations: none may end before all have the data to report the same
+    // difference. A barrier that is interrupted has been entered by all ranks, so its error is ignored.
     let _ = comm.execute(Request::Barrier("a difference of settings"));
     Ok(Some(Difference { rank, first: plain(first), other: plain(other) }))
 }
 
-/// A rank whose bytes are not rank 0's, with rank 0's and its.
+/// A rank whose bytes differ from rank 0's, with the bytes of both (rank 0 first).
 type Unlike = (usize, [Vec<u8>; 2]);
 
-/// The first rank whose bytes are not rank 0's, on every rank. Where all are alike, only their digests are sent.
+/// Returns, on every rank, the first rank whose bytes differ from rank 0's. If all are equal, only their digests are sent.
 pub(crate) fn first_unlike(comm: &dyn Collective, mine: Vec<u8>, what: &str) -> Result<Option<Unlike>, CommError> {
     let digest = Buffer::U8(Sha256::digest(&mine).to_vec());
     let all = comm.execute_for(Request::AllGather(digest), what)?.into_u8();
@@ -58,7 +58,7 @@ pub(crate) fn first_unlike(comm: &dyn Collective, mine: Vec<u8>, what: &str) -> 
     Ok(Some((rank, [first, broadcast_bytes(comm, rank, mine, what)?])))
 }
 
-/// The first rank that has something to tell, with what that is, on every rank.
+/// Returns, on every rank, the first rank that has a message, with that message.
 pub(crate) fn first_told(
     comm: &dyn Collective,
     mine: Option<String>,
@@ -71,7 +71,7 @@ pub(crate) fn first_told(
     Ok(Some((rank, String::from_utf8_lossy(&told).into_owned())))
 }
 
-/// Gives every rank the bytes of `root`; the others' may be of any length.
+/// Broadcasts the bytes of `root`; those of the others are ignored and may be of any length.
 pub(crate) fn broadcast_bytes(
     comm: &dyn Collective,
     root: usize,
@@ -84,7 +84,7 @@ pub(crate) fn broadcast_bytes(
     broadcast(mine)
 }
 
-/// Gives rank 0 the bytes of every rank, of any length, in rank order; the others nothing.
+/// Gathers the bytes of every rank, of any length, in rank order on rank 0; the others get nothing.
 pub(crate) fn gather_bytes(comm: &dyn Collective, mut mine: Vec<u8>, what: &str) -> Result<Vec<Vec<u8>>, CommError> {
     let lengths = Buffer::U8((mine.len() as u64).to_le_bytes().to_vec());
     let lengths = comm.execute_for(Request::AllGather(lengths), what)?.into_u8();

@@ -1,4 +1,4 @@
-//! The typed, owned memory that collectives move.
+//! Typed, owned buffers that collectives move.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use zero_kernels::cpu::half::Half;
 
 use super::ReduceOp;
 
-/// Elements that are reduced at a time: a few arrays of them fit the first-level cache.
+/// Number of elements reduced at a time: a few arrays of this length fit the L1 cache.
 const BLOCK: usize = 1 << 11;
 
 /// Element type of a [`Buffer`].
@@ -20,14 +20,14 @@ pub enum DType {
     F64,
     /// IEEE half precision.
     F16,
-    /// bfloat16: f32 without the lower half of its fraction.
+    /// bfloat16: f32 without its lower 16 bits.
     Bf16,
     /// Bytes: flags, or anything that is moved but not added.
     U8,
 }
 
 impl DType {
-    /// Bytes of one element.
+    /// Returns the size of one element in bytes.
     pub fn size(self) -> usize {
         match self {
             DType::F32 => 4,
@@ -37,7 +37,7 @@ impl DType {
         }
     }
 
-    /// Lower-case name, as in Rust.
+    /// Returns the lower-case name, as in Rust.
     pub fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",
@@ -78,17 +78,17 @@ macro_rules! each {
 }
 
 impl Buffer {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         each!(self, v => v.len())
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Element type.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         match self {
             Buffer::F32(_) => DType::F32,
@@ -99,7 +99,7 @@ impl Buffer {
         }
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.len() * self.dtype().size()
     }
@@ -108,11 +108,11 @@ impl Buffer {
         panic!("expected {expected} buffer, got {}", self.dtype().name())
     }
 
-    /// The floats of an f32 buffer, or of one in 16 bit, converted.
+    /// Returns the floats of an f32 buffer, or those of a 16-bit float buffer converted to f32.
     ///
     /// # Panics
     ///
-    /// When the buffer holds another type: a collective returns the type it was given.
+    /// If the buffer holds another type: a collective returns the type it was given.
     pub fn into_f32(self) -> Vec<f32> {
         match self {
             Buffer::F32(v) => v,
@@ -122,29 +122,29 @@ impl Buffer {
         }
     }
 
-    /// The floats of an f64 buffer.
+    /// Returns the floats of an f64 buffer.
     ///
     /// # Panics
     ///
-    /// When the buffer holds another type.
+    /// If the buffer holds another type.
     pub fn into_f64(self) -> Vec<f64> {
         if let Buffer::F64(v) = self { v } else { self.panic("an f64") }
     }
 
-    /// The bytes of a u8 buffer.
+    /// Returns the bytes of a u8 buffer.
     ///
     /// # Panics
     ///
-    /// When the buffer holds another type.
+    /// If the buffer holds another type.
     pub fn into_u8(self) -> Vec<u8> {
         if let Buffer::U8(v) = self { v } else { self.panic("a u8") }
     }
 
-    /// `values` as `dtype`, rounded to the nearest.
+    /// Converts `values` to `dtype`, rounding to nearest.
     ///
     /// # Panics
     ///
-    /// For [`DType::U8`] and [`DType::F64`], which floats are not sent as.
+    /// For [`DType::U8`] and [`DType::F64`]: floats are not sent as these types.
     pub fn from_f32(values: Vec<f32>, dtype: DType) -> Self {
         match dtype {
             DType::F32 => Buffer::F32(values),
@@ -154,7 +154,7 @@ impl Buffer {
         }
     }
 
-    /// An empty buffer with room for `numel` elements.
+    /// Creates an empty buffer with capacity for `numel` elements.
     pub(super) fn with_capacity(dtype: DType, numel: usize) -> Self {
         match dtype {
             DType::F32 => Buffer::F32(Vec::with_capacity(numel)),
@@ -165,43 +165,43 @@ impl Buffer {
         }
     }
 
-    /// Where its elements are, or will be.
+    /// Returns the address of its elements, or of the memory reserved for them.
     pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
         each!(self, v => v.as_mut_ptr().cast())
     }
 
-    /// Moves all elements on by `by`, the last to the front.
+    /// Rotates the elements to the right by `by`; the last ones move to the front.
     pub(super) fn rotate_right(&mut self, by: usize) {
         each!(self, v => v.rotate_right(by))
     }
 
-    /// Makes it `numel` elements long.
+    /// Sets the length to `numel` elements.
     ///
     /// # Safety
     ///
-    /// There is room for so many, and all of them have been written.
+    /// The capacity is at least `numel`, and all these elements have been written.
     pub(super) unsafe fn set_len(&mut self, numel: usize) {
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         each!(self, v => unsafe { v.set_len(numel) })
     }
 
-    /// The elements as they lie in memory.
+    /// Returns the elements' bytes in memory.
     pub(super) fn as_bytes(&self) -> &[u8] {
         each!(self, v => {
-            // SAFETY: the elements are floats or bytes: every byte of them is initialised, and `u8` has no alignment. The
-            // borrow of `self` keeps them where they are.
+            // SAFETY: the elements are floats or bytes, so every byte of them is initialised, and `u8` has alignment 1. The
+            // borrow of `self` keeps them in place.
             unsafe { std::slice::from_raw_parts(v.as_ptr().cast(), size_of_val(v.as_slice())) }
         })
     }
 
-    /// Elements `range` of the inputs, reduced in the order of the inputs. What is in 16 bit is added in f32 and rounded
-    /// once, at the end.
+    /// Reduces elements `range` of the inputs, in the order of the inputs. 16-bit floats are added in f32 and rounded once, at
+    /// the end.
     pub(super) fn reduce_range(inputs: &[Arc<Buffer>], range: Range<usize>, op: ReduceOp) -> Buffer {
         let parts: Vec<(&Buffer, usize)> = inputs.iter().map(|input| (&**input, range.start)).collect();
         Self::reduce_parts(&parts, range.len(), op)
     }
 
-    /// As [`Buffer::reduce_range`], of `len` elements that begin at an offset of each input's own.
+    /// Reduces like [`Buffer::reduce_range`], but `len` elements that begin at a separate offset in each input.
     pub(super) fn reduce_parts(inputs: &[(&Buffer, usize)], len: usize, op: ReduceOp) -> Buffer {
         macro_rules! parts {
             ($variant:ident) => {
@@ -244,16 +244,16 @@ impl Buffer {
         }
     }
 
-    /// The concatenation of elements `range` of every input.
+    /// Concatenates elements `range` of every input.
     pub(super) fn concat(inputs: &[Arc<Buffer>], range: Range<usize>) -> Buffer {
         Self::join_parts(inputs.iter().map(|input| (&**input, range.clone())))
     }
 
-    /// Pieces of one type, of any lengths, one after the other.
+    /// Concatenates buffers of one type, of any lengths.
     ///
     /// # Panics
     ///
-    /// Without pieces, or with pieces of several types.
+    /// If there are no buffers, or buffers of several types.
     pub fn join(pieces: &[Arc<Buffer>]) -> Buffer {
         Self::join_parts(pieces.iter().map(|piece| (&**piece, 0..piece.len())))
     }
@@ -287,7 +287,7 @@ fn narrowed<H: Half>(from: &[f32]) -> Vec<H> {
     to
 }
 
-/// Equally long slices, reduced in their order and rounded at the end.
+/// Reduces equally long slices in order and rounds at the end.
 fn reduce_halves<H: Half>(inputs: &[&[H]], op: ReduceOp) -> Vec<H> {
     let len = inputs[0].len();
     let mut out = Vec::with_capacity(len);

@@ -1,4 +1,4 @@
-//! A rank's end of a group whose collectives are on the memory of the host: what is the same over every engine.
+//! A rank's communicator for collectives on host memory: the part that all engines share.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -13,11 +13,11 @@ use super::{Buffer, Collective, InProcess, Join, Joined, Pending, ReduceOp, Requ
 use crate::CommError;
 use crate::accounting::WireCounter;
 
-/// For how many deadlines a rank that has ended waits for the ends of the others: what is left to do after the last collective (an
-/// export by one rank) has no deadline of its own. Deadlines of 10 minutes make this 4 hours.
+/// Number of deadlines that a rank that has ended waits for the others to end. Work after the last collective (such as an export
+/// by one rank) has no deadline of its own. With a deadline of 10 minutes, this is 4 hours.
 const AT_THE_END: u32 = 24;
 
-/// A rank, as all its groups share it.
+/// State of one rank, shared by all its groups.
 #[derive(Debug)]
 pub struct RankState {
     pub(super) place: Place,
@@ -27,17 +27,17 @@ pub struct RankState {
     pub(super) standing: Arc<Standing>,
 }
 
-/// What moves bytes between the ranks of a run, as one of them has it.
+/// One rank's engine, which moves bytes between the ranks of a run.
 pub trait Engine: core::fmt::Debug + Clone + Send + Sync + 'static {
     fn state(&self) -> &RankState;
 
-    /// Fails the run for a reason of this rank's own; all ranks hear of it.
+    /// Fails the run for a reason on this rank, and notifies all ranks.
     fn fail(&self, reason: &str, cause: Option<&CommError>);
 
-    /// Tells the others that this rank takes part in nothing more; once.
+    /// Notifies the other ranks that this rank takes part in no further operation. Called once.
     fn leave(&self);
 
-    /// Runs `request`, whose shapes have been checked.
+    /// Runs `request`. The caller has checked its shapes.
     fn perform(&self, op: &Op<'_>, request: Request) -> Result<Buffer, CommError>;
 
     /// See [`Collective::start_shared`].
@@ -48,10 +48,10 @@ pub trait Engine: core::fmt::Debug + Clone + Send + Sync + 'static {
     }
 }
 
-/// One rank's end of a group.
+/// One rank's communicator for a group.
 ///
-/// Errors and flight records name ranks of the whole run, also in a group of some of them ([`Collective::split`]), where
-/// [`Collective::rank`] and the roots of broadcasts count within the group.
+/// In a group of some ranks of a run ([`Collective::split`]), [`Collective::rank`] and the roots of broadcasts count within the
+/// group; errors and flight records name ranks of the run.
 pub struct Comm<E: Engine> {
     inner: Arc<Inner<E>>,
     progress: OnceLock<Progress>,
@@ -72,7 +72,7 @@ impl<E: Engine> core::fmt::Debug for Comm<E> {
 }
 
 impl<E: Engine> Inner<E> {
-    /// Runs the next operation: `run` is given its number.
+    /// Runs the next operation; `run` gets its sequence number.
     pub(super) fn number<T>(
         &self,
         op: &'static str,
@@ -111,7 +111,7 @@ impl<E: Engine> Inner<E> {
 }
 
 impl<E: Engine> Comm<E> {
-    /// The group of all ranks.
+    /// Creates the group of all ranks.
     pub(super) fn of_all(engine: E, label: &str) -> Arc<Self> {
         let Place { rank, world, .. } = engine.state().place;
         Self::new(engine, Group::new(0, label, (0..world).collect(), rank), 0)
@@ -122,11 +122,11 @@ impl<E: Engine> Comm<E> {
         Arc::new(Self { inner: Arc::new(inner), progress: OnceLock::new() })
     }
 
-    /// This rank's end of this group over `engine`, which goes on where this one has come to.
+    /// Returns this rank's communicator for the same group over `engine`. Its sequence numbers continue from this one's.
     pub(super) fn moved_to(&self, engine: E) -> Arc<Self> {
         let Group { id, label, members, .. } = &self.inner.group;
         let group = Group::new(*id, label, members.clone(), self.inner.group.rank());
-        // Relaxed: its operations come after those of this one, on the thread that goes over to it.
+        // Relaxed: its operations come after those of this one, on the thread that switches to it.
         Self::new(engine, group, self.inner.next.load(Ordering::Relaxed))
     }
 
@@ -134,10 +134,10 @@ impl<E: Engine> Comm<E> {
         &self.inner.engine
     }
 
-    /// A group of `members`, made by the operation that all of them have just passed.
+    /// Creates a group of `members` after the operation that all of them have just completed.
     fn child(&self, label: &str, color: u64, members: Arc<[usize]>) -> Arc<dyn Collective> {
         let Inner { engine, group, next } = &*self.inner;
-        // Its sequence number names this group on all of them.
+        // Its sequence number identifies this group on all of them.
         let id = child_id(group.id, next.load(Ordering::Relaxed), color);
         Self::new(engine.clone(), Group::new(id, label, members, group.rank()), 0)
     }
@@ -155,7 +155,7 @@ impl<E: Engine> Comm<E> {
         self.progress().start(move || job(&inner))
     }
 
-    /// Runs `job` here, or, where operations have been started, after them.
+    /// Runs `job` on the calling thread or, if operations have been started, after them on the progress thread.
     pub(super) fn in_order<T: Send + 'static>(
         &self,
         job: impl FnOnce(&Inner<E>) -> Result<T, CommError> + Send + 'static,
@@ -167,15 +167,15 @@ impl<E: Engine> Comm<E> {
         }
     }
 
-    /// Counts this rank as ended, and waits until the others have ended too or one has failed: what they still read
-    /// from this rank (see [`crate::window`]) must stay there so long. A collective that still waits for this rank fails.
+    /// Marks this rank as ended, and waits until the others have ended too or one has failed: data that they still read
+    /// from this rank (see [`crate::window`]) must stay available until then. A collective that still waits for this rank fails.
     ///
-    /// The others may have much to do that is theirs alone, such as an export: this waits for 24 deadlines. A rank
-    /// that ends badly is noticed at once all the same.
+    /// The other ranks may still have long local work to do, such as an export, so the limit is 24 deadlines. A rank
+    /// that fails is still noticed at once.
     ///
     /// # Errors
     ///
-    /// [`CommError`] when a rank fails meanwhile, or does not end in that time.
+    /// [`CommError`] if a rank fails meanwhile, or does not end within the limit.
     pub fn wait_for_others(&self) -> Result<(), CommError> {
         let Inner { engine, group, .. } = &*self.inner;
         let at = group.at(u64::MAX, &"waiting for the other ranks to end");

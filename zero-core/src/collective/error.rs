@@ -6,13 +6,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::collective::process::RendezvousError;
 
-/// What a rank's process ends with.
+/// Exit codes of a rank's process.
 pub mod code {
-    /// All went well.
+    /// Success.
     pub const SUCCESS: i32 = 0;
     /// A rank failed.
     pub const FAILURE: i32 = 1;
-    /// What was asked for, or the environment, cannot work: trying again does not help.
+    /// The request or the environment is invalid: trying again does not help.
     pub const BAD_INPUT: i32 = 2;
     /// A deadline passed in a wait for another rank (`EX_TEMPFAIL` of sysexits.h: trying again may help).
     pub const WATCHDOG: i32 = 75;
@@ -20,8 +20,8 @@ pub mod code {
 
 /// An operation, as one rank of its group called it.
 ///
-/// `op` is the operation with its size ("reduce_scatter of 4096 f32"), `seq` counts the operations of that rank in that group
-/// from 0, so that two logs can be laid side by side.
+/// `op` is the operation with its size ("reduce_scatter of 4096 f32"). `seq` counts the operations of that rank in that group
+/// from 0, so that the logs of two ranks can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Called {
     /// Group label.
@@ -30,18 +30,18 @@ pub struct Called {
     pub seq: u64,
     /// The rank that called it.
     pub rank: usize,
-    /// What it called.
+    /// The operation that it called.
     pub op: String,
 }
 
 impl Called {
-    /// Operation `seq` of `group`, by `rank`.
+    /// Describes operation `seq` of `group`, called by `rank`.
     pub fn new(group: &str, seq: u64, rank: usize, op: impl ToString) -> Self {
         Self { group: group.to_string(), seq, rank, op: op.to_string() }
     }
 }
 
-/// What a collective, a gather or a wait ran into, and in which operation.
+/// Error of a collective, a gather or a wait, with the operation in which it occurred.
 #[derive(Debug, Clone, thiserror::Error, Serialize, Deserialize)]
 pub enum CommError {
     /// Two ranks called different operations at the same place in the sequence.
@@ -50,33 +50,33 @@ pub enum CommError {
          same collectives in the same order", at.rank, at.op, at.seq, at.group
     )]
     Mismatch {
-        /// What the rank called that found out.
+        /// The operation of the rank that detected the mismatch.
         at: Called,
         /// The rank it differs from.
         other_rank: usize,
-        /// What that one called.
+        /// The operation that the other rank called.
         other_op: String,
     },
-    /// Other ranks did not come within the deadline.
+    /// Other ranks did not reach the operation within the deadline.
     #[error(
         "rank {} waited {waited_ms} ms in {} (operation {} of group '{}') for rank(s) {missing:?}, which never called it: \
          check that every rank runs the same steps, or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Timeout {
-        /// What it waited in.
+        /// The operation that waited.
         at: Called,
         /// Milliseconds waited.
         waited_ms: u64,
-        /// Ranks that had not come.
+        /// Ranks that had not reached the operation.
         missing: Vec<usize>,
     },
-    /// Another rank ended before it came to this operation.
+    /// Another rank ended before it reached this operation.
     #[error(
         "rank {} cannot finish {} (operation {} of group '{}'): rank {peer} has already ended; every rank must run the same \
          number of steps", at.rank, at.op, at.seq, at.group
     )]
     PeerLeft {
-        /// What it waited in.
+        /// The operation that waited.
         at: Called,
         /// The rank that had ended.
         peer: usize,
@@ -87,19 +87,19 @@ pub enum CommError {
         at.rank, at.op, at.seq, at.group
     )]
     PeerFailed {
-        /// What was stopped.
+        /// The operation that was stopped.
         at: Called,
         /// The rank that failed first.
         peer: usize,
-        /// Why.
+        /// The reason of its failure.
         reason: Arc<str>,
     },
-    /// A rank's disk, on which it keeps what belongs to the operation, failed.
+    /// The disk that holds a rank's data for the operation failed.
     #[error("rank {rank}: {reason}")]
     Disk {
         /// The rank.
         rank: usize,
-        /// What its disk said.
+        /// The disk's error.
         reason: Arc<str>,
     },
     /// A buffer does not fit the operation.
@@ -107,23 +107,23 @@ pub enum CommError {
     Shape {
         /// The operation.
         at: Called,
-        /// What the operation needs.
+        /// The input that the operation expects.
         expected: String,
-        /// What came.
+        /// The input that it got.
         got: String,
     },
-    /// An operation on the ranks' devices did not end within the deadline. A device cannot say whom it waits for.
+    /// An operation on the ranks' devices did not finish within the deadline. A device cannot report which rank it waits for.
     #[error(
         "rank {} waited {waited_ms} ms for {} (operation {} of group '{}') to end on its device; {state}: check \
          that every rank issues the same collectives with the same sizes in the same order (the ranks' flight records side \
          by side show where they part), or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Stalled {
-        /// What it waited for.
+        /// The operation that did not finish.
         at: Called,
-        /// Milliseconds waited, from when the operation was first in line.
+        /// Milliseconds waited since the operation became the first in the queue.
         waited_ms: u64,
-        /// What its device was seen to do.
+        /// The observed state of the device.
         state: String,
     },
     /// The device, or the library that runs collectives on it, reported an error.
@@ -131,10 +131,10 @@ pub enum CommError {
     Device {
         /// The operation.
         at: Called,
-        /// What the library said, and what to do.
+        /// The library's message, and advice.
         reason: Arc<str>,
     },
-    /// A one-sided read named something its owner has already replaced.
+    /// A one-sided read requested data that its owner has already replaced.
     #[error(
         "rank {rank} reads {what} of rank {peer}, which has already replaced it: ranks must not update parameters \
          while another still reads them"
@@ -142,14 +142,14 @@ pub enum CommError {
     Gone {
         /// The rank that reads.
         rank: usize,
-        /// What it reads.
+        /// The data that it reads.
         what: String,
         /// The owner.
         peer: usize,
     },
 }
 
-/// How one rank ended badly.
+/// The failure of one rank.
 #[derive(Debug, thiserror::Error)]
 pub enum RankFailure<E> {
     /// Its body returned an error.
@@ -158,7 +158,7 @@ pub enum RankFailure<E> {
     /// Its body panicked with this message.
     #[error("panicked: {0}")]
     Panicked(String),
-    /// A collective failed under it.
+    /// A collective that it called failed.
     #[error("{0}")]
     Comm(Box<CommError>),
     /// It called [`crate::Collective::abort`] with this reason.
@@ -166,13 +166,13 @@ pub enum RankFailure<E> {
     Aborted(String),
 }
 
-/// The link between the ranks' processes, or a library under it, could not do something.
+/// A call to the link between the ranks' processes, or to a library under it, failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{call}: {reason}")]
 pub struct LinkError {
     /// The call.
     pub call: &'static str,
-    /// What it said.
+    /// The error that it returned.
     pub reason: String,
 }
 
@@ -185,7 +185,7 @@ pub enum StartError {
     /// MPI could not be started.
     #[error("MPI cannot be used: {0}")]
     Mpi(LinkError),
-    /// An MPI launcher has started this process as one of several, and this program knows nothing of MPI.
+    /// An MPI launcher started this process as one of several, but this program was built without MPI.
     #[error(
         "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
          would be alone: build it with `--features mpi`, or start it with torchrun's variables; if it is meant to be alone (in a \
@@ -196,10 +196,10 @@ pub enum StartError {
         rank: usize,
         /// Number of processes.
         world: usize,
-        /// The variable that says so.
+        /// The variable that holds the number of processes.
         variable: &'static str,
     },
-    /// The operating system gave no thread.
+    /// The operating system could not create a thread.
     #[error("rank {rank} could not be started: {source}")]
     Thread {
         /// The rank.
@@ -210,7 +210,7 @@ pub enum StartError {
 }
 
 impl StartError {
-    /// The exit code that tells of it: 2 for what has to be set up differently, 75 where other ranks were late, 1 otherwise.
+    /// Returns the exit code for this error: 2 for a setup that must be changed, 75 if other ranks were late, 1 otherwise.
     pub fn code(&self) -> i32 {
         match self {
             StartError::Rendezvous(error) if error.may_pass() => code::WATCHDOG,
@@ -220,7 +220,7 @@ impl StartError {
     }
 }
 
-/// A run of several ranks that did not finish: the rank whose trouble came first, and what it was.
+/// Error of a run of several ranks: the rank that failed first, and its failure.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
     /// A rank failed; the others were stopped.
@@ -230,19 +230,19 @@ pub enum LaunchError<E: core::fmt::Display + core::fmt::Debug> {
         rank: usize,
         /// Number of ranks.
         world: usize,
-        /// What happened to it.
+        /// Its failure.
         failure: Box<RankFailure<E>>,
     },
-    /// A number of ranks that cannot be run.
+    /// The requested number of ranks is invalid.
     #[error("cannot run {world} ranks: expected at least 1")]
     World {
-        /// The number asked for.
+        /// The requested number.
         world: usize,
     },
     /// This process could not become a rank.
     #[error(transparent)]
     Start(Box<StartError>),
-    /// The operating system gave no thread.
+    /// The operating system could not create a thread.
     #[error("rank {rank} could not be started: {source}")]
     Spawn {
         /// The rank.

@@ -1,11 +1,11 @@
-//! How a rank that is a process ends: its exit codes, and an end that nothing can hold up.
+//! Exit of a rank that is a process: its exit codes, and an exit that nothing can block.
 
 use std::io::Write;
 
 pub use crate::collective::error::code;
 use crate::{CommError, LaunchError, RankFailure};
 
-/// The exit code that tells of `error`.
+/// Returns the exit code for `error`.
 pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>) -> i32 {
     match error {
         LaunchError::Rank { failure, .. } => match &**failure {
@@ -19,7 +19,7 @@ pub fn code_of<E: core::fmt::Display + core::fmt::Debug>(error: &LaunchError<E>)
     }
 }
 
-/// Ends the process at once, after what was printed: without destructors and exit handlers, which an MPI library uses to
+/// Flushes the output and ends the process at once, without destructors and exit handlers: an MPI library uses these to
 /// wait for ranks that may never come.
 pub fn end_process(code: i32) -> ! {
     flush();
@@ -27,9 +27,9 @@ pub fn end_process(code: i32) -> ! {
     unsafe { libc::_exit(code) }
 }
 
-/// Lets out what was printed.
+/// Flushes standard output and standard error.
 pub(crate) fn flush() {
-    // Who cannot be written to any more will not read why.
+    // An output that fails cannot show the error either.
     let _ = std::io::stdout().flush();
     let _ = std::io::stderr().flush();
 }

@@ -1,4 +1,4 @@
-//! Ranks one after the other: for what the first makes and the others find.
+//! Work that some ranks do first, so that the others find the result.
 
 use std::fmt;
 
@@ -6,16 +6,16 @@ use super::Collective;
 use super::agree::first_told;
 use crate::CommError;
 
-/// Why a rank, this one or another, could not do its part.
+/// The failure of this rank or of another one.
 #[derive(Debug)]
 pub enum Failed<E> {
     /// This rank's own error.
     Here(E),
-    /// Another rank's.
+    /// Another rank's error.
     There {
         /// The rank.
         rank: usize,
-        /// What its error says.
+        /// The text of its error.
         told: String,
     },
 }
@@ -35,12 +35,12 @@ impl<E: std::error::Error + 'static> std::error::Error for Failed<E> {
     }
 }
 
-/// Runs `f` on the ranks that are first, and when it has succeeded on all of these, on the others. An error on one rank is every
-/// rank's: nobody goes on with what another could not make or find. A collective.
+/// Runs `f` on the ranks with `is_first` and, if it succeeds on all of these, on the others. An error on one rank is returned on
+/// every rank, so that no rank continues with a result that another could not make or find. A collective operation.
 ///
 /// # Errors
 ///
-/// As any collective's, the wait for the first ranks included; within, `f`'s.
+/// [`CommError`], as for any collective, also in the wait for the first ranks; the inner result holds the errors of `f`.
 pub fn first_then<T, E: fmt::Display>(
     comm: &dyn Collective,
     is_first: bool,
@@ -56,7 +56,7 @@ pub fn first_then<T, E: fmt::Display>(
     Ok(together(mine, failed))
 }
 
-/// The first rank whose outcome is an error, with what it says.
+/// Returns the first rank whose outcome is an error, with its text.
 fn failed<T, E: fmt::Display>(
     comm: &dyn Collective,
     mine: Option<&Result<T, E>>,
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
     use crate::collective::threads::{ThreadOptions, run};
 
-    /// What each rank is told, and how often `f` ran, where `wrong` ranks fail.
+    /// Returns each rank's outcome and the number of runs of `f`; the ranks in `wrong` fail.
     fn told(world: usize, wrong: &[usize]) -> (Vec<Result<usize, String>>, usize) {
         let (runs, made) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let all = run(world, &ThreadOptions::default(), |comm| {

@@ -1,49 +1,49 @@
-//! Memory that several transfers fill at once, each its own range, before it becomes a buffer.
+//! Memory that several transfers fill concurrently, each its own range, before it becomes a buffer.
 
 use std::ptr::NonNull;
 
 use super::{Buffer, DType};
 
-/// A buffer whose elements are not there yet.
+/// A buffer whose elements have not been received yet.
 ///
-/// Whoever fills it holds an `Arc`; so it stays where it is for as long as a link may write to it, even when the operation
-/// that it was for has been given up.
+/// Whoever fills it holds an `Arc`, so it stays in place for as long as a link may write to it, even if the operation
+/// has been abandoned.
 #[derive(Debug)]
 pub(crate) struct Landing {
-    /// Empty, with room for all.
+    /// Empty, with capacity for all elements.
     buffer: Buffer,
     base: NonNull<u8>,
     elements: usize,
 }
 
-// SAFETY: the memory is the buffer's, of plain numbers, and reached only through `fill` and `target`, whose callers answer for
-// ranges that do not overlap, and through `into_buffer`, which has it alone.
+// SAFETY: the memory is the buffer's and holds plain numbers. It is reached only through `fill` and `target`, whose callers
+// guarantee ranges that do not overlap, and through `into_buffer`, which owns it.
 unsafe impl Send for Landing {}
 // SAFETY: as above.
 unsafe impl Sync for Landing {}
 
 impl Landing {
-    /// Room for `elements` elements.
+    /// Allocates memory for `elements` elements.
     pub(crate) fn new(dtype: DType, elements: usize) -> Self {
         let mut buffer = Buffer::with_capacity(dtype, elements);
         let base = NonNull::new(buffer.as_mut_ptr()).expect("a vector's pointer is never null");
         Self { buffer, base, elements }
     }
 
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.elements * self.buffer.dtype().size()
     }
 
-    /// Copies `from` to where byte `begin` will be.
+    /// Copies `from` to byte offset `begin`.
     ///
     /// # Safety
     ///
-    /// Nobody else writes to this range, nor has it read, meanwhile.
+    /// Nobody else writes to or reads this range meanwhile.
     ///
     /// # Panics
     ///
-    /// When it does not fit.
+    /// If it does not fit.
     pub(crate) unsafe fn fill(&self, begin: usize, from: &[u8]) {
         assert!(begin + from.len() <= self.bytes(), "a piece lies inside its whole");
         // SAFETY: the range is inside the allocation (above) and the caller's alone; `from` cannot overlap it, as no
@@ -51,32 +51,31 @@ impl Landing {
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.base.as_ptr().add(begin), from.len()) }
     }
 
-    /// Where a link may write the bytes of `range`.
+    /// Returns the address at which a link may write the bytes of `range`.
     ///
     /// # Panics
     ///
-    /// When it does not fit.
+    /// If it does not fit.
     pub(crate) fn target(&self, range: &std::ops::Range<usize>) -> *mut u8 {
         assert!(range.start <= range.end && range.end <= self.bytes(), "a piece lies inside its whole");
         // SAFETY: inside the allocation, or one past its end.
         unsafe { self.base.as_ptr().add(range.start) }
     }
 
-    /// The buffer.
+    /// Converts the memory into a buffer.
     ///
     /// # Safety
     ///
     /// Every byte has been written.
     pub(crate) unsafe fn into_buffer(self) -> Buffer {
         let Self { mut buffer, elements, .. } = self;
-        // SAFETY: there is room for so many, all have been written (the caller's word), and every pattern of bits is a number.
+        // SAFETY: the capacity suffices, the caller guarantees that all have been written, and every bit pattern is a valid number.
         unsafe { buffer.set_len(elements) };
         buffer
     }
 }
 
-/// The messages that `bytes` bytes are cut into: offset and length, of at most `chunk` bytes each. Nothing is sent for
-/// nothing.
+/// Splits `bytes` bytes into the ranges of messages of at most `chunk` bytes each; there are none for 0 bytes.
 pub(crate) fn chunks(bytes: usize, chunk: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..bytes).step_by(chunk.max(1)).map(move |begin| begin..bytes.min(begin.saturating_add(chunk.max(1))))
 }

@@ -1,4 +1,4 @@
-//! How ranks are run, whatever they run.
+//! Options for launching ranks, independent of the program that they run.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use super::threads::ThreadOptions;
 use super::{Buffer, Collective};
 use crate::CommError;
 
-/// How ranks are run.
+/// Options for launching ranks.
 #[derive(Debug, Clone)]
 pub struct LaunchOptions {
-    /// Compute threads of each rank; 0 shares the machine's cores evenly among the ranks.
+    /// Number of compute threads per rank; 0 divides the machine's cores evenly among its ranks.
     pub threads_per_rank: usize,
-    /// The longest that any wait for another rank may take.
+    /// The longest time that any wait for another rank may take.
     pub deadline: Duration,
-    /// Where ranks leave their flight records, their last operations, when a deadline passes or a rank fails.
+    /// Folder to which ranks write flight records (their last operations) if a deadline passes or a rank fails.
     pub flight_dir: Option<PathBuf>,
-    /// Whether ranks that are processes and have no secret (`ZERO_SECRET`) may meet at an address that other machines reach,
-    /// because nobody else is on their network; `ZERO_TRUSTED_NETWORK=1` says so too.
+    /// Allows ranks that are processes without a secret (`ZERO_SECRET`) to connect at an address that other machines can reach,
+    /// because nobody else is on their network; `ZERO_TRUSTED_NETWORK=1` does the same.
     pub trusted_network: bool,
     /// Keep compiled kernels of CUDA devices in the user's cache folder (`zero_ops::devices::cache_kernels`).
     pub kernel_cache: bool,
@@ -39,7 +39,7 @@ impl From<&ThreadOptions> for LaunchOptions {
 }
 
 impl LaunchOptions {
-    /// Compute threads of each of `world` ranks.
+    /// Returns the number of compute threads of each of `world` ranks.
     pub fn threads(&self, world: usize) -> usize {
         match self.threads_per_rank {
             0 => (std::thread::available_parallelism().map_or(1, usize::from) / world.max(1)).max(1),
@@ -47,12 +47,12 @@ impl LaunchOptions {
         }
     }
 
-    /// Compute threads of a process that is a rank. One that its launcher has bound to processors of its own has those;
-    /// otherwise the ranks of a machine share what they may use. A collective.
+    /// Returns the number of compute threads of a rank that is a process. A rank that its launcher has bound to CPUs of its own
+    /// uses those; otherwise the ranks of a machine share its CPUs. A collective operation.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// [`CommError`], as for any collective.
     pub fn threads_of(&self, comm: &ProcessComm) -> Result<usize, CommError> {
         let mut mask = allowed_processors();
         mask.resize(MASK, 0);
@@ -71,17 +71,17 @@ impl LaunchOptions {
         })
     }
 
-    /// The same for the engine of processes.
+    /// Returns the same options for the process engine.
     pub fn process(&self) -> ProcessOptions {
         let Self { deadline, flight_dir, trusted_network, .. } = self.clone();
         ProcessOptions { deadline, flight_dir, trusted_network, ..ProcessOptions::default() }
     }
 }
 
-/// Bytes of a set of processors, a bit each.
+/// Size in bytes of a CPU set with one bit per CPU.
 const MASK: usize = 1024;
 
-/// The processors that this process may use, a bit each; none if the system does not say.
+/// Returns the set of CPUs that this process may use; empty if the system does not report it.
 fn allowed_processors() -> Vec<u8> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap_or_default();

@@ -1,7 +1,7 @@
-//! What the environment says of the launcher that started this process, and a rank's place among the machines.
+//! Environment variables of the launcher that started this process, and a rank's place among the machines.
 //!
-//! An MPI launcher's variables are read without MPI: a program that was built without the `mpi` feature must be able to refuse
-//! to train N copies.
+//! An MPI launcher's variables are read without MPI: a program built without the `mpi` feature must be able to refuse to train
+//! N independent copies.
 
 use std::collections::BTreeSet;
 use std::net::IpAddr;
@@ -9,25 +9,25 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// A rank among the ranks that a launcher has started, as its environment variables say.
+/// A rank among those that a launcher has started, as read from its environment variables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct World {
     /// This process's rank.
     pub rank: usize,
     /// Number of processes; at least 2.
     pub world: usize,
-    /// Rank among the processes of the same machine, where the launcher says so.
+    /// Rank among the processes of the same machine, if the launcher sets it.
     pub local_rank: Option<usize>,
-    /// Number of processes of the same machine, where the launcher says so.
+    /// Number of processes of the same machine, if the launcher sets it.
     pub local_world: Option<usize>,
-    /// The variable that told the number of processes.
+    /// Name of the variable that holds the number of processes.
     pub variable: &'static str,
 }
 
-/// A launcher's variables: rank, size, local rank, local size; and one without which they mean something else.
+/// A launcher's variables: rank, size, local rank, local size; and one that must be set for them to have this meaning.
 type Dialect = (&'static str, &'static str, &'static str, Option<&'static str>, Option<&'static str>);
 
-/// In the order in which they are believed: `srun mpirun` sets the later ones too.
+/// Variables of the known launchers, in order of precedence: `srun mpirun` sets the later ones too.
 const DIALECTS: [Dialect; 4] = [
     // Open MPI.
     (
@@ -49,36 +49,36 @@ fn of_process(name: &str) -> Option<String> {
     std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
 }
 
-/// Whether a launcher has started this process as the only one: a program then has one rank, not its default number.
+/// Returns `true` if a launcher started this process as the only one: the program then has one rank, not its default number.
 pub fn launched_alone() -> bool {
     alone_by(of_process)
 }
 
-/// This process's place among those that a launcher has started, if it is one of several; none too where the environment is
-/// wrong, which [`Start::from_environment`] tells.
+/// Returns this process's rank if a launcher started it as one of several; `None` otherwise, and also if the environment is
+/// invalid ([`Start::from_environment`] reports the error).
 pub fn started() -> Option<World> {
     Start::from_environment().ok()?.world()
 }
 
-/// What this process is among others.
+/// The role of this process among those that were started.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Start {
-    /// It stands alone.
+    /// The only rank.
     Alone,
-    /// A rank that an MPI launcher has started.
+    /// A rank started by an MPI launcher.
     Mpi(World),
-    /// A rank of a job of several whose environment is torchrun's.
+    /// One of several ranks of a job with torchrun's environment.
     Job(Rendezvous),
 }
 
 impl Start {
-    /// What the environment says. torchrun's variables, where all of them are there, are believed first: what starts torchrun on
-    /// several machines (srun, mpirun) leaves its own to the ranks. An MPI launcher's are next, then what there is of torchrun's
-    /// ([`rendezvous`]).
+    /// Reads the environment. torchrun's variables come first if all of them are set: a launcher that starts torchrun on several
+    /// machines (srun, mpirun) leaves its own variables to the ranks. An MPI launcher's come next, then an incomplete set of
+    /// torchrun's ([`rendezvous`]).
     ///
     /// # Errors
     ///
-    /// [`EnvironmentError`], as [`rendezvous`]'s.
+    /// [`EnvironmentError`], as for [`rendezvous`].
     pub fn from_environment() -> Result<Self, EnvironmentError> {
         Self::by(of_process)
     }
@@ -92,7 +92,7 @@ impl Start {
         }
     }
 
-    /// Its place among the others, if there are any.
+    /// Returns this process's rank among the others, if there are any.
     pub fn world(&self) -> Option<World> {
         match self {
             Start::Alone => None,
@@ -109,7 +109,7 @@ fn number(variable: impl Fn(&str) -> Option<String>, name: &str) -> Option<usize
     variable(name)?.trim().parse().ok()
 }
 
-/// What the launchers that are there say, as they are believed.
+/// Returns the ranks that the launchers' variables describe, in order of precedence.
 fn dialects(variable: impl Fn(&str) -> Option<String>) -> impl Iterator<Item = World> {
     DIALECTS.iter().filter_map(move |&(rank, size, local_rank, local_size, needs)| {
         if needs.is_some_and(|name| variable(name).is_none()) {
@@ -132,18 +132,18 @@ fn alone_by(variable: impl Fn(&str) -> Option<String>) -> bool {
     }
 }
 
-/// This process as one of several that an MPI launcher (mpirun, mpiexec, srun) has started.
+/// Returns this process's rank if an MPI launcher (mpirun, mpiexec, srun) started it as one of several.
 fn launched_by(variable: impl Fn(&str) -> Option<String>) -> Option<World> {
     dialects(variable).find(|found| found.world > 1 && found.rank < found.world)
 }
 
-/// The variable with what the ranks of a job know and nobody else ([`Secret`]).
+/// Environment variable with the job's shared [`Secret`].
 pub const SECRET: &str = "ZERO_SECRET";
 
-/// The variable that says that nobody else is on the ranks' network.
+/// Environment variable that declares the ranks' network free of other users.
 pub const TRUSTED_NETWORK: &str = "ZERO_TRUSTED_NETWORK";
 
-/// What the ranks of a job know and nobody else. It is never shown.
+/// The secret that the ranks of a job share. It is never printed.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Secret(Arc<str>);
 
@@ -154,93 +154,93 @@ impl core::fmt::Debug for Secret {
 }
 
 impl Secret {
-    /// Fewest characters of a secret: who listens in on ranks that connect can try guesses.
+    /// Minimum length in characters: an eavesdropper on connecting ranks can try guesses.
     pub const SHORTEST: usize = 16;
 
-    /// A secret of these characters, if they are enough.
+    /// Creates a secret from `text`; `None` if it is too short.
     pub fn new(text: &str) -> Option<Self> {
         (text.trim().chars().count() >= Self::SHORTEST).then(|| Self(text.trim().into()))
     }
 
-    /// A new one, that nobody can guess.
+    /// Creates a random secret that nobody can guess.
     ///
     /// # Errors
     ///
-    /// The system's, when it has no random numbers.
+    /// The system's error if it has no random numbers.
     pub fn random() -> std::io::Result<Self> {
         Ok(Self(random()?.iter().map(|byte| format!("{byte:02x}")).collect::<String>().into()))
     }
 
-    /// Its characters, for the environment of ranks and nothing else.
+    /// Returns its characters; use them only to set the environment of ranks.
     pub fn reveal(&self) -> &str {
         &self.0
     }
 }
 
-/// Bytes that nobody can guess.
+/// Returns cryptographically secure random bytes.
 pub(crate) fn random() -> std::io::Result<[u8; 32]> {
     let mut bytes = [0; 32];
-    // SAFETY: writes so many bytes to a local; 256 are allowed.
+    // SAFETY: writes `bytes.len()` bytes to a local; up to 256 are allowed.
     match unsafe { libc::getentropy(bytes.as_mut_ptr().cast(), bytes.len()) } {
         0 => Ok(bytes),
         _ => Err(std::io::Error::last_os_error()),
     }
 }
 
-/// A rank of a job whose environment was set by torchrun or by a training operator of Kubernetes, and where rank 0 is.
+/// A rank of a job whose environment torchrun or a Kubernetes training operator has set, and the address of rank 0.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Rendezvous {
     /// This process's rank (`RANK`).
     pub rank: usize,
     /// Number of processes (`WORLD_SIZE`).
     pub world: usize,
-    /// Rank among the processes of the same machine (`LOCAL_RANK`), where the environment says so.
+    /// Rank among the processes of the same machine (`LOCAL_RANK`), if set.
     pub local_rank: Option<usize>,
-    /// Number of processes of the same machine (`LOCAL_WORLD_SIZE`), where the environment says so.
+    /// Number of processes of the same machine (`LOCAL_WORLD_SIZE`), if set.
     pub local_world: Option<usize>,
     /// Name or address of rank 0's machine (`MASTER_ADDR`); empty for a job of one process that has none.
     pub host: String,
-    /// The port that rank 0 listens on: `MASTER_PORT`, or the next one where torchrun's agent says that it listens on that
-    /// itself (`TORCHELASTIC_USE_AGENT_STORE`).
+    /// The port that rank 0 listens on: `MASTER_PORT`, or the next one if torchrun's agent listens on that itself
+    /// (`TORCHELASTIC_USE_AGENT_STORE`).
     pub port: u16,
-    /// What tells this job from others: the ids that torchrun (`TORCHELASTIC_RUN_ID`) and Slurm (`SLURM_JOB_ID`, and
-    /// `SLURM_STEP_ID` where all ranks are of one step) have given it; its port otherwise.
+    /// Identifier of the job: the ids given by torchrun (`TORCHELASTIC_RUN_ID`) and Slurm (`SLURM_JOB_ID`, and `SLURM_STEP_ID` if
+    /// one step has all the ranks), or else its port.
     pub id: String,
-    /// What only its ranks know (`ZERO_SECRET`).
+    /// The secret that only its ranks know (`ZERO_SECRET`).
     pub secret: Option<Secret>,
-    /// Whether the network is said to have nobody else on it (`ZERO_TRUSTED_NETWORK=1`).
+    /// `true` if the user declares that nobody else is on the network (`ZERO_TRUSTED_NETWORK=1`).
     pub trusted_network: bool,
 }
 
 impl Rendezvous {
-    /// Whether all ranks are on one machine, and meet where no other reaches them.
+    /// Returns `true` if all ranks connect over the loopback interface of one machine, which no other machine can reach.
     pub fn is_local(&self) -> bool {
         self.host == "localhost" || self.host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
     }
 }
 
-/// A variable of the environment that does not say what it should.
+/// An invalid environment variable.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{variable}: expected {expected}, got {got}; {advice}")]
 pub struct EnvironmentError {
     /// The variable.
     pub variable: &'static str,
-    /// What it should be.
+    /// The expected value.
     pub expected: String,
-    /// What it is.
+    /// The actual value.
     pub got: String,
-    /// What to change.
+    /// Advice on how to correct it.
     pub advice: &'static str,
 }
 
 const START: &str = "start the ranks with torchrun, or set it as torchrun does";
 
-/// The job that `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` tell of; none when
+/// Reads the job from `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`; `None` if
 /// neither of the first two is set.
 ///
 /// # Errors
 ///
-/// [`EnvironmentError`] when they are incomplete, no numbers, or contradict each other.
+/// [`EnvironmentError`] if they are incomplete, not numbers, or contradictory.
 pub fn rendezvous() -> Result<Option<Rendezvous>, EnvironmentError> {
     rendezvous_by(of_process)
 }
@@ -302,13 +302,13 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
     Ok(Some(Rendezvous { rank, world, local_rank, local_world, host, port, id, secret, trusted_network }))
 }
 
-/// The job's id, alike for all its ranks.
+/// Returns the job's id, the same for all its ranks.
 fn id_by(variable: impl Fn(&str) -> Option<String>, world: usize, port: u16) -> String {
     let mut parts = Vec::new();
     // "none" is torchrun's default.
     parts.extend(variable("TORCHELASTIC_RUN_ID").filter(|id| id != "none").map(|id| format!("torchrun {id}")));
     if let Some(job) = variable("SLURM_JOB_ID") {
-        // Ranks that were started by a step for each machine are of one job all the same.
+        // Ranks that were started by one step per machine still belong to one job.
         let is_step = variable("SLURM_STEP_NUM_TASKS").is_some_and(|tasks| tasks.trim() == world.to_string());
         let step = variable("SLURM_STEP_ID").filter(|_| is_step).map_or(String::new(), |step| format!(".{step}"));
         parts.push(format!("Slurm {job}{step}"));
@@ -319,27 +319,27 @@ fn id_by(variable: impl Fn(&str) -> Option<String>, world: usize, port: u16) -> 
     parts.join(", ")
 }
 
-/// Where a rank is: which machine, and which of its ranks.
+/// A rank's place: its machine, and its index among the ranks of that machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Place {
     /// This rank.
     pub rank: usize,
     /// Number of ranks.
     pub world: usize,
-    /// This rank among those of its machine, as its launcher counts them, or else in the order of ranks.
+    /// Index among the ranks of its machine: the launcher's, or else in the order of ranks.
     pub local_rank: usize,
-    /// Ranks of its machine.
+    /// Number of ranks on its machine.
     pub local_world: usize,
-    /// Its machine, from 0, in the order of their lowest ranks.
+    /// Index of its machine, from 0; machines are ordered by their lowest ranks.
     pub node: usize,
     /// Number of machines.
     pub nodes: usize,
-    /// Every rank's machine.
+    /// Index of every rank's machine.
     pub node_of: Vec<usize>,
 }
 
 impl Place {
-    /// What of `bytes`, of which as many came from each of `ranks` but this one, came from other machines.
+    /// Returns how many of `bytes` came from other machines, if all `ranks` except this one sent equally many.
     pub fn from_other_machines(&self, bytes: usize, ranks: &[usize]) -> usize {
         let (mut others, mut elsewhere) = (0u128, 0u128);
         for &rank in ranks.iter().filter(|&&rank| rank != self.rank) {
@@ -349,7 +349,7 @@ impl Place {
         (bytes as u128 * elsewhere).checked_div(others).unwrap_or(0) as usize
     }
 
-    /// From each rank's *leader*, the lowest rank of its machine.
+    /// Computes the place of `rank` from each rank's *leader*, the lowest rank of its machine.
     pub(crate) fn from_leaders(rank: usize, leaders: &[usize]) -> Self {
         let nodes: BTreeSet<usize> = leaders.iter().copied().collect();
         let node_of: Vec<usize> = leaders.iter().map(|&leader| nodes.range(..leader).count()).collect();
@@ -366,12 +366,12 @@ impl Place {
         }
     }
 
-    /// The ranks of this rank's machine.
+    /// Returns the ranks of this rank's machine.
     pub fn of_node(&self) -> Vec<usize> {
         (0..self.world).filter(|&rank| self.node_of[rank] == self.node).collect()
     }
 
-    /// The ranks, one of each machine that has so many, that are as many-eth on their machine as this one.
+    /// Returns the ranks with the same index on their machine as this one: one per machine that has enough ranks.
     pub fn across_nodes(&self) -> Vec<usize> {
         let index = |rank: usize| self.node_of[..rank].iter().filter(|&&of| of == self.node_of[rank]).count();
         (0..self.world).filter(|&rank| index(rank) == index(self.rank)).collect()

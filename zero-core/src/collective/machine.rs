@@ -1,18 +1,18 @@
-//! Which machine a process is on.
+//! Identification of the machine that a process runs on.
 
 use serde::{Deserialize, Serialize};
 
 /// The machine of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Machine {
-    /// The same in all its containers, and no other machine's: the identity of the running kernel.
+    /// Identity of the running kernel: the same in all containers of a machine, and different on every other machine.
     pub(crate) id: String,
-    /// Its name, which containers may have of their own.
+    /// Host name; each container may have its own.
     pub(crate) host: String,
 }
 
 impl Machine {
-    /// This process's.
+    /// Returns the machine of this process.
     pub(crate) fn here() -> Self {
         let read = |path: &str| std::fs::read_to_string(path).ok().map(|text| text.trim().to_string());
         let mut host = read("/proc/sys/kernel/hostname").unwrap_or_else(|| "unknown".into());

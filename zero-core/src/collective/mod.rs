@@ -1,13 +1,13 @@
 //! Groups of ranks and the collectives that ZeRO uses, as a trait that several engines implement.
 //!
-//! * [`Collective`]: who is in a group, its collectives on the memory of the host, and what becomes of its run. Of threads
-//!   ([`threads`]) and of processes ([`process`]), over sockets or MPI.
-//! * [`InProcess`]: what only ranks of one process can do besides.
-//! * `nccl::NcclComm`: collectives on the memory of devices, of a group that it stands on.
+//! * [`Collective`]: the members of a group, its collectives on host memory, and the status of its run. Implemented for threads
+//!   ([`threads`]) and for processes ([`process`]), over sockets or MPI.
+//! * [`InProcess`]: additional operations for ranks of one process.
+//! * `nccl::NcclComm`: collectives on device memory, built on top of another group.
 //!
-//! Every operation takes its buffer by value and gives one back, so that no engine ever holds a borrow across ranks.
+//! Every operation takes its buffer by value and returns one, so that no engine ever holds a borrow across ranks.
 //! Reductions add in rank order (rank 0 first), so that a result depends on the number of ranks alone: it is
-//! bit-reproducible, and a reduce-scatter gives the same bits as the matching piece of an all-reduce.
+//! bit-reproducible, and a reduce-scatter gives the same bits as the matching shard of an all-reduce.
 
 pub(crate) mod agree;
 mod buffer;
@@ -42,14 +42,14 @@ pub use progress::Pending;
 use crate::CommError;
 use crate::accounting::{WireCounter, WireKind};
 
-/// How values of several ranks become one.
+/// The reduction that combines the values of several ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReduceOp {
     /// Sum, in rank order.
     Sum,
-    /// The sum, in rank order, times `1 / N`; of floats only.
+    /// Sum in rank order, times `1 / N`; floats only.
     Mean,
-    /// Largest.
+    /// Maximum.
     Max,
 }
 
@@ -58,97 +58,96 @@ pub enum ReduceOp {
 pub enum Request {
     /// Concatenates the ranks' equally long buffers in rank order.
     AllGather(Buffer),
-    /// Reduces buffers of `N * k` elements and gives rank `r` elements `[r k, (r + 1) k)` of the result.
+    /// Reduces buffers of `N * k` elements; rank `r` gets elements `[r k, (r + 1) k)` of the result.
     ReduceScatter(Buffer, ReduceOp),
-    /// Reduces equally long buffers and gives every rank the whole result.
+    /// Reduces equally long buffers; every rank gets the full result.
     AllReduce(Buffer, ReduceOp),
     /// Gives every rank `root`'s buffer (the others pass one of the same length).
     Broadcast(Buffer, usize),
     /// Concatenates the ranks' equally long buffers in rank order, for `root` alone; the others get nothing.
     Gather(Buffer, usize),
-    /// Gives rank `r` the `r`-th of `N` equal pieces of every rank's buffer, in rank order.
+    /// Gives rank `r` the `r`-th of `N` equal parts of every rank's buffer, in rank order.
     AllToAll(Buffer),
-    /// Returns when every rank has called it with the same purpose (empty, or what it is for).
+    /// Returns when every rank has called it with the same purpose (a description, may be empty).
     Barrier(&'static str),
 }
 
 impl Request {
-    /// The operation's name.
+    /// Returns the operation's name.
     pub fn name(&self) -> &'static str {
         operation::Moved::by(self).map_or("barrier", |moved| moved.kind.name())
     }
 }
 
-/// What ranks of one process share of a result.
+/// A result that the ranks of one process share.
 pub type Joined = Arc<dyn Any + Send + Sync>;
 
-/// Makes a result of its pieces, which are in rank order and follow each other without a gap.
+/// Builds a result from its parts, which are in rank order and contiguous.
 pub type Join = Box<dyn FnOnce(&[Arc<Buffer>]) -> Joined + Send>;
 
-/// A group of ranks, as one of them sees it.
+/// One rank's handle to a group of ranks.
 ///
-/// All ranks must issue the same operations in the same order. When they do not, when one panics, leaves or is late,
-/// every other rank gets a [`CommError`] within the deadline; a group that has failed stays failed, and with it every group of
+/// All ranks must issue the same operations in the same order. If they do not, or if a rank panics, leaves or is late,
+/// every other rank gets a [`CommError`] within the deadline. A group that has failed stays failed, and so does every group of
 /// its run.
 pub trait Collective: Send + Sync + core::fmt::Debug {
     // ---- the group ----
 
-    /// This rank, from 0.
+    /// Returns this rank, from 0.
     fn rank(&self) -> usize;
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     fn world(&self) -> usize;
 
-    /// The ranks of the run that belong to the group, in its order.
+    /// Returns the ranks of the run that belong to the group, in the group's order.
     fn members(&self) -> &[usize];
 
-    /// This rank in the run, and its place among the machines.
+    /// Returns this rank in the run, and its place among the machines.
     fn place(&self) -> &launcher::Place;
 
-    /// This rank among those of its machine, from 0.
+    /// Returns this rank's index among the ranks of its machine, from 0.
     fn local_rank(&self) -> usize {
         self.place().local_rank
     }
 
-    /// Name of the group, for errors.
+    /// Returns the group's name, for errors.
     fn label(&self) -> &str;
 
-    /// A second group of the same ranks with its own order of operations. A collective.
+    /// Creates a second group of the same ranks with its own sequence of operations. A collective operation.
     fn duplicate(&self, label: &str) -> Result<Arc<dyn Collective>, CommError>;
 
-    /// Groups of the ranks that pass the same `color`, in the order of their `key`s, and where these are equal of their ranks. A
-    /// collective.
+    /// Splits the group: ranks that pass the same `color` form one, ordered by `key`, then by rank. A collective operation.
     fn split_by(&self, label: &str, color: u64, key: u64) -> Result<Arc<dyn Collective>, CommError>;
 
-    /// [`Collective::split_by`] in the order of ranks.
+    /// Splits the group like [`Collective::split_by`], ordered by rank.
     fn split(&self, label: &str, color: u64) -> Result<Arc<dyn Collective>, CommError> {
         self.split_by(label, color, 0)
     }
 
     // ---- its run ----
 
-    /// Whether an engine that stands on this group may go on waiting in `op`, number `seq` of its group `group`: collectives
+    /// Checks that an engine built on this group may keep waiting in `op`, number `seq` of its group `group`. Collectives
     /// on devices cannot see that a rank has failed, and ask here.
     ///
     /// # Errors
     ///
-    /// [`CommError::PeerFailed`] when a rank has failed, and [`CommError::PeerLeft`] when one has ended well (it may have
+    /// [`CommError::PeerFailed`] if a rank has failed, and [`CommError::PeerLeft`] if one has ended successfully (it may have
     /// done its part of the operation).
     fn check(&self, group: &str, seq: u64, op: &dyn core::fmt::Display) -> Result<(), CommError>;
 
     /// Makes every other rank's present and future operation fail with `reason`.
     fn abort(&self, reason: &str);
 
-    /// The longest that any operation may wait for other ranks.
+    /// Returns the longest time that any operation may wait for other ranks.
     fn deadline(&self) -> Duration;
 
-    /// This rank's flight recorder, in which an engine that stands on this group records too.
+    /// Returns this rank's flight recorder; an engine built on this group records to it too.
     fn recorder(&self) -> &flight::Recorder;
 
-    /// Bytes that this rank has received, over all groups of the run.
+    /// Returns the counter of bytes that this rank has received, over all groups of the run.
     fn wire(&self) -> &Arc<WireCounter>;
 
-    /// Counts `bytes` that have come from the group's other ranks, as many from each.
+    /// Counts `bytes` received from the group's other ranks, equally many from each.
     fn count_received(&self, kind: WireKind, bytes: usize) {
         self.wire().add(kind, bytes);
         self.wire().add_from_other_machines(self.place().from_other_machines(bytes, self.members()));
@@ -156,31 +155,31 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
 
     // ---- collectives ----
 
-    /// Runs `request` on the calling thread, after whatever was started before it. `what` it is for (a parameter's name)
-    /// is part of what all ranks must agree on, and stands in errors and flight records; it may be empty.
+    /// Runs `request` on the calling thread, after all operations started before it. `what` names its purpose (such as a
+    /// parameter's name). All ranks must pass the same `what`; it appears in errors and flight records, and may be empty.
     ///
     /// # Errors
     ///
     /// [`CommError`] as above; [`CommError::Shape`] for sizes that do not fit.
     fn execute_for(&self, request: Request, what: &str) -> Result<Buffer, CommError>;
 
-    /// Starts `request` on the communicator's own thread; the result is waited for with [`Pending::wait`]. `what` it is for
-    /// as in [`Collective::execute_for`].
+    /// Starts `request` on the communicator's own thread; [`Pending::wait`] waits for the result. `what` is as in
+    /// [`Collective::execute_for`].
     fn start_for(&self, request: Request, what: &str) -> Pending;
 
-    /// Starts an all-reduce whose result the ranks of one process share: `join` makes it, on one of them, and all of them
-    /// get that. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
+    /// Starts an all-reduce whose result the ranks of one process share: `join` builds it on one of them, and all of them
+    /// get that one. The values are those of [`Request::AllReduce`]. `what` is as in [`Collective::execute_for`].
     fn start_shared(&self, input: Buffer, op: ReduceOp, what: &str, join: Join) -> Pending<Joined>;
 
-    /// What the group can do besides when its ranks are threads of one process; none otherwise.
+    /// Returns the additional operations of a group whose ranks are threads of one process; `None` for other groups.
     fn in_process(&self) -> Option<&dyn InProcess>;
 
-    /// [`Collective::execute_for`] nothing in particular.
+    /// Runs `request` like [`Collective::execute_for`], with an empty purpose.
     fn execute(&self, request: Request) -> Result<Buffer, CommError> {
         self.execute_for(request, "")
     }
 
-    /// [`Collective::start_for`] nothing in particular.
+    /// Starts `request` like [`Collective::start_for`], with an empty purpose.
     fn start(&self, request: Request) -> Pending {
         self.start_for(request, "")
     }
@@ -190,11 +189,11 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
         self.execute(Request::AllGather(shard))
     }
 
-    /// Every rank's `values`, equally many, in rank order. A collective; it moves 8 bytes a value and rank.
+    /// Gathers every rank's `values`, equally many, in rank order. A collective operation; it moves 8 bytes per value and rank.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// [`CommError`], as for any collective.
     fn all_gather_values(&self, values: &[f64]) -> Result<Vec<Vec<f64>>, CommError> {
         let all = self.all_gather(Buffer::F64(values.to_vec()))?.into_f64();
         Ok(match values.len() {
@@ -203,11 +202,11 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
         })
     }
 
-    /// Every rank's `bytes`, however many, in rank order. A collective, and a second one if there are any.
+    /// Gathers every rank's `bytes`, of any length, in rank order. One collective operation, and a second one unless all are empty.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// [`CommError`], as for any collective.
     fn all_gather_bytes(&self, mut bytes: Vec<u8>) -> Result<Vec<Vec<u8>>, CommError> {
         let lengths = self.all_gather_values(&[bytes.len() as f64])?.concat();
         let longest = lengths.iter().map(|&length| length as usize).max().unwrap_or(0);
@@ -247,12 +246,12 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
 
 /// A group whose ranks share an address space.
 pub trait InProcess {
-    /// Gives every rank all ranks' items in rank order, as they are: handles of memory that all of them can reach, such as
-    /// tensors on a device. `bytes`, what each item stands for, and `what`, as in [`Collective::execute_for`], are part of
-    /// what all ranks must agree on. Counts nothing as received: the caller knows what of the items it reads.
+    /// Gives every rank all ranks' items in rank order, unchanged: handles to memory that all of them can access, such as
+    /// tensors on a device. All ranks must pass the same `bytes` (the size of each item) and `what` (as in
+    /// [`Collective::execute_for`]). Counts nothing as received: only the caller knows which parts of the items it reads.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// [`CommError`], as for any collective.
     fn exchange(&self, item: Joined, bytes: usize, what: &str) -> Result<Vec<Joined>, CommError>;
 }

@@ -1,5 +1,5 @@
-//! What every engine does with an operation before anything is moved: the words it is known by, whether its shapes work, the
-//! bytes that it will bring in, and the errors that name it.
+//! The part of an operation that is the same in every engine: its description, the check of its shapes, the number of bytes it
+//! receives, and the errors that name it.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,20 +11,20 @@ use crate::accounting::WireKind;
 use crate::random::{WEYL, mix};
 use crate::{Called, CommError, Partition};
 
-/// The ranks of a group, and its name, as one of them has them.
+/// Name and ranks of a group, as seen by one of them.
 #[derive(Debug)]
 pub struct Group {
-    /// Tells groups of one label apart. Alike on all its ranks.
+    /// Distinguishes groups with the same label. The same on all ranks of the group.
     pub(super) id: u64,
     pub(super) label: Arc<str>,
-    /// The group's ranks in the run, ascending.
+    /// The group's ranks in the run, in the group's order.
     pub(super) members: Arc<[usize]>,
-    /// This rank's place among them.
+    /// Index of this rank in `members`.
     pub(super) me: usize,
 }
 
 impl Group {
-    /// The group of `members`, of whom `rank` is one.
+    /// Creates the group of `members`, one of which is `rank`.
     pub(super) fn new(id: u64, label: &str, members: Arc<[usize]>, rank: usize) -> Self {
         let me = members.iter().position(|&member| member == rank).expect("a rank builds groups that it belongs to");
         Self { id, label: label.into(), members, me }
@@ -34,17 +34,17 @@ impl Group {
         self.members.len()
     }
 
-    /// This rank in the run.
+    /// Returns this rank's number in the run.
     pub(super) fn rank(&self) -> usize {
         self.members[self.me]
     }
 
-    /// The places of the other ranks.
+    /// Returns the places of the other ranks in the group.
     pub(super) fn others(&self) -> impl Iterator<Item = usize> + '_ {
         (0..self.members.len()).filter(|&place| place != self.me)
     }
 
-    /// The other ranks in the run.
+    /// Returns the other ranks' numbers in the run.
     pub(super) fn peers(&self) -> impl Iterator<Item = usize> + '_ {
         self.others().map(|place| self.members[place])
     }
@@ -53,7 +53,7 @@ impl Group {
         At { group: &self.label, seq, rank: self.rank(), op }
     }
 
-    /// What is recorded of operation `seq` that brings `bytes` from other ranks.
+    /// Builds the flight recorder's description of operation `seq`, which receives `bytes` from other ranks.
     pub(super) fn opening(&self, seq: u64, op: &str, bytes: usize, waiting_for: Vec<usize>, last: bool) -> Opening<'_> {
         let op = op.to_string();
         Opening { group: &self.label, group_id: self.id, seq, op, bytes, one_sided: false, waiting_for, last }
@@ -64,7 +64,7 @@ impl Group {
 pub struct Op<'a> {
     pub(super) group: &'a Group,
     pub(super) seq: u64,
-    /// What it is, with its size, in the words of errors and flight records; ranks whose words differ do not match.
+    /// Description with the size, as in errors and flight records; ranks whose descriptions differ do not match.
     pub(super) words: &'a str,
 }
 
@@ -73,38 +73,38 @@ impl Op<'_> {
         self.group.at(self.seq, &self.words)
     }
 
-    /// Whether what it gathers of `input` is small and comes in rounds.
+    /// Returns `true` if the gather of `input` is small enough to run in rounds.
     pub(super) fn is_in_rounds(&self, input: &Buffer) -> bool {
         rounds::are_for(self.group.world(), input.bytes() * self.group.world())
     }
 
-    /// What is recorded of one of its exchanges, which brings `bytes` from `peers`.
+    /// Builds the flight recorder's description of one of its exchanges, which receives `bytes` from `peers`.
     pub(super) fn opening(&self, bytes: usize, peers: Vec<usize>, step: Step) -> Opening<'_> {
         self.group.opening(self.seq, self.words, bytes, peers, step.last)
     }
 }
 
-/// An exchange of an operation that has one, or several one after the other.
+/// One of the exchanges that make up an operation, which has one or several in sequence.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Step {
     pub(super) phase: u8,
-    /// Whether the operation ends with it.
+    /// `true` for the operation's last exchange.
     pub(super) last: bool,
-    /// How many ranks may wait for one another before one of those that this rank waits for here comes to it.
+    /// Longest chain of ranks that may wait for one another before a rank that this one waits for arrives.
     pub(super) behind: u8,
 }
 
 impl Step {
-    /// The only one.
+    /// The exchange of an operation that has only one.
     pub(super) const ONLY: Self = Self { phase: 0, last: true, behind: 0 };
 }
 
-/// Where a rank is, for its errors.
+/// The operation that a rank is in, for its errors.
 #[derive(Clone, Copy)]
 pub struct At<'a> {
     pub(crate) group: &'a str,
     pub(crate) seq: u64,
-    /// In the run.
+    /// Rank in the run.
     pub(crate) rank: usize,
     pub(crate) op: &'a dyn core::fmt::Display,
 }
@@ -145,11 +145,11 @@ impl At<'_> {
     }
 }
 
-/// What an operation moves.
+/// Description of the data that an operation moves.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Moved {
     pub(super) kind: WireKind,
-    /// Elements of this rank's input, or of the root's.
+    /// Number of elements of this rank's input, or of the root's.
     pub(super) len: usize,
     pub(super) dtype: DType,
     pub(super) reduce: Option<ReduceOp>,
@@ -157,7 +157,7 @@ pub(super) struct Moved {
 }
 
 impl Moved {
-    /// Nothing by a barrier.
+    /// Describes the data that `request` moves; `None` for a barrier.
     pub(super) fn by(request: &Request) -> Option<Self> {
         let (kind, buffer, reduce, root) = match request {
             Request::AllGather(shard) => (WireKind::AllGather, shard, None, None),
@@ -171,7 +171,7 @@ impl Moved {
         Some(Self { kind, len: buffer.len(), dtype: buffer.dtype(), reduce, root })
     }
 
-    /// The operation with its size.
+    /// Describes the operation with its size.
     pub(super) fn words(&self) -> String {
         let more = match (self.reduce, self.root) {
             (Some(ReduceOp::Sum), _) => " (sum)".to_string(),
@@ -186,7 +186,7 @@ impl Moved {
         format!("{} of {} {}{more}", self.kind.name(), self.len, self.dtype.name())
     }
 
-    /// What keeps `world` ranks from running it, if anything: what is expected, and what it has.
+    /// Returns the expected and the actual value if `world` ranks cannot run the operation.
     pub(super) fn wrong(&self, world: usize) -> Option<(String, String)> {
         match *self {
             Self { reduce: Some(ReduceOp::Mean), dtype: DType::U8, .. } => {
@@ -200,8 +200,8 @@ impl Moved {
         }
     }
 
-    /// Who sends the rank at `place` of `world` how many bytes, see [`crate::accounting::WireBytes`]: each at once, or few what
-    /// they have heard, `in_rounds`.
+    /// Returns the places that send to `place` of `world`, each with its number of bytes (see [`crate::accounting::WireBytes`]):
+    /// every other place directly or, `in_rounds`, a few that forward data of others.
     pub(super) fn sources(&self, place: usize, world: usize, in_rounds: bool) -> Vec<(usize, usize)> {
         let bytes = self.len * self.dtype.size();
         let others = (0..world).filter(|&other| other != place);
@@ -221,7 +221,7 @@ impl Moved {
             }
             WireKind::AllGather => others.map(|other| (other, bytes)).collect(),
             WireKind::ReduceScatter | WireKind::AllToAll => others.map(|other| (other, bytes / world)).collect(),
-            // Its part of this rank's stride, and its stride.
+            // Its input for this rank's stride, and its reduced stride.
             WireKind::AllReduce => {
                 let part = Partition::new(self.len, world);
                 others.map(|other| (other, (part.len(place) + part.len(other)) * self.dtype.size())).collect()
@@ -229,12 +229,12 @@ impl Moved {
         }
     }
 
-    /// Whether the ranks speak to few others each, and hand on what they hear. Each then gets the inputs of an all-reduce whole.
+    /// Returns `true` if each rank communicates with a few others, which forward data. An all-reduce then gathers the full inputs.
     pub(super) fn is_in_rounds(&self, world: usize) -> bool {
         rounds::are_for(world, self.len * self.dtype.size() * world)
     }
 
-    /// Bytes that rank `rank` of `world` receives from each at once, see [`crate::accounting::WireBytes`].
+    /// Returns kind and number of the [`crate::accounting::WireBytes`] that `rank` of `world` receives without rounds; `None` for the root.
     #[cfg(feature = "nccl")]
     pub(super) fn received(&self, rank: usize, world: usize) -> Option<(WireKind, usize)> {
         let received = self.sources(rank, world, false).into_iter().map(|(_, bytes)| bytes).sum();
@@ -242,7 +242,7 @@ impl Moved {
     }
 }
 
-/// The words of `request`, for `what`, if anything.
+/// Describes `request`, followed by its purpose `what` unless that is empty.
 pub(super) fn words(request: &Request, what: &str) -> String {
     let words = match (request, Moved::by(request)) {
         (Request::Barrier(purpose), _) if !purpose.is_empty() => format!("barrier ({purpose})"),
@@ -251,13 +251,13 @@ pub(super) fn words(request: &Request, what: &str) -> String {
     labelled(words, what)
 }
 
-/// `words` with what the caller says that it is for, if anything.
+/// Appends the caller's purpose `what` to `words`, unless it is empty.
 pub(super) fn labelled(words: String, what: &str) -> String {
     if what.is_empty() { words } else { format!("{words} for {what}") }
 }
 
-/// Identity of a group made by operation `seq` of group `parent`, the same on every rank without a message: a mix of the
-/// numbers.
+/// Returns the identity of a group created by operation `seq` of group `parent`. It is a hash of the numbers, so every rank
+/// computes the same one without a message.
 pub(super) fn child_id(parent: u64, seq: u64, color: u64) -> u64 {
     let mut id = parent;
     for word in [seq, color] {

@@ -1,5 +1,5 @@
-//! Started collectives: one named thread per communicator runs them in the order they were started. And threads that are waited
-//! for only so long.
+//! Asynchronous collectives: one named thread per communicator runs them in the order they were started. Also waits for threads
+//! with a time limit.
 
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -15,14 +15,14 @@ use crate::CommError;
 pub struct Pending<T = Buffer>(Receiver<Result<T, CommError>>);
 
 impl<T> Pending<T> {
-    /// The result, once it is there.
+    /// Waits for the result.
     ///
     /// The wait is bounded: the operation itself fails at the group's deadline.
     pub fn wait(self) -> Result<T, CommError> {
         self.0.recv().expect("the progress thread answers every request before it ends")
     }
 
-    /// As [`Pending::wait`], for no longer than `limit`: itself again when the result is not there by then.
+    /// Waits like [`Pending::wait`], but no longer than `limit`; returns itself as the error if there is no result by then.
     pub fn wait_for(self, limit: Duration) -> Result<Result<T, CommError>, Self> {
         match self.0.recv_timeout(limit) {
             Err(RecvTimeoutError::Timeout) => Err(self),
@@ -73,7 +73,7 @@ impl Drop for Progress {
     }
 }
 
-/// What `call`, which has no deadline, gives within that time, on a thread of its own; one that does not return is left behind.
+/// Runs `call`, which has no deadline, on its own thread. Returns `None`, and abandons the thread, if it takes longer than `within`.
 #[cfg(feature = "nccl")]
 pub(super) fn apart<T: Send + 'static>(
     name: String,
@@ -90,7 +90,7 @@ pub(super) fn apart<T: Send + 'static>(
     Ok(outcome)
 }
 
-/// A thread's result, if it ends in time; one that does not (it is inside a library) is left to the end of the process.
+/// Joins a thread; returns `None` if it does not end `within` that time (it is inside a library), and leaves it running.
 pub(super) fn joined<T>(thread: JoinHandle<T>, within: Duration) -> Option<std::thread::Result<T>> {
     let end = Instant::now() + within;
     while !thread.is_finished() {

@@ -1,29 +1,29 @@
-//! Who speaks to whom in a group of many ranks, so that nobody speaks to all.
+//! Communication patterns of groups of many ranks, in which no rank exchanges messages with all others.
 //!
-//! Places are written in base [`RADIX`]. A gather goes in rounds, one for each digit: in the round of digit `k` every place
-//! takes from up to `RADIX - 1` others, at the distances `j * RADIX^k`, all that they have come to hold (Bruck et al.,
+//! Places are written in base [`RADIX`]. A gather has one round per digit: in the round of digit `k`, every place receives
+//! from up to `RADIX - 1` others, at the distances `j * RADIX^k`, all parts that they hold so far (Bruck et al.,
 //! "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing Systems", 1997). A broadcast goes down a
-//! tree in which a place's parent is that place without its lowest digit that is not 0. Groups of up to `RADIX` ranks have one
-//! round, in which each speaks to each, and a flat tree.
+//! tree in which a place's parent is that place with its lowest nonzero digit set to 0. Groups of up to `RADIX` ranks have one
+//! round, in which each rank communicates with every other, and a flat tree.
 
 use std::ops::Range;
 
-/// The most ranks of a group in which each speaks to each. It costs a rank at most 7 messages for each factor of 8 in ranks.
+/// Largest group in which each rank communicates with every other. A rank receives at most 7 messages per factor of 8 in ranks.
 pub(super) const RADIX: usize = 8;
 
-/// The largest result, in bytes, of a gather in rounds: what is larger goes from each to each at once, as data.
+/// The largest result, in bytes, of a gather in rounds. Larger results are sent directly from each rank to every other, as data.
 pub(super) const LARGEST: usize = 256 << 10;
 
-/// What a place takes in one round, and from whom. As much of its own goes to the place as far on the other side.
+/// One receive of a place in one round. It sends as many parts to the place at the same distance on the other side.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Take {
-    /// How far its giver is ahead.
+    /// Distance from the receiver forward to the sender.
     pub(super) distance: usize,
-    /// The ranks, counted from the taker, whose parts it takes; the giver's count from the giver, so they begin at 0 there.
+    /// The places, counted from the receiver, whose parts it receives. The sender counts them from itself, so they begin at 0 there.
     pub(super) parts: Range<usize>,
 }
 
-/// The rounds of a gather among `world` places, in each of which a place speaks to less than `radix` others. One at least.
+/// Returns the rounds, at least one, of a gather among `world` places. In each, a place receives from fewer than `radix` others.
 pub(super) fn gather(world: usize, radix: usize) -> Vec<Vec<Take>> {
     let (mut rounds, mut held) = (Vec::new(), 1);
     while held < world || rounds.is_empty() {
@@ -34,7 +34,7 @@ pub(super) fn gather(world: usize, radix: usize) -> Vec<Vec<Take>> {
     rounds
 }
 
-/// Whether ranks gather a result of `bytes` in more than one round.
+/// Returns `true` if ranks gather a result of `bytes` in more than one round.
 pub(super) fn are_for(world: usize, bytes: usize) -> bool {
     world > RADIX && bytes <= LARGEST
 }
@@ -42,17 +42,17 @@ pub(super) fn are_for(world: usize, bytes: usize) -> bool {
 /// A place in the tree of a broadcast.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Node {
-    /// None of the root.
+    /// `None` for the root.
     pub(super) parent: Option<usize>,
-    /// Each with the places from it up to the next, or to the end of this one's own, counted from the root.
+    /// Child places. Counted from the root, a child's subtree extends up to the next child, or to the end of this node's own.
     pub(super) children: Vec<usize>,
     /// Steps from the root.
     pub(super) depth: u8,
-    /// How many places there are from it downwards, itself among them.
+    /// Number of places in its subtree, including itself.
     pub(super) size: usize,
 }
 
-/// Where `place` is in the tree from `root` to all of `world` places.
+/// Returns the node of `place` in the broadcast tree from `root` to all of `world` places.
 pub(super) fn node(place: usize, root: usize, world: usize) -> Node {
     let own = (place + world - root) % world;
     let (mut parent, mut children, mut depth, mut size, mut digit) = (None, Vec::new(), 0, world, 1);
@@ -74,7 +74,7 @@ pub(super) fn node(place: usize, root: usize, world: usize) -> Node {
     Node { parent, children, depth, size }
 }
 
-/// The places that `place` of `world` speaks to in a gather of all, ascending: those to hear of its end or failure at once.
+/// Returns the places that `place` of `world` communicates with in a gather, ascending. It notifies them of its end or failure directly.
 pub(super) fn neighbours(place: usize, world: usize) -> Vec<usize> {
     let distances = gather(world, RADIX).into_iter().flatten().map(|take| take.distance);
     let mut both: Vec<usize> =

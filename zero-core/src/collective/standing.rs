@@ -1,6 +1,6 @@
-//! How a run stands: whether it is sound, and which of its ranks have ended.
+//! Status of a run: whether it has failed, and which of its ranks have ended.
 //!
-//! States of a run: *sound* -> *failed* (first trouble kept; it ends every wait of every rank that can be reached).
+//! States of a run: *sound* -> *failed* (the first failure is kept; it ends every wait of every rank that can be reached).
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,31 +11,31 @@ use serde::{Deserialize, Serialize};
 use super::operation::At;
 use crate::CommError;
 
-/// Why a run, and with it every group of it, can no longer be used.
+/// The failure that makes a run, and with it all its groups, unusable.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Trouble {
     /// The rank that failed first.
     pub(super) peer: usize,
     pub(super) reason: Arc<str>,
-    /// The error of communication that it was, if it was one that the others are to be told.
+    /// The communication error that caused it, if the other ranks are to report it too.
     pub(super) cause: Option<CommError>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     trouble: Option<Trouble>,
-    /// That they take part in nothing more: the first that ended is what the others' ends may follow from.
+    /// Ranks that take part in no further operation. The first to end may have caused the others to end.
     left: Said,
-    /// That their processes may be ended after a failure.
+    /// Ranks whose processes may be ended after a failure.
     done: Said,
 }
 
-/// Which ranks have said something.
+/// The ranks that have made an announcement.
 #[derive(Debug, Default)]
 struct Said {
-    /// In the order in which they did.
+    /// Ranks in the order of their announcements.
     by: Vec<usize>,
-    /// Whether all have.
+    /// `true` if all ranks have made it.
     all: bool,
 }
 
@@ -51,19 +51,19 @@ impl Said {
 #[derive(Debug)]
 pub struct Standing {
     world: usize,
-    /// The ranks that say here that they end.
+    /// The ranks that announce their end to this rank directly.
     near: Vec<usize>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl Standing {
-    /// Of a run of `world` ranks, of which those that are `near` say here that they end.
+    /// Creates the status of a run of `world` ranks, of which the `near` ones announce their end directly.
     pub(super) fn new(world: usize, near: impl IntoIterator<Item = usize>) -> Self {
         Self { world, near: near.into_iter().collect(), state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// Whether this trouble is the first, which is kept.
+    /// Keeps `trouble` and returns `true` if it is the first.
     pub(super) fn keep(&self, trouble: Trouble) -> bool {
         {
             let mut state = self.state.lock();
@@ -80,28 +80,28 @@ impl Standing {
         self.state.lock().trouble.clone()
     }
 
-    /// `peer` takes part in nothing more.
+    /// Records that `peer` takes part in no further operation.
     pub(super) fn leave(&self, peer: usize) {
         self.tell(|state| state.left.note(peer, self.world));
     }
 
-    /// Every rank takes part in nothing more.
+    /// Records that no rank takes part in any further operation.
     pub(super) fn leave_all(&self) {
         self.tell(|state| state.left.all = true);
     }
 
-    /// Whether `peer` has said that it takes part in nothing more.
+    /// Returns `true` if `peer` takes part in no further operation.
     pub(super) fn has_left(&self, peer: usize) -> bool {
         let state = self.state.lock();
         state.left.all || state.left.by.contains(&peer)
     }
 
-    /// After a failure, `peer` may be ended.
+    /// Records that, after a failure, `peer`'s process may be ended.
     pub(super) fn note_done(&self, peer: usize) {
         self.tell(|state| state.done.note(peer, self.world));
     }
 
-    /// After a failure, every rank may be ended.
+    /// Records that, after a failure, every rank's process may be ended.
     pub(super) fn note_all_done(&self) {
         self.tell(|state| state.done.all = true);
     }
@@ -111,7 +111,7 @@ impl Standing {
         self.changed.notify_all();
     }
 
-    /// The error of a wait `at` some place when the run has failed or a rank it waits for has left (the first that did).
+    /// Returns the error of a wait in operation `at` if the run has failed or a rank in `missing` has left (the first that did).
     pub(crate) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
         let state = self.state.lock();
         if let Some(Trouble { peer, reason, cause }) = &state.trouble {
@@ -125,8 +125,8 @@ impl Standing {
         first.map_or(Ok(()), |first| Err(at.left(state.left.by[first])))
     }
 
-    /// Waits until every rank has left, the run has failed, or `within` has passed: then ranks that have not left, near ones if
-    /// there are any.
+    /// Waits until every rank has left, the run has failed, or `within` has passed. Returns ranks that have not left, or only the
+    /// near ones if any of those has not.
     pub(super) fn wait_for_leavers(&self, within: Duration) -> Vec<usize> {
         self.wait_for(within, |state| {
             if state.trouble.is_some() {
@@ -135,7 +135,7 @@ impl Standing {
             let missing = |ranks: &mut dyn Iterator<Item = usize>| -> Vec<usize> {
                 ranks.filter(|rank| !state.left.by.contains(rank)).collect()
             };
-            // What the near ones have said is heard, whatever the tree has told: a link is ended with nothing on its way.
+            // Near ranks must announce their end directly, whatever the tree reports: a link ends with no message in transit.
             match missing(&mut self.near.iter().copied()) {
                 near if near.is_empty() && !state.left.all => missing(&mut (0..self.world)),
                 near => near,
@@ -143,7 +143,7 @@ impl Standing {
         })
     }
 
-    /// After a failure: waits until every rank may be ended, or `within` has passed.
+    /// Waits, after a failure, until every rank's process may be ended, or `within` has passed.
     pub(super) fn wait_for_done(&self, within: Duration) {
         self.wait_for(within, |state| match state.done.all {
             true => Vec::new(),

@@ -1,11 +1,11 @@
-//! The `threads` engine: ranks are threads of one process, data moves through shared memory.
+//! The `threads` engine: ranks are threads of one process, and data moves through shared memory.
 //!
-//! An operation is a *rendezvous*: each rank lays its buffer into the slot of its group and sequence number; when the last has
-//! come, every rank computes its own result by reading the others' buffers where they lie. The slot's mutex gives the
-//! happens-before edge from the writing of a buffer to its reading; buffers are `Arc`s, so that no rank waits for the
+//! An operation is a *rendezvous*: each rank puts its buffer into the slot for the group and sequence number. After the last
+//! rank has arrived, every rank computes its own result by reading the others' buffers in place. The slot's mutex gives the
+//! happens-before edge from the writing of a buffer to its reading. Buffers are `Arc`s, so that no rank waits for the
 //! others to finish reading.
 //!
-//! States of a slot: *filling* (some ranks have come) -> *complete* (all have; inputs are immutable) -> removed by the
+//! States of a slot: *filling* (some ranks have arrived) -> *complete* (all have; inputs are immutable) -> removed by the
 //! last rank that took its inputs.
 
 use std::collections::HashMap;
@@ -24,37 +24,37 @@ use super::standing::{Standing, Trouble};
 use super::{Buffer, Collective, Comm, InProcess, Join, Joined, ReduceOp, Request};
 use crate::{CommError, LaunchError, Partition, RankFailure};
 
-/// What ranks have brought to one exchange of an operation.
+/// A slot with the inputs of the ranks that have arrived at one exchange of an operation.
 #[derive(Debug)]
 struct Meeting {
     words: String,
     first_rank: usize,
-    /// By place in the group.
+    /// Indexed by place in the group.
     inputs: Vec<Option<Joined>>,
     taken: usize,
 }
 
-/// A result that the first rank to need it makes.
+/// A result that the first rank to need it computes.
 type Once = Arc<OnceLock<Joined>>;
 
-/// The ranks of one run: what all its groups share.
+/// State of one run that all its groups share.
 #[derive(Debug)]
 pub(crate) struct Run {
     pub(crate) standing: Arc<Standing>,
-    /// Each rank's.
+    /// State of each rank.
     states: Vec<RankState>,
     pub(crate) deadline: Duration,
     /// Keyed by group, sequence number and phase.
     slots: Mutex<HashMap<(u64, u64, u8), Meeting>>,
     arrived: Condvar,
-    /// Shared results by group and sequence number, and how many ranks have fetched theirs.
+    /// Shared results by group and sequence number, each with the number of ranks that have fetched it.
     joined: Mutex<HashMap<(u64, u64), (Once, usize)>>,
 }
 
-/// How long the end of a failed run waits for a flight record to be written.
+/// Longest time that the end of a failed run waits for a flight record to be written.
 const FLIGHT: Duration = Duration::from_secs(5);
 
-/// How long a waiting rank sleeps before it looks whether the run has failed elsewhere.
+/// Interval at which a waiting rank checks whether the run has failed elsewhere.
 const POLL: Duration = Duration::from_millis(20);
 
 impl Run {
@@ -93,12 +93,12 @@ pub struct ThreadRank {
     rank: usize,
 }
 
-/// One rank's end of a group of threads.
+/// One rank's communicator for a group of threads.
 pub type ThreadComm = Comm<ThreadRank>;
 
 impl ThreadRank {
-    /// Lays `input`, of `bytes`, into the slot of the operation's exchange `step` and returns all ranks' inputs once all have
-    /// come.
+    /// Puts `input`, of `bytes`, into the slot for the operation's exchange `step` and returns all ranks' inputs once all have
+    /// arrived.
     fn meet(&self, op: &Op<'_>, step: Step, input: Joined, bytes: usize) -> Result<Vec<Joined>, CommError> {
         let recorder = &self.state().recorder;
         let entry = recorder.open(op.opening(bytes, op.group.peers().collect(), step));
@@ -145,7 +145,7 @@ impl ThreadRank {
             let waited = begin.elapsed();
             if waited >= run.deadline {
                 let error = op.at().timeout(waited, missing);
-                // Records are written without the slots' lock, which the other ranks want.
+                // Records are written without the slots' lock, which the other ranks need.
                 drop(slots);
                 run.fail(self.rank, &error.to_string());
                 return Err(error);
@@ -154,7 +154,7 @@ impl ThreadRank {
         }
     }
 
-    /// All ranks' buffers.
+    /// Gathers all ranks' buffers.
     fn gather(&self, op: &Op<'_>, step: Step, input: Arc<Buffer>) -> Result<Vec<Arc<Buffer>>, CommError> {
         let bytes = input.bytes();
         let buffer =
@@ -162,8 +162,8 @@ impl ThreadRank {
         Ok(self.meet(op, step, input, bytes)?.into_iter().map(buffer).collect())
     }
 
-    /// The pieces of the reduced buffer, in rank order. Each rank reduces its stride of the buffer, then all exchange
-    /// them: the order of additions, and so every bit, is that of a reduce-scatter.
+    /// Returns the parts of the reduced buffer, in rank order. Each rank reduces one part, then all exchange theirs. The order of
+    /// additions, and thus every bit, is that of a reduce-scatter.
     fn all_reduce(&self, op: &Op<'_>, input: Buffer, reduce: ReduceOp) -> Result<Vec<Arc<Buffer>>, CommError> {
         let own = Partition::new(input.len(), op.group.world()).range(op.group.me);
         let inputs = self.gather(op, Step { last: false, ..Step::ONLY }, Arc::new(input))?;
@@ -229,7 +229,7 @@ impl Engine for ThreadRank {
             }
             once
         };
-        // Others wait for as long as one copies: memory that this process has.
+        // The others wait only while one rank copies within this process's memory.
         Ok(once.get_or_init(|| join(&pieces)).clone())
     }
 
@@ -251,16 +251,16 @@ impl InProcess for ThreadComm {
 }
 
 impl ThreadComm {
-    /// The run that this rank belongs to, for waits outside of collectives.
+    /// Returns the run that this rank belongs to, for waits outside of collectives.
     pub(crate) fn run(&self) -> &Arc<Run> {
         &self.engine().run
     }
 }
 
-/// How ranks are run.
+/// Options of [`run`].
 #[derive(Debug, Clone)]
 pub struct ThreadOptions {
-    /// The longest that any wait for another rank may take.
+    /// The longest time that any wait for another rank may take.
     pub deadline: Duration,
 }
 
@@ -272,8 +272,8 @@ impl Default for ThreadOptions {
 
 /// Runs `body` once per rank, each on a named thread of this process, and returns the results in rank order.
 ///
-/// The first rank that fails, by an error, a panic or a collective, stops all the others; its trouble is the error
-/// returned. A [`CommError`] may travel through code that cannot return errors as a panic payload
+/// The first rank that fails, by an error, a panic or a collective, stops all the others; its failure is the error
+/// returned. Code that cannot return errors may pass a [`CommError`] on as a panic payload
 /// (`std::panic::resume_unwind(Box::new(error))`): it is caught here and never printed as a panic.
 ///
 /// # Errors
@@ -297,11 +297,11 @@ where
     run_recorded(world, options, None, body)
 }
 
-/// As [`run`]; when a rank fails or a deadline passes, every rank's flight record goes to `flight_dir`.
+/// Runs `body` like [`run`]. If a rank fails or a deadline passes, every rank's flight record is written to `flight_dir`.
 ///
 /// # Errors
 ///
-/// As [`run`]'s.
+/// [`LaunchError`], as for [`run`].
 pub fn run_recorded<T, E, F>(
     world: usize,
     options: &ThreadOptions,
@@ -326,7 +326,7 @@ where
                 let outcome = caught(|| body(comm));
                 match &outcome {
                     Ok(_) => run.standing.leave(rank),
-                    // The first to fail is named by the run; what the others report is its echo.
+                    // The run names the first rank to fail; the others' errors follow from it.
                     Err(failure) => run.fail(rank, &failure.to_string()),
                 }
                 outcome
@@ -359,8 +359,8 @@ where
     Ok(outcomes.into_iter().map(|outcome| outcome.expect("a run in which a rank failed has failed")).collect())
 }
 
-/// The stack of a thread that runs a rank's program, in bytes: as much as a program's first thread has (`ulimit -s`), at least 16 MiB, or
-/// what `RUST_MIN_STACK` says. What worked before a launch then works inside of it.
+/// Returns the stack size in bytes of a thread that runs a rank's program: the larger of `RUST_MIN_STACK` and the main thread's
+/// limit (`ulimit -s`, clamped to 16 MiB..=1 GiB). Code that works on the main thread then works on a rank's thread too.
 pub fn stack_bytes() -> usize {
     const LEAST: u64 = 16 << 20;
     const MOST: u64 = 1 << 30;
@@ -369,13 +369,13 @@ pub fn stack_bytes() -> usize {
     asked.unwrap_or(0).max(limit.clamp(LEAST, MOST)) as usize
 }
 
-/// A group of one rank, outside of any run: its collectives return at once.
+/// Creates a group of one rank, outside of any run. Its collectives return at once.
 pub fn alone() -> Arc<dyn Collective> {
     let run = Run::new(1, ThreadOptions::default().deadline, None);
     Comm::of_all(ThreadRank { run, rank: 0 }, "alone")
 }
 
-/// Runs a rank's body: its value, or how it has ended badly.
+/// Runs a rank's body and returns its value, or its failure.
 pub(super) fn caught<T, E>(body: impl FnOnce() -> Result<T, E>) -> Result<T, RankFailure<E>> {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(outcome) => outcome.map_err(RankFailure::Failed),
@@ -387,12 +387,12 @@ pub(super) fn caught<T, E>(body: impl FnOnce() -> Result<T, E>) -> Result<T, Ran
     }
 }
 
-/// A panic payload with which code that cannot return errors ends its rank: the message is reported as the rank's
-/// failure, and nothing is printed on the way (`std::panic::resume_unwind(Box::new(Stopped(message)))`).
+/// A panic payload with which code that cannot return errors ends its rank. The message is reported as the rank's
+/// failure, and no panic is printed (`std::panic::resume_unwind(Box::new(Stopped(message)))`).
 #[derive(Debug)]
 pub struct Stopped(pub String);
 
-/// What a panic's payload says: its message, or the [`CommError`] that travels in it.
+/// Returns the text of a panic's payload: its message, or that of the [`CommError`] in it.
 pub fn panic_reason(payload: &(dyn std::any::Any + Send)) -> String {
     if let Some(error) = payload.downcast_ref::<CommError>() {
         return error.to_string();

@@ -1,11 +1,11 @@
-//! What settings cannot be.
+//! Errors of settings.
 
 use crate::{Axes, Stage};
 
 /// A setting that cannot work.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ConfigError {
-    /// Axes that are not those of so many ranks.
+    /// Axes that do not match the number of ranks.
     #[error(
         "axes are {got}, but there are {world} ranks: expected one axis \"data\", others with names of their own of letters, digits \
          and _, and numbers of ranks whose product is {world}"
@@ -26,7 +26,7 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
-    /// A second cut of parameters that ranks cannot hold.
+    /// A secondary partition of parameters that the ranks cannot hold.
     #[error(
         "secondary_shard_size is {got} with {world} ranks: expected a number that divides them, at stage 3 and without \
          shard_size, which has gathers within groups by itself"
@@ -37,7 +37,7 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
-    /// Weights that are quantised where they are not gathered for each use.
+    /// Quantised weights at a stage that does not gather parameters for each use.
     #[error(
         "quantized_weights or quantized_nontrainable_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
          choose stage 3"
@@ -46,7 +46,7 @@ pub enum ConfigError {
         /// The stage.
         stage: Stage,
     },
-    /// Gathers of all ranks together beside what does not go by NCCL.
+    /// Collective gathers together with settings that do not use NCCL.
     #[error(
         "gathers are to be collective, which they can only be within the groups that hold parameters, and beside gradients as they \
          are: leave out that, or secondary_shard_size and quantized_gradients"
@@ -60,19 +60,19 @@ pub enum ConfigError {
         /// Number of ranks.
         world: usize,
     },
-    /// A factor that gradients cannot be divided by.
+    /// A divisor that is not a finite number above 0.
     #[error("gradient_predivide_factor is {got}: expected a number above 0, 1 for no division before the addition")]
     Predivide {
         /// The factor given.
         got: f32,
     },
-    /// A decay that makes no average.
+    /// A decay that is not between 0 and 1.
     #[error("ema_decay is {got}: expected a number between 0 and 1, such as 0.999")]
     EmaDecay {
         /// The decay given.
         got: f64,
     },
-    /// State in bf16 on a device that has no bf16.
+    /// Optimizer state in bf16 on a device that cannot store bf16.
     #[error(
         "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer's state, so that the CPU updates it, or \
          leave it out"
@@ -89,12 +89,12 @@ pub enum ConfigError {
         /// Number of GPUs that the process sees.
         gpus: usize,
     },
-    /// State cannot be kept where it is asked to be.
+    /// State that cannot be kept in the requested tier.
     #[error("offload.{key}: {expected}")]
     Offload {
         /// The setting.
         key: &'static str,
-        /// What is expected.
+        /// The expected value.
         expected: &'static str,
     },
 }

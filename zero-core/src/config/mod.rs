@@ -1,4 +1,4 @@
-//! Settings of a sharded model, validated once before ranks start: `zero-burn` does all of them.
+//! Settings of a sharded model, validated once before ranks start; `zero-burn` implements all of them.
 
 mod error;
 
@@ -24,12 +24,12 @@ pub enum Float {
 }
 
 impl Float {
-    /// Bytes of one number.
+    /// Returns the size of one number in bytes.
     pub fn size(self) -> usize {
         self.on_the_wire().size()
     }
 
-    /// What collectives call it.
+    /// Returns the corresponding type of the collectives.
     pub fn on_the_wire(self) -> crate::collective::DType {
         match self {
             Float::F32 => crate::collective::DType::F32,
@@ -39,51 +39,52 @@ impl Float {
     }
 }
 
-/// Where shards are kept.
+/// The memory tier that keeps shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Tier {
-    /// In the device's memory; on the CPU backend that is the host's.
+    /// Device memory; on the CPU backend, host memory.
     #[default]
     Memory,
-    /// In the host's memory, and computed on by the processor; on the CPU backend as [`Tier::Memory`].
+    /// Host memory; the CPU computes on the shards. On the CPU backend, the same as [`Tier::Memory`].
     Host,
-    /// In a file, see [`Disk`].
+    /// A file, see [`Disk`].
     Disk,
 }
 
-/// How parameters are gathered between ranks that are processes. Ranks that are threads read each other's pieces in any case.
+/// The way in which ranks that are processes gather parameters. Ranks that are threads always read each other's shards.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Gathers {
-    /// [`Gathers::Collective`] where the ranks have NCCL, otherwise [`Gathers::OneSided`].
+    /// [`Gathers::Collective`] if the ranks have NCCL, otherwise [`Gathers::OneSided`].
     #[default]
     Auto,
-    /// By all ranks together, in the order of the program, without copies through the host with NCCL. Every rank must use the
-    /// same parameters in the same order; what differs is an error before anything is updated, or at the deadline. One rank
-    /// alone can use a module (to evaluate, to generate) at stages 0 to 2, between updates of `Fused`
-    /// whose state is on the device; with state offloaded, at stage 3, and with Burn's optimizers it cannot.
+    /// All ranks gather together, in program order, and with NCCL without copies through the host. Every rank must use the same parameters
+    /// in the same order. A difference is an error before anything is updated, or at the deadline. One rank alone can use a module (to
+    /// evaluate, to generate) at stages 0 to 2, between updates of `Fused` whose state is on the device. It cannot do so with offloaded
+    /// state, at stage 3, or with Burn's optimizers.
     Collective,
-    /// Each rank reads the others' pieces when it needs them, through the hosts' memory: ranks may use different parameters.
+    /// Each rank reads the others' shards when it needs them, through host memory. Ranks may use different parameters.
     OneSided,
 }
 
-/// Where each kind of model state is kept.
+/// The memory tier of each kind of model state.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Offload {
-    /// Optimizer state, and gradients from their reduction to the update: on a disk from stage 1 on (gradients from stage 2
-    /// on), in the host's memory at every stage (gradients from stage 1 on). DeepSpeed's `offload_optimizer`.
+    /// Optimizer state, and gradients from their reduction to the update. On a disk: from stage 1 on (gradients from stage 2 on). In host
+    /// memory: at every stage (gradients from stage 1 on). DeepSpeed's `offload_optimizer`.
     pub optimizer: Tier,
     /// Parameters, at stage 3. DeepSpeed's `offload_param`.
     pub parameters: Tier,
-    /// Inputs of [checkpointed](ZeroConfig::checkpointed_blocks) blocks, but the first's, from the end of the block until the
-    /// backward pass comes to it. DeepSpeed's `cpu_checkpointing`.
+    /// Inputs of [checkpointed](ZeroConfig::checkpointed_blocks) blocks, except the first block's, from the end of the block until the
+    /// backward pass reaches it. DeepSpeed's `cpu_checkpointing`.
     pub activations: Tier,
-    /// The share of a module's optimizer state and reduced gradients, by bytes of AdamW's, that is where `optimizer` says: those of the
-    /// parameters at its end. The others' stay with the backend; where there is a disk, gradients before state, as gradients are
-    /// written while nothing is read. Default 1; DeepSpeed's `ratio` (Twin-Flow).
+    /// Share of a module's optimizer state and reduced gradients that is offloaded to `optimizer`, measured in bytes for AdamW. It consists
+    /// of the state and gradients of the module's last parameters; the rest stays with the backend. With a disk, gradients stay in
+    /// preference to state, because they are written while nothing is read. Default 1; DeepSpeed's `ratio` (Twin-Flow).
     pub ratio: f32,
-    /// What has fewer bytes stays where the backend computes: moving it would cost more than it takes. Default 64 KiB.
+    /// Minimum size of an offloaded tensor, in bytes. Smaller ones stay with the backend: moving them would cost more than it saves.
+    /// Default 64 KiB.
     pub min_bytes: usize,
-    /// How the disk is used.
+    /// Settings of the disk.
     pub disk: Disk,
 }
 
@@ -95,41 +96,41 @@ impl Default for Offload {
 }
 
 impl Offload {
-    /// Whether something is kept in this tier.
+    /// Returns whether anything is kept in this tier.
     pub fn uses(&self, tier: Tier) -> bool {
         self.activations == tier || self.keeps_state(tier)
     }
 
-    /// Whether model state is kept in this tier.
+    /// Returns whether model state is kept in this tier.
     pub fn keeps_state(&self, tier: Tier) -> bool {
         [self.optimizer, self.parameters].contains(&tier)
     }
 }
 
-/// How a disk is used; each rank has a file and buffers of its own.
+/// Settings of a disk. Each rank has its own file and buffers.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Disk {
-    /// The folder, in which each run makes one of its own. DeepSpeed's `nvme_path`.
+    /// Folder in which each run creates a folder of its own. DeepSpeed's `nvme_path`.
     pub path: PathBuf,
     /// Sizes and parallelism of requests; DeepSpeed's `aio`.
     pub aio: AioOptions,
-    /// Buffers of each rank, at least 6: what moves between memory and disk, and nothing else that grows. Default 16.
+    /// Number of buffers per rank, at least 6. All transfers use them, and no other memory grows. Default 16.
     pub buffer_count: usize,
     /// Bytes of a buffer. Default 8 MiB.
     pub buffer_bytes: usize,
-    /// Whether buffers are locked into memory.
+    /// Locks the buffers into memory.
     pub pin_memory: bool,
-    /// Most elements of a stretch of an update, whose arrays are read, computed and written together; no more than a buffer
-    /// has. DeepSpeed's `sub_group_size`.
+    /// Maximum number of elements of a sub-group of an update, whose arrays are read, computed and written together. A buffer's size limits
+    /// it too. DeepSpeed's `sub_group_size`.
     pub sub_group_size: usize,
-    /// Elements of this rank's parameters that stay in the host's memory all the same, in the order of their birth. Default 0;
+    /// Number of elements of this rank's parameters that stay in host memory anyway, in the order of initialization. Default 0;
     /// DeepSpeed's `max_in_cpu`, whose default is 1,000,000,000.
     pub max_in_memory: usize,
-    /// Later stretches are read while one is computed.
+    /// Reads later sub-groups while one is computed.
     pub pipeline_read: bool,
-    /// Stretches are written while later ones are computed.
+    /// Writes sub-groups while later ones are computed.
     pub pipeline_write: bool,
-    /// The longest wait for one transfer.
+    /// Timeout of one transfer.
     pub limit: Duration,
 }
 
@@ -151,108 +152,108 @@ impl Default for Disk {
 }
 
 impl Disk {
-    /// Parameter, gradient, two states and a 16-bit copy of an update, and one to go on with.
+    /// Minimum of `buffer_count`: a parameter, a gradient, two states and a 16-bit copy of an update, and one spare.
     pub const FEWEST_BUFFERS: usize = 6;
 
-    /// Two stretches of the shortest length, in bytes of fp32.
+    /// Minimum of `buffer_bytes`: two sub-groups of the shortest length, in bytes of fp32.
     pub const SMALLEST_BUFFER: usize = 64 << 10;
 
-    /// What stretches of an update overlap with.
+    /// Returns the overlap options for the sub-groups of an update.
     pub fn pipeline(&self) -> PipelineOptions {
         let Self { pipeline_read, pipeline_write, limit, .. } = *self;
         PipelineOptions { pipeline_read, pipeline_write, limit }
     }
 }
 
-/// What is sharded, and how much memory communication may take. Sizes are in elements, as DeepSpeed's keys are.
-// A field for each setting.
+/// Settings of sharding, and of the memory that communication may take. Sizes are in elements, as in DeepSpeed's keys.
+// One field per setting.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ZeroConfig {
-    /// What is sharded.
+    /// ZeRO stage: the kinds of model state that are sharded.
     pub stage: Stage,
-    /// The axes of a mesh of all ranks. ZeRO shards, adds and saves along `data` alone; ranks with different places on another axis have
-    /// models of their own, parts of one perhaps (`parallel`), whose gradients have one norm. All that is said of
-    /// ranks here is of those along `data`. Default: none, all ranks are the data axis. PyTorch's `DeviceMesh`; DeepSpeed's `mpu`.
+    /// Axes of a mesh of all ranks. ZeRO shards, reduces and saves along `data` alone. Ranks at different positions on another axis have
+    /// models of their own, or parts of one (`parallel`), whose gradients share one norm. Everything said about ranks here applies to the
+    /// ranks along `data`. Default: none, all ranks form the data axis. PyTorch's `DeviceMesh`; DeepSpeed's `mpu`.
     pub axes: Axes,
-    /// Among how many neighbouring ranks model state is sharded, those of one machine perhaps: every such group holds all of it,
-    /// parameters are gathered within the group, and gradients are added within it first and then across. Divides the number of
+    /// Number of neighbouring ranks that model state is sharded among, such as the ranks of one machine. Every such group holds all model
+    /// state and gathers parameters internally; gradients are added within the group first, then across groups. Divides the number of
     /// ranks. Default: all ranks. DeepSpeed's `mics_shard_size`, PyTorch's hybrid sharding.
     pub shard_size: Option<usize>,
-    /// Stage 3: groups of so many neighbouring ranks keep a second cut of each parameter among them, which serves their gathers. A
-    /// version crosses groups once, when it is made, however often it is gathered. State is cut over all ranks as before; the second
-    /// cut takes `1 / secondary_shard_size` of the parameters' bytes more. It changes no bit of what is trained. Default: none.
-    /// hpZ of ZeRO++ ([Wang et al. 2023](https://arxiv.org/abs/2306.10209)), DeepSpeed's `zero_hpz_partition_size`.
+    /// Stage 3: number of neighbouring ranks in a group that keeps a secondary partition of each parameter and gathers from it. A version
+    /// of a parameter crosses groups once, when it is made, however often it is gathered. Model state is sharded over all ranks as before;
+    /// the secondary partition takes an additional `1 / secondary_shard_size` of the parameters' bytes. Training results are bit-identical.
+    /// Default: none. hpZ of ZeRO++ ([Wang et al. 2023](https://arxiv.org/abs/2306.10209)), DeepSpeed's `zero_hpz_partition_size`.
     pub secondary_shard_size: Option<usize>,
     /// Elements of one gradient bucket. Default 8,388,608 (32 MiB of fp32); DeepSpeed's `reduce_bucket_size`.
     pub reduce_bucket_size: usize,
-    /// Elements of parameters gathered ahead of their use at stage 3, in the order recorded in the step before; 0 turns
-    /// prefetch off. Default 50,000,000; DeepSpeed's `stage3_prefetch_bucket_size`.
+    /// Number of parameter elements that are prefetched at stage 3, in the order recorded in the previous step; 0 turns prefetch off.
+    /// Default 50,000,000; DeepSpeed's `stage3_prefetch_bucket_size`.
     pub prefetch_bucket_size: usize,
-    /// Elements of gathered parameters that may be kept at stage 3. One parameter larger than this is still gathered
-    /// whole for the operation that needs it. Default 1,000,000,000; DeepSpeed's `stage3_max_live_parameters`.
+    /// Maximum number of elements of gathered parameters that are kept at stage 3. A larger parameter is still gathered in full for the
+    /// operation that needs it. Default 1,000,000,000; DeepSpeed's `stage3_max_live_parameters`.
     pub max_live_parameters: usize,
-    /// A gathered parameter is kept when, by the order recorded in the step before, at most this many other elements
-    /// are gathered before its next use. Default 0: only an immediate reuse, such as a tied output head's between
-    /// forward and backward (DeepSpeed's `stage3_max_reuse_distance` is 1e9, which keeps a small model whole).
+    /// Keeps a gathered parameter if, in the order recorded in the previous step, at most this many other elements are gathered before its
+    /// next use. Default 0: only an immediate reuse, such as that of a tied output head between forward and backward pass (DeepSpeed's
+    /// `stage3_max_reuse_distance` is 1e9, which keeps all parameters of a small model).
     pub max_reuse_distance: usize,
     /// Parameters of at most this many elements stay gathered until they are updated. Default 100,000; DeepSpeed's
     /// `stage3_param_persistence_threshold`.
     pub param_persistence_threshold: usize,
     /// Seed of parameters and of dropout, the same on every rank.
     pub seed: u64,
-    /// What `prepare` makes of fp32 parameters, and what is gathered. In 16 bit the model computes in 16 bit, and
+    /// Type to which `prepare` converts fp32 parameters, and in which they are gathered. In 16 bit, the model computes in 16 bit, and
     /// `Fused` keeps an fp32 master of each parameter. Default fp32.
     pub param_dtype: Float,
-    /// What reduced gradients are kept as, and added up as over micro-batches. Default: as the parameter.
+    /// Type in which reduced gradients are kept and accumulated over micro-batches. Default: the parameter's.
     pub gradient_dtype: Option<Float>,
-    /// Whether `Fused` keeps the moments of its rules in bf16, computed in fp32 and rounded up or down by chance,
-    /// the same however a parameter is cut. It halves their bytes in memory, on a disk and on their way to it, and changes what is
-    /// trained; masters stay in fp32, and so do checkpoints. Only where the processor updates them. Default false; DeepSpeed's
-    /// `bf16_optimizer_states`.
+    /// Keeps the moments of `Fused` in bf16. They are computed in fp32 and rounded stochastically, independently of the partition. It
+    /// halves their bytes in memory, on a disk and in transfer, and changes training results; masters and checkpoints stay in fp32. Only
+    /// for moments that the CPU updates. Default false; DeepSpeed's `bf16_optimizer_states`.
     pub bf16_optimizer_states: bool,
-    /// The decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as one more state of the optimizer:
-    /// the first update copies the weights, and each later one moves the average by `1 - ema_decay` of its distance to them, as
-    /// PyTorch's `get_ema_multi_avg_fn` does. Between 0 and 1. Default: none.
+    /// Decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as an additional optimizer state. The first
+    /// update copies the weights; each later one moves the average by `1 - ema_decay` of its distance to them, as PyTorch's
+    /// `get_ema_multi_avg_fn` does. Between 0 and 1. Default: none.
     pub ema_decay: Option<f64>,
-    /// What gradients are sent as; DeepSpeed's `communication_data_type`. Additions are in fp32, rounded once, but for NCCL's,
-    /// which adds in the type that is sent and rounds at every step. Default: with NCCL fp32, otherwise as the parameter.
+    /// Type in which gradients are sent; DeepSpeed's `communication_data_type`. Sums are in fp32 and rounded once, except that NCCL adds in
+    /// the type that is sent and rounds at every step. Default: fp32 with NCCL, otherwise the parameter's type.
     pub communication_dtype: Option<Float>,
-    /// Whether gradients are sent in 8 or 4 bit, in blocks of 64 with a scale each: across groups of `shard_size` ranks, across those of a second cut after
-    /// a sum within each, or, if there is one group, within it.
-    /// Sums are in fp32; those across groups are quantised again on the way back. It changes what is trained: an error of up to half
-    /// a step of 1/127 ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest of a block. Default: no. DeepSpeed's `zero_quantized_gradients`.
+    /// Format in which gradients are sent: 8 or 4 bit, in blocks of 64 with a scale each. It applies across groups of `shard_size` ranks;
+    /// across the groups of a secondary partition after a sum within each; or, if there is one group, within it. Sums are in fp32; sums
+    /// across groups are quantised again on the way back. It changes training results: the error is up to half a step of 1/127
+    /// ([`Format::Int8`]) or 1/7 ([`Format::Int4`]) of the largest value of a block. Default: none. DeepSpeed's `zero_quantized_gradients`.
     pub quantized_gradients: Option<Format>,
-    /// Whether parameters of more elements than `param_persistence_threshold` are gathered in 8 or 4 bit, in blocks of 64 with a scale
-    /// each: over all ranks, or for a second cut if there is one. Every rank computes with what the codes stand for; what is updated,
-    /// saved and read out has all digits. The codes of a rank's piece are kept beside it while it is in memory. A parameter that was
-    /// made in fp16 is gathered as it is: it may be quantised already. Stage 3 only. Default: no. DeepSpeed's `zero_quantized_weights`.
+    /// Format in which parameters of more than `param_persistence_threshold` elements are gathered: 8 or 4 bit, in blocks of 64 with a
+    /// scale each. It applies over all ranks, or for the secondary partition if there is one. Every rank computes with the decoded values;
+    /// updates, checkpoints and values that are read out keep full precision. The codes of a rank's shard are kept in addition to it while
+    /// it is in memory. A parameter that was made in fp16 is gathered unquantised: it may hold quantised codes already. Stage 3 only.
+    /// Default: none. DeepSpeed's `zero_quantized_weights`.
     pub quantized_weights: Option<Format>,
-    /// The same of parameters that are frozen, as `prepare` finds them, whatever is done with those that are trained. Stage 3 only.
-    /// Default: as with the others. DeepSpeed's `zero_quantized_nontrainable_weights`.
+    /// The same for parameters that are frozen when `prepare` is called, independent of the format of trained ones. Stage 3 only.
+    /// Default: `quantized_weights`. DeepSpeed's `zero_quantized_nontrainable_weights`.
     pub quantized_nontrainable_weights: Option<Format>,
-    /// Gradients are reduced beside the backward pass, as they come; otherwise after it, by `collect_grads`, which keeps
-    /// them whole until then. Default true; DeepSpeed's `overlap_comm`.
+    /// Reduces gradients during the backward pass, as they arrive. Otherwise `collect_grads` reduces them after the pass, and full
+    /// gradients are kept until then. Default true; DeepSpeed's `overlap_comm`.
     pub overlap_comm: bool,
-    /// Gradients are divided by this before they are added and by the rest of the number of ranks afterwards, so that a
-    /// sum in 16 bit does not overflow. Default 1; DeepSpeed's `gradient_predivide_factor`.
+    /// Divisor of gradients before they are added, so that a sum in 16 bit does not overflow. The sum is then divided by the number of
+    /// ranks over this divisor. Default 1; DeepSpeed's `gradient_predivide_factor`.
     pub gradient_predivide_factor: f32,
-    /// How processes gather parameters. Default: together where they have NCCL.
+    /// The way in which processes gather parameters. Default: collectively if they have NCCL.
     pub gathers: Gathers,
-    /// Before every so many updates, when gradients are collected, ranks compare hashes of the parameters that each of them
-    /// holds whole (all at stage 0, what has been gathered and kept at the others), and before any update of what was changed by
-    /// hand since the last. One that differs, as it was changed on one rank alone, is an error on all ranks that names parameter,
-    /// rank and update. A check reads those parameters once. Default 0: never.
+    /// Interval between checks of replicas, in updates. Before such an update, when gradients are collected, ranks compare hashes
+    /// of the parameters that each of them holds in full: all at stage 0, gathered and kept ones at the other stages. They also do so
+    /// before any update that follows a change by hand. A parameter that was changed on one rank alone is an error on all ranks, which
+    /// names the parameter, the rank and the update. A check reads those parameters once. Default 0: never.
     pub check_replicas: u64,
-    /// How many of a model's first blocks are checkpointed (`checkpoint_block`): their activations are dropped in the
-    /// forward pass and computed again in the backward pass, parameters gathered again. The last blocks cost least to keep: the
-    /// backward pass is done with them before it comes to the others. Default 0; `usize::MAX` for all.
+    /// Number of a model's first blocks that use activation checkpointing (`checkpoint_block`): the forward pass drops their activations,
+    /// and the backward pass computes them again, with parameters gathered again. The last blocks cost least to keep, because the backward
+    /// pass finishes them before it reaches the others. Default 0; `usize::MAX` for all.
     pub checkpointed_blocks: usize,
-    /// What is not kept in memory. Default: nothing.
+    /// Offload settings. Default: no offload.
     pub offload: Offload,
 }
 
 impl ZeroConfig {
-    /// The shares of reduced gradients and of optimizer state that are offloaded, by [`Offload::ratio`].
+    /// Returns the shares of reduced gradients and of optimizer state that are offloaded, by [`Offload::ratio`].
     pub fn offloaded_shares(&self) -> [f64; 2] {
         let ratio = f64::from(self.offload.ratio);
         match self.offload.optimizer {
@@ -260,55 +261,55 @@ impl ZeroConfig {
             Tier::Disk => return [0.0, ratio],
             Tier::Memory | Tier::Host => return [ratio; 2],
         }
-        // Bytes of a parameter: its gradient, two moments, and a master of 16 bit.
+        // Bytes of a parameter: its gradient, two moments, and a 16-bit parameter's master.
         let gradient = self.gradient_dtype.unwrap_or(self.param_dtype).size() as f64;
         let state = self.optimizer_arrays(2).sum::<usize>() as f64;
         let stays = (1.0 - ratio) * (gradient + state);
         [1.0 - (stays / gradient).min(1.0), 1.0 - (stays - gradient).max(0.0) / state]
     }
 
-    /// The type of optimizer state but for masters.
+    /// Returns the type of optimizer state other than masters.
     pub fn optimizer_state_dtype(&self) -> Float {
         if self.bf16_optimizer_states { Float::Bf16 } else { Float::F32 }
     }
 
-    /// Bytes that `Fused` keeps of each element of a parameter: those of so many states, of the average of its weights, and of the
-    /// master of 16 bit.
+    /// Returns the bytes that `Fused` keeps per element of a parameter, for each array: `states` optimizer states, the average of the
+    /// weights, and a 16-bit parameter's master.
     pub fn optimizer_arrays(&self, states: usize) -> impl Iterator<Item = usize> {
         let average = self.ema_decay.map(|_| 4);
         let master = (self.param_dtype != Float::F32).then_some(4);
         std::iter::repeat_n(self.optimizer_state_dtype().size(), states).chain(average).chain(master)
     }
 
-    /// How gradients of `world` ranks are added up: what they are sent as, what they are multiplied by before, and the sum
-    /// after. `rounds_sums`: by NCCL, which rounds at every step to what is sent.
+    /// Returns how gradients of `world` ranks are added: the type that is sent, the factor before the addition, and the factor of the sum.
+    /// `rounds_sums`: NCCL adds them, which rounds to the sent type at every step.
     pub fn reduction(&self, world: usize, rounds_sums: bool) -> (Float, f32, f32) {
         let (sent_as, divided) = match (self.communication_dtype, rounds_sums) {
             (None, true) => (Float::F32, self.gradient_predivide_factor),
-            // A sum of more ranks would overflow sooner.
+            // A sum over more ranks would overflow sooner.
             (Some(Float::F16), true) => (Float::F16, self.gradient_predivide_factor.max(world as f32)),
             (given, _) => (given.unwrap_or(self.param_dtype), self.gradient_predivide_factor),
         };
         (sent_as, 1.0 / divided, divided / world as f32)
     }
 
-    /// The groups of `world` ranks; `None` if they do not come out even.
+    /// Returns the groups of `world` ranks, or `None` if `shard_size` does not divide `world`.
     pub fn mesh(&self, world: usize) -> Option<Mesh> {
         Mesh::new(world, self.shard_size.unwrap_or(world))
     }
 
-    /// The groups that keep a second cut of parameters, if it is another than that of model state.
+    /// Returns the groups that keep a secondary partition of parameters, if it differs from the partition of model state.
     pub fn secondary_mesh(&self, world: usize) -> Option<Mesh> {
         Mesh::new(world, self.secondary_shard_size?).filter(|mesh| mesh.replicas() > 1)
     }
 
-    /// The groups in which gradients that all ranks share are added first: what crosses groups is less then, and is quantised. As they
-    /// are they go in one hop, whose sums have the order of ranks.
+    /// Returns the groups in which gradients that all ranks share are added first, so that less data crosses groups, in quantised form.
+    /// Unquantised gradients go in one hop, which adds in the order of ranks.
     pub fn cut_on_the_way(&self, world: usize) -> Option<Mesh> {
         self.secondary_mesh(world).filter(|_| self.quantized_gradients.is_some())
     }
 
-    /// How processes gather parameters: from a second cut, or quantised, each by itself.
+    /// Returns how processes gather parameters: one-sided if there is a secondary partition, otherwise as configured.
     pub fn gathers(&self, world: usize) -> Gathers {
         if self.gathers_one_sided(world) { Gathers::OneSided } else { self.gathers }
     }
@@ -321,28 +322,29 @@ impl ZeroConfig {
         self.quantized_weights.or(self.quantized_nontrainable_weights).is_some()
     }
 
-    /// How large parameters are gathered where they are used: those that are trained, and those that are frozen.
+    /// Returns the formats in which large trained and large frozen parameters are gathered for use.
     pub fn weights(&self) -> [Option<Format>; 2] {
         [self.quantized_weights, self.quantized_nontrainable_weights.or(self.quantized_weights)]
     }
 
-    /// Whether gradients are added in the hosts' memory also where ranks have devices: NCCL adds in the types that it knows.
+    /// Returns whether gradients are added in host memory even if ranks have devices: NCCL only adds types that it knows.
     pub fn reduces_on_hosts(&self) -> bool {
         self.quantized_gradients.is_some()
     }
 
-    /// The defaults at `stage`.
+    /// Returns the defaults at `stage`.
     pub fn new(stage: Stage) -> Self {
         Self { stage, ..Self::default() }
     }
 
-    /// Checks what no type can.
+    /// Checks the constraints that types cannot express.
     ///
     /// # Errors
     ///
-    /// [`ConfigError`]: axes or groups that the ranks cannot form, a bucket without room for one element per rank, or a factor that is not above 0.
+    /// [`ConfigError`] if ranks cannot form the axes or groups, settings contradict each other or the stage, a bucket has no room for one
+    /// element per rank, or a number is out of range.
     pub fn validate(&self, world: usize) -> Result<(), ConfigError> {
-        // Whoever launches refuses no ranks.
+        // The launcher refuses 0 ranks.
         let Some(world) = self.axes.data(world.max(1)) else {
             return Err(ConfigError::Axes { got: self.axes.clone(), world });
         };
@@ -452,7 +454,7 @@ mod tests {
                 assert_eq!(together.validate(4).is_err(), is_refused);
             }
         }
-        // Groups are of the ranks along the data axis.
+        // Groups consist of ranks along the data axis.
         let axes = Axes::new(&[("data", 2), ("tensor", 2)]);
         let config = ZeroConfig { axes, ..ZeroConfig::new(Stage::Parameters) };
         assert!(ZeroConfig { shard_size: Some(4), ..config.clone() }.validate(4).is_err());
@@ -473,10 +475,10 @@ mod tests {
             gradient_predivide_factor: predivide,
             ..ZeroConfig::new(Stage::Gradients)
         };
-        // What adds in fp32 is sent what the parameters are.
+        // Sums in fp32: gradients are sent in the parameters' type.
         assert_eq!(config(None, 1.0).reduction(8, false), (Float::Bf16, 1.0, 0.125));
         assert_eq!(config(Some(Float::F16), 4.0).reduction(8, false), (Float::F16, 0.25, 0.5));
-        // What adds in what it is sent, fp32.
+        // Sums in the type that is sent: fp32.
         assert_eq!(config(None, 1.0).reduction(8, true), (Float::F32, 1.0, 0.125));
         assert_eq!(config(Some(Float::Bf16), 1.0).reduction(8, true), (Float::Bf16, 1.0, 0.125));
         // A sum of 1,000 ranks' fp16 gradients is no larger than the largest of them.

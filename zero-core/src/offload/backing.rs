@@ -1,4 +1,4 @@
-//! The open file: past the page cache where the file system can, else with the page cache kept empty; and its growth.
+//! The open file and its growth. It bypasses the page cache if the file system can; otherwise it keeps the page cache empty.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -23,10 +23,10 @@ use crate::offload::faults::Faults;
 use crate::offload::memory::Memory;
 use crate::offload::{DiskError, SwapDir, folder};
 
-/// What memory and offsets are aligned to at least: the page, and the sector of almost every disk.
+/// Minimum alignment of memory and offsets: the page, and the sector of almost every disk.
 const LEAST_ALIGNMENT: usize = 4096;
 
-/// `statfs` of a file system that is kept in memory.
+/// The `statfs` type of a file system in memory.
 const TMPFS_MAGIC: u64 = 0x0102_1994;
 
 pub(crate) struct Backing {
@@ -36,16 +36,16 @@ pub(crate) struct Backing {
     path: PathBuf,
     direct: bool,
     alignment: usize,
-    /// The file system cannot reserve space: found out by the first growth.
+    /// Set by the first growth if the file system cannot reserve space.
     sparse: AtomicBool,
-    /// Why the file's transfers can no longer be relied on.
+    /// The reason why the file's transfers are no longer reliable.
     stopped: Mutex<Option<String>>,
     pub(crate) counters: Counters,
     pub(crate) faults: Faults,
 }
 
 impl Backing {
-    /// Creates the file. With `direct`, it bypasses the page cache if the file system can; if not, the log says why.
+    /// Creates the file. With `direct`, it bypasses the page cache if the file system can; otherwise the reason is logged.
     pub(crate) fn create(dir: SwapDir, name: &str, direct: bool) -> Result<Self, DiskError> {
         let path = dir.path().join(name);
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
@@ -73,13 +73,13 @@ impl Backing {
             }
         }
         if !backing.direct {
-            // Without it the kernel reads ahead, into pages that nobody drops. Where it is not heard, they stay a while.
+            // Otherwise the kernel reads ahead into pages that nobody drops. If the advice is ignored, they stay for a while.
             let _ = rustix::fs::fadvise(&backing.file, 0, None, Advice::Random);
         }
         Ok(backing)
     }
 
-    /// Switches to direct I/O and returns the alignment it needs, or says what was refused.
+    /// Switches to direct I/O and returns the alignment that it needs, or the reason why it is refused.
     fn bypass_page_cache(&self) -> Result<usize, String> {
         let flags = StatxFlags::DIOALIGN;
         let stat = rustix::fs::statx(&self.file, c"", AtFlags::EMPTY_PATH, flags).ok();
@@ -87,7 +87,7 @@ impl Backing {
         let needed = match told {
             Some(stat) if stat.stx_dio_offset_align == 0 => return Err("the file system has no direct I/O".to_string()),
             Some(stat) => stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize,
-            // A kernel before 6.1: the probe below finds out whether the usual alignment will do.
+            // A kernel before 6.1: the probe below tests the usual alignment.
             None => LEAST_ALIGNMENT,
         };
         let alignment = needed.max(LEAST_ALIGNMENT).next_power_of_two();
@@ -95,12 +95,12 @@ impl Backing {
             rustix::fs::fcntl_getfl(&self.file).map_err(|error| format!("cannot read the file's flags: {error}"))?;
         rustix::fs::fcntl_setfl(&self.file, flags | OFlags::DIRECT)
             .map_err(|error| format!("O_DIRECT is refused: {error}"))?;
-        // Some file systems take the flag and refuse the transfer.
+        // Some file systems accept the flag and refuse the transfer.
         let probe = Memory::map(alignment, alignment).map_err(|error| error.to_string())?;
         // SAFETY: the probe's memory is `alignment` bytes, and nobody else has it.
         let outcome = unsafe { self.request(Direction::Write, probe.start(), alignment, 0) };
         outcome.map(|_| alignment).map_err(|error| {
-            // The flags were valid a moment ago; if they cannot be set, every transfer will say so.
+            // The flags were valid a moment ago; if they cannot be set, every transfer reports an error.
             let _ = rustix::fs::fcntl_setfl(&self.file, flags);
             format!("direct I/O is refused: {error}")
         })
@@ -122,12 +122,12 @@ impl Backing {
         self.direct
     }
 
-    /// What offsets, lengths and addresses of transfers are multiples of.
+    /// Returns the alignment of offsets, lengths and addresses of transfers.
     pub(crate) fn alignment(&self) -> usize {
         self.alignment
     }
 
-    /// One `pread` or `pwrite`; returns how many bytes it moved.
+    /// Performs one `pread` or `pwrite`; returns the number of bytes transferred.
     ///
     /// # Safety
     /// `[at, at + bytes)` is readable and writable, and nobody else uses it during the call.
@@ -146,13 +146,13 @@ impl Backing {
         }
     }
 
-    /// After a piece was moved through the page cache: writes it to the disk and drops it from the cache.
+    /// Writes a chunk that was transferred through the page cache to the disk and drops it from the cache.
     pub(crate) fn settle(&self, direction: Direction, offset: u64, bytes: usize) -> io::Result<()> {
         if self.direct {
             return Ok(());
         }
         if direction == Direction::Write {
-            // The next call drops clean pages only.
+            // The next call only drops clean pages.
             files::write_out(&self.file, offset, bytes as u64, true)?;
         }
         let len = std::num::NonZeroU64::new(bytes as u64);
@@ -162,11 +162,11 @@ impl Backing {
         })
     }
 
-    /// Makes the file `more` bytes longer than `end`, with space on the disk where the file system can reserve it.
+    /// Extends the file by `more` bytes beyond `end`, with reserved space on the disk if the file system can.
     pub(crate) fn grow(&self, end: u64, more: u64) -> Result<(), DiskError> {
         let needed_bytes = end.saturating_add(more);
         let too_large = |limit_bytes| DiskError::FileTooLarge { path: self.path.clone(), needed_bytes, limit_bytes };
-        // Beyond the limit the kernel would not only refuse, but send a signal that ends the process.
+        // Beyond the limit, the kernel would not only refuse but also send a signal that ends the process.
         if let Some(limit_bytes) = getrlimit(Resource::Fsize).current
             && needed_bytes > limit_bytes
         {
@@ -182,7 +182,7 @@ impl Backing {
             match outcome {
                 Ok(()) => return Ok(()),
                 Err(error @ (Errno::NOSPC | Errno::DQUOT)) => {
-                    // Part of it may have been reserved. What cannot be given back now is given back with the file.
+                    // Part of it may have been reserved. If it cannot be released now, it is released with the file.
                     let _ = rustix::fs::ftruncate(&self.file, end);
                     return Err(folder::no_space(&self.path, more, error == Errno::DQUOT));
                 }
@@ -200,12 +200,12 @@ impl Backing {
         rustix::fs::ftruncate(&self.file, needed_bytes).map_err(system_at("extend", &self.path))
     }
 
-    /// Makes every later transfer an error.
+    /// Makes every later transfer fail.
     pub(crate) fn stop(&self, reason: String) {
         self.stopped.lock().get_or_insert(reason);
     }
 
-    /// Whether the file still has the bytes that were reserved.
+    /// Checks that the file still has the bytes that were reserved.
     pub(crate) fn check_length(&self, expected_bytes: u64) -> Result<(), DiskError> {
         let got_bytes = self.file.metadata().map_err(system_at("look at", &self.path))?.len();
         if got_bytes < expected_bytes {
@@ -222,10 +222,10 @@ impl Backing {
         }
     }
 
-    /// The error of a part of a transfer.
+    /// Returns the error for a part of a transfer.
     pub(crate) fn io_error(&self, direction: Direction, offset: u64, bytes: usize, source: io::Error) -> DiskError {
         let path = self.path.clone();
-        // Cut after it was looked at.
+        // Truncated after its length was checked.
         if source.kind() == io::ErrorKind::UnexpectedEof
             && let Err(truncated) = self.check_length(offset + bytes as u64)
         {
@@ -239,5 +239,5 @@ impl Backing {
     }
 }
 
-/// Longest wait for what must end by itself: transfers of a ticket that is dropped, threads of a file that is.
+/// Maximum wait for something that must end by itself: the transfer of a dropped ticket, or the threads of a dropped file.
 pub(crate) const ENDING_LIMIT: Duration = Duration::from_secs(60);

@@ -1,4 +1,4 @@
-//! A constant number of aligned buffers, mapped once, lent out and returned when dropped.
+//! A fixed number of aligned buffers, mapped once, which are lent and returned when dropped.
 
 use std::fmt;
 use std::mem::{align_of, size_of};
@@ -13,10 +13,10 @@ use crate::offload::DiskError;
 use crate::offload::error::Size;
 use crate::offload::memory::{HUGE, Memory};
 
-/// A number that every pattern of bits is a value of, so that a buffer's bytes may be looked at as such.
+/// A number type for which every bit pattern is a valid value, so that a buffer's bytes can be viewed as such numbers.
 ///
 /// # Safety
-/// Every pattern of bits is a value, there is no padding, and the alignment is at most a page.
+/// Every bit pattern is a valid value, there is no padding, and the alignment is at most a page.
 pub unsafe trait Element: Copy + Send + Sync + 'static {}
 
 macro_rules! elements {
@@ -28,19 +28,19 @@ macro_rules! elements {
 
 elements!(u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, half::f16, half::bf16);
 
-/// What a pool consists of.
+/// Options of a pool.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PoolOptions {
-    /// How many buffers: `buffer_count`.
+    /// Number of buffers: `buffer_count`.
     pub count: usize,
-    /// The least bytes of each; rounded up to `alignment`.
+    /// Minimum size of each in bytes; rounded up to `alignment`.
     pub bytes: usize,
-    /// Where each begins in memory, and what its length is a multiple of: the disk's
-    /// [`SwapFile::alignment`](crate::offload::SwapFile::alignment), a power of two.
+    /// Alignment of each buffer's address and length: the disk's [`SwapFile::alignment`](crate::offload::SwapFile::alignment), a power of
+    /// two.
     pub alignment: usize,
-    /// Keep the buffers in memory whatever else is short of it. Where the system does not allow it, the log says so.
+    /// Locks the buffers into memory. If the system does not allow it, a warning is logged.
     pub pin_memory: bool,
-    /// Ask for huge pages, with which the kernel has less to do per piece.
+    /// Asks for huge pages, which reduce the kernel's work per chunk.
     pub huge_pages: bool,
 }
 
@@ -50,7 +50,7 @@ impl Default for PoolOptions {
     }
 }
 
-/// Buffers of equal size. A clone is another handle of the same buffers.
+/// Buffers of equal size. A clone is another handle to the same buffers.
 #[derive(Clone)]
 pub struct BufferPool {
     shared: Arc<Arena>,
@@ -66,7 +66,7 @@ struct Arena {
 }
 
 struct State {
-    /// Indices of the buffers that nobody has. The last one returned goes out first: the processor's cache may have it.
+    /// Indices of the free buffers. The last one returned is lent first: the CPU's cache may have it.
     free: Vec<usize>,
     peak: usize,
 }
@@ -75,7 +75,7 @@ impl BufferPool {
     /// Maps all buffers.
     ///
     /// # Errors
-    /// [`DiskError::Setting`] for no buffers or an impossible alignment, [`DiskError::Memory`] if there is no memory.
+    /// [`DiskError::Setting`] for no buffers or an impossible alignment, [`DiskError::Memory`] if there is not enough memory.
     pub fn new(options: &PoolOptions) -> Result<Self, DiskError> {
         let refuse = |key, value: usize, reason: &str| {
             Err(DiskError::Setting { key, value: value.to_string(), reason: reason.to_string() })
@@ -113,40 +113,39 @@ impl BufferPool {
         Ok(Self { shared: Arc::new(shared) })
     }
 
-    /// How many buffers there are.
+    /// Returns the number of buffers.
     pub fn count(&self) -> usize {
         self.shared.count
     }
 
-    /// Bytes of each.
+    /// Returns the size of each in bytes.
     pub fn buffer_bytes(&self) -> usize {
         self.shared.bytes
     }
 
-    /// How many nobody has.
+    /// Returns the number of free buffers.
     pub fn free(&self) -> usize {
         self.shared.state.lock().free.len()
     }
 
-    /// The most that were ever lent out at the same time.
+    /// Returns the maximum number of buffers lent at the same time so far.
     pub fn peak(&self) -> usize {
         self.shared.state.lock().peak
     }
 
-    /// Borrows a buffer; waits for one for at most `limit`.
+    /// Borrows a buffer; waits up to `limit` for one.
     ///
     /// # Errors
-    /// [`DiskError::Deadline`] if none came back in time.
+    /// [`DiskError::Deadline`] if none was returned in time.
     pub fn take(&self, limit: Duration) -> Result<SwapBuffer, DiskError> {
         let mut taken = self.take_many(1, limit)?;
         Ok(taken.pop().expect("one was taken"))
     }
 
-    /// Borrows `count` buffers, all at the same time, so that two who need several each never wait for each other with
-    /// half of theirs in hand.
+    /// Borrows `count` buffers at once, so that two callers that need several each never deadlock with half of theirs.
     ///
     /// # Errors
-    /// [`DiskError::FewBuffers`] if there are fewer, [`DiskError::Deadline`] if they were not free in time.
+    /// [`DiskError::FewBuffers`] if the pool has fewer, [`DiskError::Deadline`] if they were not free in time.
     pub fn take_many(&self, count: usize, limit: Duration) -> Result<Vec<SwapBuffer>, DiskError> {
         if count > self.shared.count {
             return Err(DiskError::FewBuffers { needed: count, count: self.shared.count });
@@ -164,7 +163,7 @@ impl BufferPool {
         Ok(self.lend(&mut state, count))
     }
 
-    /// Borrows `count` buffers if as many are free.
+    /// Borrows `count` buffers if that many are free.
     pub fn try_take_many(&self, count: usize) -> Option<Vec<SwapBuffer>> {
         let mut state = self.shared.state.lock();
         (state.free.len() >= count).then(|| self.lend(&mut state, count))
@@ -192,7 +191,7 @@ impl fmt::Debug for BufferPool {
     }
 }
 
-/// A borrowed buffer: goes back to its pool when dropped. What it held is still there when it is lent again.
+/// A borrowed buffer, which returns to its pool when dropped. Its contents are still there when it is lent again.
 pub struct SwapBuffer {
     shared: Arc<Arena>,
     index: usize,
@@ -200,28 +199,28 @@ pub struct SwapBuffer {
     len: usize,
 }
 
-// SAFETY: a buffer is the only way to its bytes, like a box.
+// SAFETY: a buffer is the only access to its bytes, like a box.
 unsafe impl Send for SwapBuffer {}
-// SAFETY: shared references give out shared references to bytes only.
+// SAFETY: shared references only return shared references to bytes.
 unsafe impl Sync for SwapBuffer {}
 
 impl SwapBuffer {
-    /// Bytes that it has room for.
+    /// Returns the size of the buffer in bytes.
     pub fn capacity(&self) -> usize {
         self.shared.bytes
     }
 
-    /// Bytes that the views show: all at first, the region's after a read.
+    /// Returns the length of the views in bytes: the capacity at first, the region's length after a read.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether the views show nothing.
+    /// Returns whether the views are empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Lets the views show the first `len` bytes.
+    /// Sets the length of the views to the first `len` bytes.
     ///
     /// # Panics
     /// If that is more than [`SwapBuffer::capacity`].
@@ -230,31 +229,31 @@ impl SwapBuffer {
         self.len = len;
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes(&self) -> &[u8] {
         self.view()
     }
 
-    /// The bytes.
+    /// Returns the bytes.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         self.view_mut()
     }
 
-    /// The bytes as numbers.
+    /// Returns the bytes as numbers.
     ///
     /// # Panics
-    /// If [`SwapBuffer::len`] is no multiple of the numbers' size.
+    /// If [`SwapBuffer::len`] is not a multiple of the numbers' size.
     pub fn view<T: Element>(&self) -> &[T] {
         let len = self.elements::<T>();
-        // SAFETY: `len` numbers lie within the buffer, on a page's boundary, mapped and so initialised; any bits are a
-        // value of `T`; and nobody writes while `self` is borrowed, since the buffer is the only way to its bytes.
+        // SAFETY: `len` numbers lie within the buffer, which starts on a page boundary and is mapped and so initialised; any bits are a
+        // value of `T`; and nobody writes while `self` is borrowed, since the buffer is the only access to its bytes.
         unsafe { slice::from_raw_parts(self.start.as_ptr().cast(), len) }
     }
 
-    /// The bytes as numbers.
+    /// Returns the bytes as numbers.
     ///
     /// # Panics
-    /// If [`SwapBuffer::len`] is no multiple of the numbers' size.
+    /// If [`SwapBuffer::len`] is not a multiple of the numbers' size.
     pub fn view_mut<T: Element>(&mut self) -> &mut [T] {
         let len = self.elements::<T>();
         // SAFETY: as in `view`, and `self` is borrowed for this view alone.
@@ -268,12 +267,12 @@ impl SwapBuffer {
         self.len / size
     }
 
-    /// Where the bytes are, for a transfer that owns the buffer.
+    /// Returns the address of the bytes, for a transfer that owns the buffer.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// What the buffer's address and capacity are multiples of.
+    /// Returns the alignment of the buffer's address and capacity.
     pub(crate) fn alignment(&self) -> usize {
         self.shared.alignment
     }
@@ -282,7 +281,7 @@ impl SwapBuffer {
 impl Drop for SwapBuffer {
     fn drop(&mut self) {
         self.shared.state.lock().free.push(self.index);
-        // Everyone, since who waits for one may be behind who waits for several.
+        // All waiters: one that waits for one buffer may be queued behind one that waits for several.
         self.shared.returned.notify_all();
     }
 }

@@ -1,4 +1,4 @@
-//! What has been moved, and how long it took.
+//! Counters of transferred bytes, and of the time that transfers took.
 
 use std::time::{Duration, Instant};
 
@@ -13,15 +13,15 @@ pub struct DiskStats {
     pub bytes_read: u64,
     /// Bytes written, padding included.
     pub bytes_written: u64,
-    /// Time during which a read was under way, from its submission on.
+    /// Time during which a read was in flight, from its submission on.
     pub reading: Duration,
-    /// Time during which a write was under way, from its submission on.
+    /// Time during which a write was in flight, from its submission on.
     pub writing: Duration,
-    /// Time during which anything was under way: less than the sum of the two where they overlapped.
+    /// Time during which any transfer was in flight: less than the sum of the two if they overlapped.
     pub busy: Duration,
 }
 
-/// One clock that runs while something is under way.
+/// A clock that runs while any transfer is in flight.
 #[derive(Default)]
 struct Clock {
     running: usize,
@@ -51,7 +51,7 @@ impl Clock {
 
 #[derive(Default)]
 struct State {
-    /// Of reads and of writes, by [`Direction`], and of either.
+    /// Clocks of reads and of writes, by [`Direction`]; `any` is that of both.
     clocks: [Clock; 2],
     any: Clock,
     bytes: [u64; 2],
@@ -71,7 +71,7 @@ impl Counters {
         state.clocks[direction as usize].start(now);
     }
 
-    /// A transfer has ended, which moved `bytes`.
+    /// Records the end of a transfer of `bytes`.
     pub(crate) fn stop(&self, direction: Direction, bytes: u64) {
         let mut state = self.state.lock();
         let now = Instant::now();

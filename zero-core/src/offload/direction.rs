@@ -1,6 +1,6 @@
-//! Which way bytes go.
+//! Direction of a transfer.
 
-/// Which way the bytes go.
+/// Direction of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Direction {
     Read,

@@ -1,36 +1,36 @@
-//! What a disk, its folder or a setting ran into: what was asked for, what there is, and what to change.
+//! Errors of a disk, its folder or its settings. Each says what was requested, what is available and what to change.
 
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Why something could not be kept on the disk or read back.
+/// An error of offloading to a disk.
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
-    /// A setting that cannot be acted on.
+    /// An unsupported setting.
     #[error("{key} = {value} is refused: {reason}")]
     Setting {
         /// The setting's name, as in a configuration file.
         key: &'static str,
-        /// What was set.
+        /// The value that was set.
         value: String,
-        /// Why not, and what to set.
+        /// The reason, and what to set instead.
         reason: String,
     },
-    /// The folder for swap files is not there.
+    /// The folder for swap files does not exist.
     #[error("{} does not exist: create it on the disk that is to be used, or correct nvme_path", path.display())]
     Missing {
-        /// What was given as the folder.
+        /// The configured folder.
         path: PathBuf,
     },
-    /// What was given as the folder for swap files is something else.
+    /// The configured folder for swap files is not a folder.
     #[error("{} is not a folder: nvme_path must name a folder on the disk that is to be used", path.display())]
     NotAFolder {
-        /// What was given as the folder.
+        /// The configured folder.
         path: PathBuf,
     },
-    /// Nothing can be written into the folder for swap files.
+    /// The folder for swap files is not writable.
     #[error("cannot write into {}: {source}; set nvme_path to a folder that this user may write to", path.display())]
     NotWritable {
         /// The folder.
@@ -38,17 +38,17 @@ pub enum DiskError {
         /// The system's reason.
         source: io::Error,
     },
-    /// The operating system refused something else than a transfer.
+    /// The operating system reported an error outside of a transfer.
     #[error("cannot {action} {}: {source}", path.display())]
     System {
-        /// What was tried, as a verb.
+        /// The attempted action, as a verb.
         action: &'static str,
-        /// On which path.
+        /// The path of the action.
         path: PathBuf,
         /// The system's error.
         source: io::Error,
     },
-    /// The file has been cut by somebody else: what it held is lost.
+    /// Another process has truncated the file: its contents are lost.
     #[error(
         "{} was cut from outside: expected {expected_bytes} bytes, found {got_bytes}; nothing else may write to it: resume from \
          the last checkpoint", path.display()
@@ -61,22 +61,22 @@ pub enum DiskError {
         /// Bytes that it has.
         got_bytes: u64,
     },
-    /// The disk is too small.
+    /// The disk has too little space.
     #[error(
         "no space for {} more in {}, {} is free{}: free some, or set nvme_path to a folder on a larger disk",
         Size(*needed_bytes), path.display(), Size(*free_bytes), if *quota { " but this user's quota is used up" } else { "" }
     )]
     NoSpace {
-        /// Where it was to be.
+        /// The folder on the full disk.
         path: PathBuf,
-        /// What is needed beyond what there is already.
+        /// Bytes needed in addition to those in use.
         needed_bytes: u64,
-        /// What is free.
+        /// Free bytes.
         free_bytes: u64,
-        /// The user's quota is what ran out.
+        /// True if the user's quota ran out.
         quota: bool,
     },
-    /// The process may not have a file as large.
+    /// The file would exceed the size limit of the process or the file system.
     #[error(
         "{} would have {}, a process may have files of {}: raise the limit (ulimit -f), or use a file system that allows \
          larger files", path.display(), Size(*needed_bytes), Size(*limit_bytes)
@@ -84,9 +84,9 @@ pub enum DiskError {
     FileTooLarge {
         /// The file.
         path: PathBuf,
-        /// Its size with what was asked for.
+        /// Its size with the requested bytes.
         needed_bytes: u64,
-        /// The largest size allowed.
+        /// The maximum size.
         limit_bytes: u64,
     },
     /// A read or write failed.
@@ -96,38 +96,38 @@ pub enum DiskError {
         action: &'static str,
         /// The file.
         path: PathBuf,
-        /// Where the part begins that failed.
+        /// Offset of the part that failed.
         offset: u64,
-        /// How long it is.
+        /// Length of the part.
         bytes: usize,
         /// The system's error.
         source: io::Error,
     },
-    /// The engine that was asked for cannot run here.
+    /// The requested engine is not available.
     #[error("io_uring cannot be used: {reason}; choose Auto to use threads instead")]
     NoUring {
-        /// What the kernel said to what.
+        /// The failed call and the kernel's error.
         reason: String,
     },
-    /// Something took longer than the caller allowed.
+    /// An operation exceeded its deadline.
     #[error("{doing} has not ended after {waited:?}")]
     Deadline {
-        /// What was waited for.
+        /// The operation.
         doing: String,
-        /// How long.
+        /// The time waited.
         waited: Duration,
     },
-    /// A region was used that is not, or no longer, allocated in this file.
+    /// The region is not, or no longer, allocated in this file.
     #[error("{bytes} bytes at byte {offset} of {} are not allocated: a region belongs to one file until it is freed", path.display())]
     NotAllocated {
         /// The file.
         path: PathBuf,
-        /// Where the region begins.
+        /// Offset of the region.
         offset: u64,
-        /// How long it is.
+        /// Length of the region.
         bytes: usize,
     },
-    /// A region does not fit the buffer that came with it.
+    /// The region does not fit its buffer.
     #[error(
         "a region of {region_bytes} bytes ({padded_bytes} on the disk) does not fit a buffer of {buffer_bytes} bytes \
          aligned to {buffer_alignment}: the disk needs {alignment}; make the pool's buffers larger, or move the region in parts"
@@ -135,7 +135,7 @@ pub enum DiskError {
     Unfit {
         /// The region's bytes.
         region_bytes: usize,
-        /// What it takes on the disk.
+        /// Bytes that it takes on the disk.
         padded_bytes: usize,
         /// The buffer's bytes.
         buffer_bytes: usize,
@@ -149,35 +149,35 @@ pub enum DiskError {
         "{needed} buffers are needed at the same time, the pool has {count}: raise buffer_count to {needed} or more"
     )]
     FewBuffers {
-        /// How many at once.
+        /// Number of buffers needed.
         needed: usize,
-        /// How many there are.
+        /// Number of buffers in the pool.
         count: usize,
     },
     /// The system has no memory for buffers.
     #[error("cannot map {} of buffers: {source}; lower buffer_count or buffer_size", Size(*bytes as u64))]
     Memory {
-        /// How many bytes.
+        /// Number of bytes.
         bytes: usize,
         /// The system's error.
         source: io::Error,
     },
-    /// The file's transfers can no longer be relied on.
+    /// The file's transfers are no longer reliable.
     #[error("{} is no longer used: {reason}", path.display())]
     Stopped {
         /// The file.
         path: PathBuf,
-        /// What happened before.
+        /// The earlier failure.
         reason: String,
     },
 }
 
-/// Names action and path of an error of the system.
+/// Adds the action and the path to an error of the system.
 pub(crate) fn system_at<E: Into<io::Error>>(action: &'static str, path: &Path) -> impl FnOnce(E) -> DiskError {
     move |source| DiskError::System { action, path: path.to_path_buf(), source: source.into() }
 }
 
-/// Bytes, as a person reads them: exact below a MiB, with a unit above.
+/// A number of bytes, formatted for people: exact below 1 MiB, with a unit above.
 pub(crate) struct Size(pub u64);
 
 impl fmt::Display for Size {

@@ -1,4 +1,4 @@
-//! What tests make go wrong in transfers. In any other build there is nothing here, and the calls are empty.
+//! Faults that tests inject into transfers. In other builds this is empty, and the calls do nothing.
 
 use std::io;
 
@@ -12,18 +12,18 @@ pub(crate) struct Faults {
 #[cfg(test)]
 #[derive(Default)]
 pub(crate) struct Set {
-    /// No request moves more.
+    /// Maximum number of bytes of every request.
     pub(crate) most_bytes: Option<usize>,
-    /// Every request takes this much longer.
+    /// Additional delay of every request.
     pub(crate) delay: std::time::Duration,
-    /// How many requests are answered with this error.
+    /// Number of requests that fail with this error.
     pub(crate) errors: Option<(usize, i32)>,
     /// The thread that serves the file panics at its next request.
     pub(crate) panic: bool,
 }
 
 impl Faults {
-    /// The fault of a request of `bytes` bytes: how many it may move, or the error it is answered with.
+    /// Returns the fault of a request of `bytes` bytes: the bytes that it may transfer, or its error.
     #[cfg(test)]
     pub(crate) fn before(&self, bytes: usize) -> io::Result<usize> {
         let mut set = self.set.lock();
@@ -40,7 +40,7 @@ impl Faults {
         Ok(bytes.min(most_bytes))
     }
 
-    /// No fault.
+    /// Returns no fault.
     #[cfg(not(test))]
     pub(crate) fn before(&self, bytes: usize) -> io::Result<usize> {
         Ok(bytes)

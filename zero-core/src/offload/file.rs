@@ -1,4 +1,4 @@
-//! The swap file of one rank: regions, and transfers of them.
+//! The swap file of one rank: regions, and their transfers.
 
 use std::fmt;
 use std::path::Path;
@@ -15,18 +15,17 @@ use crate::offload::{
     AioOptions, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapBuffer, SwapDir, Ticket, folder,
 };
 
-/// What a file grows by at least, if the disk has room, so that few regions cost a call to the file system.
+/// Minimum growth of a file, if the disk has room, so that few allocations call the file system.
 const GROWTH: u64 = 64 << 20;
 
-/// How a file is opened and served.
+/// Options of a swap file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SwapFileOptions {
-    /// How its transfers are cut and how many pieces are in flight.
+    /// Size of chunks, and the number of chunks in flight.
     pub aio: AioOptions,
-    /// What moves the bytes.
+    /// Engine that transfers the bytes.
     pub engine: EngineChoice,
-    /// Bypass the page cache where the file system can. Where it cannot, or without this, what was moved is dropped from
-    /// the page cache.
+    /// Bypasses the page cache if the file system can. If it cannot, or this is off, transferred bytes are dropped from the page cache.
     pub direct: bool,
 }
 
@@ -38,7 +37,7 @@ impl Default for SwapFileOptions {
 
 /// A file of regions in a [`SwapDir`], for one rank. All methods may be called from several threads.
 ///
-/// Dropping it carries out what was submitted and ends its threads; the file goes with the folder.
+/// Dropping it completes submitted transfers and ends its threads; the file is removed with the folder.
 pub struct SwapFile {
     engine: DiskEngine,
     backing: Arc<Backing>,
@@ -50,8 +49,8 @@ impl SwapDir {
     /// Creates the file of `rank`, and starts the threads that serve it.
     ///
     /// # Errors
-    /// [`DiskError::Setting`] for a setting that cannot be acted on, [`DiskError::NoUring`] if io_uring was asked for
-    /// and is not available, and what the system says.
+    /// [`DiskError::Setting`] for an unsupported setting, [`DiskError::NoUring`] if io_uring was requested and is not available, and errors
+    /// of creating the file and the threads.
     pub fn create_file(&self, rank: usize, options: &SwapFileOptions) -> Result<SwapFile, DiskError> {
         let backing = Backing::create(self.clone(), &format!("rank-{rank:05}.swap"), options.direct)?;
         options.aio.check(backing.alignment())?;
@@ -63,41 +62,41 @@ impl SwapDir {
 }
 
 impl SwapFile {
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         self.backing.path()
     }
 
-    /// Which engine moves the bytes.
+    /// Returns the engine that transfers the bytes.
     pub fn engine(&self) -> EngineKind {
         self.engine.kind()
     }
 
-    /// Whether the page cache is bypassed.
+    /// Returns whether the page cache is bypassed.
     pub fn is_direct(&self) -> bool {
         self.backing.is_direct()
     }
 
-    /// What buffers must be aligned to: the logical block of the disk, at least 4096.
+    /// Returns the alignment that buffers need: the logical block size of the disk, at least 4096.
     pub fn alignment(&self) -> usize {
         self.backing.alignment()
     }
 
-    /// What has been moved so far.
+    /// Returns the totals of the transfers so far.
     pub fn stats(&self) -> DiskStats {
         self.backing.counters.stats()
     }
 
-    /// Bytes of the file, allocated or not.
+    /// Returns the size of the file in bytes, allocated or not.
     pub fn reserved_bytes(&self) -> u64 {
         self.regions.lock().end()
     }
 
-    /// Makes sure that `bytes` more can be allocated, and reserves them on the disk where the file system can: call it
-    /// before the first step with everything that will be needed, so that no later step finds the disk full.
+    /// Ensures that `bytes` more can be allocated, and reserves them on the disk if the file system can. Call it before the first step with
+    /// everything that will be needed, so that no later step finds the disk full.
     ///
     /// # Errors
-    /// [`DiskError::NoSpace`] or [`DiskError::FileTooLarge`], with what is needed and what there is.
+    /// [`DiskError::NoSpace`] or [`DiskError::FileTooLarge`], with the needed and the available bytes.
     pub fn require(&self, bytes: u64) -> Result<(), DiskError> {
         let mut regions = self.regions.lock();
         let missing = bytes.saturating_sub(regions.free_bytes());
@@ -105,7 +104,7 @@ impl SwapFile {
             return Err(folder::no_space(self.path(), bytes, false));
         };
         if missing > 0 {
-            // Says so at once, where the reservation would first take what there is.
+            // Fails early; the reservation would first take the space that is left.
             folder::require(self.backing.dir().path(), missing)?;
             self.backing.grow(regions.end(), missing)?;
             regions.grow(missing);
@@ -113,10 +112,10 @@ impl SwapFile {
         Ok(())
     }
 
-    /// Allocates a region of `bytes`, of any length. What it holds is not defined until it is written.
+    /// Allocates a region of `bytes`, of any length. Its contents are undefined until it is written.
     ///
     /// # Errors
-    /// As [`SwapFile::require`], if the file has to grow.
+    /// Same as [`SwapFile::require`], if the file has to grow.
     pub fn alloc(&self, bytes: usize) -> Result<Region, DiskError> {
         self.backing.check()?;
         let mut regions = self.regions.lock();
@@ -125,7 +124,7 @@ impl SwapFile {
             let end = regions.end();
             let grown = match self.backing.grow(end, missing.max(GROWTH)) {
                 Ok(()) => missing.max(GROWTH),
-                // Not as much as would be convenient: then what is needed.
+                // There is no room for the preferred growth: grow only by the missing bytes.
                 Err(DiskError::NoSpace { .. } | DiskError::FileTooLarge { .. }) if missing < GROWTH => {
                     self.backing.grow(end, missing)?;
                     missing
@@ -137,27 +136,27 @@ impl SwapFile {
         Ok(regions.take(bytes).expect("the file has grown by what was missing"))
     }
 
-    /// Frees a region for others. Its transfers must have been waited for.
+    /// Frees a region for reuse. Its transfers must have been waited for.
     ///
     /// # Errors
-    /// [`DiskError::NotAllocated`] if it is none of this file, or freed already.
+    /// [`DiskError::NotAllocated`] if it is not a region of this file, or has already been freed.
     pub fn free(&self, region: Region) -> Result<(), DiskError> {
         if self.regions.lock().give(&region) { Ok(()) } else { Err(self.not_allocated(&region)) }
     }
 
-    /// Starts to read a region into a buffer, which then shows the region's bytes.
+    /// Starts to read a region into a buffer, which then has the region's length.
     ///
     /// # Errors
-    /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], [`DiskError::Truncated`] when the file has been cut from outside,
-    /// or [`DiskError::Stopped`] after an earlier transfer did not end in time. Errors of the disk come from [`Ticket::wait`].
+    /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], [`DiskError::Truncated`] if another process has truncated the file, or
+    /// [`DiskError::Stopped`] after an earlier transfer missed its deadline. Errors of the disk come from [`Ticket::wait`].
     pub fn read(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
         self.submit(Direction::Read, region, buffer)
     }
 
-    /// Starts to write the first bytes of a buffer, as many as the region has.
+    /// Starts to write the first bytes of a buffer, up to the region's length.
     ///
     /// # Errors
-    /// As [`SwapFile::read`].
+    /// Same as [`SwapFile::read`].
     pub fn write(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
         self.submit(Direction::Write, region, buffer)
     }
@@ -169,7 +168,7 @@ impl SwapFile {
         Ok(ticket)
     }
 
-    /// Whether a region can be moved to or from a buffer.
+    /// Checks that a region can be transferred to or from a buffer.
     pub(crate) fn check(&self, region: &Region, buffer: &SwapBuffer) -> Result<(), DiskError> {
         self.backing.check()?;
         let reserved_bytes = {
@@ -180,7 +179,7 @@ impl SwapFile {
             }
             regions.end()
         };
-        // A file that somebody has cut would read as zeros where a later write makes it long again.
+        // A truncated file would read as zeros once a later write has extended it.
         self.backing.check_length(reserved_bytes)?;
         if region.padded_bytes() > buffer.capacity() || buffer.alignment() < self.alignment() {
             return Err(DiskError::Unfit {

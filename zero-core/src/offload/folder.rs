@@ -1,4 +1,4 @@
-//! A job's own folder among those of others, gone when the job is.
+//! A job's folder for swap files, removed when the job ends.
 
 use std::fs::{self, DirBuilder, File, OpenOptions};
 use std::io::{self, Write};
@@ -14,15 +14,15 @@ use crate::offload::error::system_at;
 use crate::offload::sweep::{LOCK, NEWBORN_PREFIX, PREFIX};
 use crate::offload::{DiskError, sweep};
 
-/// How the name of a job's folder begins where there are no locks: nobody can tell whether its job lives, so nobody removes
-/// it but the job.
+/// Prefix of the name of a job's folder on a file system without locks: nobody can tell whether its job is alive, so only the job removes
+/// it.
 const UNLOCKED_PREFIX: &str = "zero-nolock-swap-";
 
-/// A folder for the swap files of one job, removed when the last handle is dropped, files included. A clone is another
-/// handle; a [`SwapFile`](super::SwapFile) holds one.
+/// A folder for the swap files of one job. It is removed, with its files, when the last handle is dropped. A clone is another handle; a
+/// [`SwapFile`](super::SwapFile) holds one.
 ///
-/// The system gives the lock back when the process dies, however it dies, and this user's next job that opens a folder in
-/// the same place on the same machine removes what is left: swap files, the lock, and the folder if nothing else was put there.
+/// The system releases the lock when the process dies, however it dies. This user's next job that opens a folder in the same place on the
+/// same machine removes the remains: swap files, the lock, and the folder if it contains nothing else.
 #[derive(Clone, Debug)]
 pub struct SwapDir {
     owned: Arc<Owned>,
@@ -31,15 +31,15 @@ pub struct SwapDir {
 #[derive(Debug)]
 struct Owned {
     path: PathBuf,
-    /// Holds the lock until it is closed, after the folder was removed.
+    /// Holds the lock until it is closed, after the folder is removed.
     _lock: File,
 }
 
 impl SwapDir {
-    /// Removes what dead jobs left in `parent`, and creates a folder for this one.
+    /// Removes the folders of dead jobs in `parent`, and creates a folder for this one.
     ///
     /// # Errors
-    /// [`DiskError::Missing`], [`DiskError::NotAFolder`] or [`DiskError::NotWritable`], if that is what `parent` is.
+    /// [`DiskError::Missing`], [`DiskError::NotAFolder`] or [`DiskError::NotWritable`], depending on `parent`.
     pub fn open(parent: &Path) -> Result<Self, DiskError> {
         match fs::metadata(parent) {
             Ok(found) if found.is_dir() => {}
@@ -57,7 +57,7 @@ impl SwapDir {
         let newborn = parent.join(format!("{NEWBORN_PREFIX}{name}"));
         DirBuilder::new().mode(0o700).create(&newborn).map_err(|error| not_writable(parent, error))?;
         let outcome = lock_new(&newborn.join(LOCK)).and_then(|(lock, refused)| {
-            // The name by which others know it comes last: whoever sees it finds the lock held.
+            // The final name comes last: other jobs that see it find the lock held.
             let prefix = if refused.is_some() { UNLOCKED_PREFIX } else { PREFIX };
             let path = parent.join(format!("{prefix}{name}"));
             fs::rename(&newborn, &path).map_err(system_at("rename to", &path))?;
@@ -70,27 +70,27 @@ impl SwapDir {
             Ok(job)
         });
         if outcome.is_err() {
-            // The error that is returned says more than why the empty folder stays.
+            // The returned error is more useful than the reason why the empty folder stays.
             let _ = sweep::remove(&newborn);
         }
         outcome
     }
 
-    /// The folder.
+    /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.owned.path
     }
 
-    /// Makes sure that the disk has room for `bytes` more, before the first of them is written. It does not keep others
-    /// from using the room: [`SwapFile::require`](super::SwapFile::require) does.
+    /// Checks that the disk has room for `bytes` more, before the first of them is written. This does not reserve the space:
+    /// [`SwapFile::require`](super::SwapFile::require) does.
     ///
     /// # Errors
-    /// [`DiskError::NoSpace`] with what is needed and what there is.
+    /// [`DiskError::NoSpace`] with the needed and the free bytes.
     pub fn require(&self, bytes: u64) -> Result<(), DiskError> {
         require(self.path(), bytes)
     }
 
-    /// Writes a warning about the folder to the log, once.
+    /// Logs a warning about the folder, once.
     pub(crate) fn warn_once(&self, message: &str) {
         warn_once(format!("{}: {message}", self.path().display()));
     }
@@ -98,7 +98,7 @@ impl SwapDir {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // Not there: somebody removed it by hand, or another job helped as soon as the lock file was gone.
+        // It is not found if somebody removed it by hand, or if another job removed it as soon as the lock file was gone.
         if let Err(error) = sweep::remove(&self.path)
             && error.kind() != io::ErrorKind::NotFound
         {
@@ -107,7 +107,7 @@ impl Drop for Owned {
     }
 }
 
-/// Makes the file and locks it, or says why the file system takes no locks.
+/// Creates the file and locks it, or returns the reason why the file system does not support locks.
 fn lock_new(path: &Path) -> Result<(File, Option<io::Error>), DiskError> {
     let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(path);
     let mut file = file.map_err(|error| not_writable(path, error))?;
@@ -117,12 +117,12 @@ fn lock_new(path: &Path) -> Result<(File, Option<io::Error>), DiskError> {
         Err(error) if is_not_offered(&error) => Some(error),
         Err(error) => return Err(system_at("lock", path)(error)),
     };
-    // For people who look; programs look at the lock.
+    // For human readers; programs check the lock.
     writeln!(file, "{}", std::process::id()).map_err(|error| not_writable(path, error))?;
     Ok((file, refused))
 }
 
-/// The error of creating something at `path`.
+/// Returns the error for failing to create something at `path`.
 pub(crate) fn not_writable(path: &Path, source: io::Error) -> DiskError {
     match source.kind() {
         io::ErrorKind::ReadOnlyFilesystem | io::ErrorKind::PermissionDenied => {
@@ -134,23 +134,23 @@ pub(crate) fn not_writable(path: &Path, source: io::Error) -> DiskError {
     }
 }
 
-/// The error of a disk without room for `needed_bytes` more.
+/// Returns the error for a disk without room for `needed_bytes` more.
 pub(crate) fn no_space(path: &Path, needed_bytes: u64, quota: bool) -> DiskError {
     let folder = path.parent().filter(|_| !path.is_dir()).unwrap_or(path);
-    // Where the system does not say what is free, it said that it is too little.
+    // If the system does not report the free space, it has reported that it is too little.
     DiskError::NoSpace { path: folder.to_path_buf(), needed_bytes, free_bytes: free_bytes(folder).unwrap_or(0), quota }
 }
 
-/// Says whether the disk of `path` has room for `bytes` more.
+/// Checks that the disk of `path` has room for `bytes` more.
 pub(crate) fn require(path: &Path, bytes: u64) -> Result<(), DiskError> {
     let free = free_bytes(path).map_err(system_at("look at the disk of", path))?;
     if bytes > free { Err(no_space(path, bytes, false)) } else { Ok(()) }
 }
 
-/// Bytes that the file system of `path` still has for this user.
+/// Returns the bytes that the file system of `path` still has for this user.
 ///
 /// # Errors
-/// What the system says.
+/// Errors of the system call.
 pub fn free_bytes(path: &Path) -> io::Result<u64> {
     let stat = rustix::fs::statvfs(path)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))

@@ -1,21 +1,20 @@
-//! Optimizer state, gradients and parameters on a disk: regions of a file, moved to and from a few buffers.
+//! Offload of optimizer state, gradients and parameters to a disk: regions of a file, transferred to and from a few buffers.
 //!
 //! ```text
 //! PATH/zero-swap-<host>-<boot>-<pid>-<random>/owner.lock        held by flock for as long as the job lives
 //! PATH/zero-swap-<host>-<boot>-<pid>-<random>/rank-00000.swap   one file per rank
 //! ```
 //!
-//! A job removes another folder in PATH only if it has such a name with this machine's host or boot identity, belongs to this
-//! user, and nobody holds its lock; and in it only these files.
+//! A job removes another folder in PATH only if its name has this format with this machine's host or boot identity, it belongs to this
+//! user, and nobody holds its lock. It removes only the files named above.
 //!
 //! * In: a [`SwapBuffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
-//! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does that for a sequence of items: read ahead, compute,
-//!   write behind.
-//! * Memory: the pool's, which is mapped once, and nothing else that grows with the data. Files are opened with
-//!   `O_DIRECT`, so that no page cache is filled; where the file system has none, what was moved is dropped from the
-//!   page cache piece by piece.
-//! * Threads: a file has its own, named `disk-<rank>-ring-<n>` or `disk-<rank>-io-<n>`, joined when it is dropped. They
-//!   only move bytes; [`pipeline()`] computes on its caller.
+//! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does this for a sequence of items: it reads ahead, computes, and writes
+//!   behind.
+//! * Memory: the pool, which is mapped once; nothing else grows with the data. Files are opened with `O_DIRECT` to bypass the page cache.
+//!   If the file system does not support it, each chunk is dropped from the page cache after its transfer.
+//! * Threads: each file has its own, named `disk-<rank>-ring-<n>` or `disk-<rank>-io-<n>`, which are joined when the file is dropped. They
+//!   only transfer bytes; [`pipeline()`] computes on the calling thread.
 //!
 //! ```
 //! use std::time::Duration;
@@ -37,16 +36,16 @@
 //! # Ok::<(), zero_core::offload::DiskError>(())
 //! ```
 //!
-//! # What happens to a buffer
+//! # Ownership of buffers
 //!
-//! A transfer owns its buffer from `read` or `write` until its last piece has ended, whatever becomes of the
-//! [`Ticket`]. So the kernel never writes into memory that somebody else has: a ticket that is dropped waits, one
-//! whose deadline passes leaves the buffer behind, and it goes back to its pool when the kernel is done with it.
+//! A transfer owns its buffer from `read` or `write` until its last chunk has ended, whatever happens to the [`Ticket`]. So the kernel
+//! never writes into memory that another owner uses. Dropping a ticket waits for its transfer. If a ticket's deadline passes, the transfer
+//! keeps the buffer, which returns to its pool when the kernel is done with it.
 //!
-//! Two transfers of overlapping regions have no order unless the first one's ticket was waited for. [`pipeline()`] sees to
-//! that for its items.
+//! Two transfers of overlapping regions are unordered unless the first one's ticket has been waited for. [`pipeline()`] ensures this order
+//! for its items.
 //!
-//! Linux only: `O_DIRECT`, `fallocate` and io_uring are.
+//! Linux only: `O_DIRECT`, `fallocate` and io_uring are Linux interfaces.
 
 mod backing;
 mod buffer;

@@ -1,20 +1,20 @@
-//! The settings of transfers, under DeepSpeed's names, and which engine moves the bytes.
+//! Settings of transfers, under DeepSpeed's names, and the choice of the engine.
 
 use crate::offload::DiskError;
 
-/// The largest piece: well below the 2 GiB that one call of the kernel moves at most.
+/// Maximum size of a chunk: well below the 2 GiB limit of one system call.
 const LARGEST_BLOCK: usize = 1 << 30;
 
-/// The largest number of pieces in flight: a ring may have 32768 entries.
+/// Maximum number of chunks in flight: a ring may have 32768 entries.
 const LARGEST_DEPTH: usize = 4096;
 
-/// The most threads or rings that a file may have.
+/// Maximum number of threads or rings of a file.
 const MOST_THREADS: usize = 256;
 
-/// Which engine moves the bytes.
+/// Choice of the engine that transfers the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineChoice {
-    /// io_uring, and threads where the kernel or a container refuses it. The log says so, with the reason.
+    /// io_uring, or threads if the kernel or a container refuses it; the reason is logged.
     #[default]
     Auto,
     /// io_uring, or an error.
@@ -26,20 +26,18 @@ pub enum EngineChoice {
 /// DeepSpeed's `aio` section, with its defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AioOptions {
-    /// Bytes of a piece: what one request to the kernel moves at most. A multiple of the disk's alignment (4096).
+    /// Size of a chunk in bytes: the maximum that one request to the kernel transfers. A multiple of the disk's alignment (4096).
     pub block_size: usize,
-    /// How many pieces each ring has in flight. The threads engine has as many threads, because each can wait for one
-    /// piece only.
+    /// Number of chunks that each ring has in flight. The thread engine has this many threads, because each can wait for one chunk only.
     pub queue_depth: usize,
-    /// How many rings, each with a thread that serves it, share the pieces of every transfer. The threads engine has as
-    /// many times `queue_depth` threads. `thread_count` in DeepSpeed's older configurations.
+    /// Number of rings, each with a thread that serves it, that share the chunks of every transfer. The thread engine has this many times
+    /// `queue_depth` threads. `thread_count` in DeepSpeed's older configurations.
     pub intra_op_parallelism: usize,
-    /// Hand pieces to the kernel one by one instead of all that fit at once. The threads engine does so in any case.
+    /// Submits chunks to the kernel one by one instead of all that fit at once. The thread engine always does so.
     pub single_submit: bool,
-    /// Replace every piece that ends by the next at once. Without it, `queue_depth` pieces are handed over when all
-    /// earlier ones have ended.
+    /// Replaces every completed chunk by the next at once. Otherwise, `queue_depth` chunks are submitted when all earlier ones have ended.
     pub overlap_events: bool,
-    /// Move data between the disk and a GPU's memory directly. Not available: `true` is refused.
+    /// Moves data between the disk and GPU memory directly. Not available: `true` is refused.
     pub use_gds: bool,
 }
 
@@ -57,10 +55,10 @@ impl Default for AioOptions {
 }
 
 impl AioOptions {
-    /// Says which setting cannot be acted on, if there is one, on a disk that needs `alignment`.
+    /// Checks the settings for a disk that needs `alignment`.
     ///
     /// # Errors
-    /// [`DiskError::Setting`], with the setting's name.
+    /// [`DiskError::Setting`] with the name of the first unsupported setting.
     pub fn check(&self, alignment: usize) -> Result<(), DiskError> {
         let refuse = |key, value: String, reason: String| Err(DiskError::Setting { key, value, reason });
         if self.block_size == 0 || !self.block_size.is_multiple_of(alignment) || self.block_size > LARGEST_BLOCK {
@@ -82,8 +80,8 @@ impl AioOptions {
         Ok(())
     }
 
-    /// How many threads the threads engine has. What `queue_depth` times `intra_op_parallelism` exceeds the most that a
-    /// file may have is not silently dropped: the log says so.
+    /// Returns the number of threads of the thread engine. If `queue_depth` times `intra_op_parallelism` exceeds the maximum per file, the
+    /// reduction is logged.
     pub(crate) fn io_threads(&self) -> usize {
         let asked = self.queue_depth * self.intra_op_parallelism;
         if asked > MOST_THREADS {

@@ -1,57 +1,56 @@
-//! A sequence of items, each read, computed on and written back, with the disk kept busy beside the compute.
+//! A sequence of items, each read, computed and written back. Disk transfers overlap with computation.
 //!
-//! The caller's thread submits and computes; the file's threads move bytes. An item goes through these states, and its
-//! buffers with it:
+//! The caller's thread submits and computes; the file's threads transfer bytes. An item and its buffers go through these states:
 //!
-//! 1. *Ahead*: its buffers are taken from the pool and its reads submitted, in the items' order, as soon as the pool has
-//!    buffers for all of its parts. An item that shares bytes with one that is still to be written waits for that.
+//! 1. *Ahead*: its buffers are taken from the pool and its reads submitted, in the items' order, as soon as the pool has buffers for all of
+//!    its parts. An item that shares bytes with a pending write of an earlier one waits for that write.
 //! 2. *Current*: its reads have ended and `compute` runs.
-//! 3. *Behind*: its writes are submitted, with the same buffers. Buffers of ended writes go back to the pool.
+//! 3. *Behind*: its writes are submitted, with the same buffers. Buffers of completed writes return to the pool.
 //!
-//! The pool bounds all of it. No item waits for a buffer that a later one has, since buffers are taken in order and for a
-//! whole item at once; if none are free for the current one, the oldest write is waited for.
+//! The pool bounds the memory. No item waits for a buffer that a later one holds, since buffers are taken in order and for a full item at
+//! once. If none are free for the current item, the pipeline waits for the oldest write.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::offload::{BufferPool, DiskError, Region, SwapBuffer, SwapFile, Ticket};
 
-/// What becomes of a part of an item.
+/// The operation on a part of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// It is read, and not changed on the disk.
+    /// Read; unchanged on the disk.
     Read,
-    /// It is read and written back.
+    /// Read and written back.
     Update,
-    /// It is written; the buffer holds anything at first.
+    /// Written; the buffer's initial contents are undefined.
     Write,
 }
 
-/// A region, or a part of one ([`Region::parts`]), and what becomes of it.
+/// A region, or a part of one ([`Region::parts`]), and the operation on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Where it is.
+    /// Region of the part.
     pub region: Region,
-    /// What becomes of it.
+    /// Operation on it.
     pub access: Access,
 }
 
-/// What is computed on at the same time, each part in a buffer of its own: parameters, moments and gradients of a
-/// sub-group. The parts of an item must not share bytes.
+/// Data that is computed together, each part in a buffer of its own: parameters, moments and gradients of a sub-group. The parts of an item
+/// must not share bytes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Item {
-    /// In the order in which the compute gets their buffers.
+    /// Parts in the order in which `compute` gets their buffers.
     pub parts: Vec<Part>,
 }
 
-/// What overlaps, under DeepSpeed's names and with its defaults.
+/// Overlap options, with DeepSpeed's names and defaults.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PipelineOptions {
-    /// Read later items while computing. Without it, an item is read when the one before has been computed.
+    /// Reads later items while computing. Otherwise, an item is read after the previous one has been computed.
     pub pipeline_read: bool,
-    /// Go on while writes are under way. Without it, an item's writes are waited for after its compute.
+    /// Continues while writes are in flight. Otherwise, an item's writes are waited for after its compute.
     pub pipeline_write: bool,
-    /// The longest wait for one read or write, or for buffers.
+    /// Timeout of one read or write, or of a wait for buffers.
     pub limit: Duration,
 }
 
@@ -61,39 +60,39 @@ impl Default for PipelineOptions {
     }
 }
 
-/// Where the time of a [`pipeline()`] went, on its caller's thread.
+/// Times of a [`pipeline()`] on its caller's thread.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PipelineReport {
-    /// Waiting for reads.
+    /// Time spent waiting for reads.
     pub reading: Duration,
-    /// In `compute`.
+    /// Time spent in `compute`.
     pub computing: Duration,
-    /// Waiting for writes, or for the buffers that they hold.
+    /// Time spent waiting for writes, or for the buffers that they hold.
     pub writing: Duration,
-    /// From the first submission to the end of the last write.
+    /// Time from the first submission to the end of the last write.
     pub elapsed: Duration,
 }
 
-/// What a pipeline does with its items ([`pipeline_with`]).
+/// Work of a pipeline on its items ([`pipeline_with`]).
 pub trait Work<E> {
     /// Computes on the buffers of item `index`.
     ///
     /// # Errors
     ///
-    /// Whatever ends the pipeline.
+    /// An error ends the pipeline.
     fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), E>;
 
-    /// Does a part of what needs no disk; `false` if nothing of it is left. It is called once before each item at least, as often as there
-    /// is time while the disk is waited for, and until nothing is left.
+    /// Does a part of the work that needs no disk; returns `false` if none is left. The pipeline calls it at least once before each item,
+    /// repeatedly while it waits for the disk, and at the end until none is left.
     ///
     /// # Errors
     ///
-    /// Whatever ends the pipeline.
+    /// An error ends the pipeline.
     fn meanwhile(&mut self) -> Result<bool, E> {
         Ok(false)
     }
 
-    /// Item `index`, and all before it, is on the disk as far as the kernel knows.
+    /// Called when item `index`, and all before it, is on the disk as far as the kernel knows.
     fn written(&mut self, _index: usize) {}
 }
 
@@ -103,12 +102,12 @@ impl<E, F: FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>> Work<E> for F {
     }
 }
 
-/// Reads every item, calls `compute` with its index and its buffers, in order, and writes back what is to be written.
-/// Everything is on the disk (as far as the kernel knows) when it returns.
+/// Reads every item, calls `compute` with its index and buffers, in order, and writes the parts that have changed. When it returns,
+/// everything is on the disk (as far as the kernel knows).
 ///
 /// # Errors
-/// The first error, of the disk or of `compute`. Nothing is started after it, and what is under way is waited for: all
-/// buffers are back in the pool. [`DiskError::FewBuffers`] if an item has more parts than the pool has buffers.
+/// The first error, of the disk or of `compute`. Nothing starts after it, and transfers in flight are waited for, so that all buffers are
+/// back in the pool. [`DiskError::FewBuffers`] if an item has more parts than the pool has buffers.
 pub fn pipeline<E: From<DiskError>>(
     file: &SwapFile,
     pool: &BufferPool,
@@ -119,10 +118,10 @@ pub fn pipeline<E: From<DiskError>>(
     pipeline_with(file, pool, items, options, &mut compute)
 }
 
-/// As [`pipeline()`], with work that is told what has been written.
+/// Same as [`pipeline()`], with work that is notified of completed writes.
 ///
 /// # Errors
-/// As [`pipeline()`].
+/// Same as [`pipeline()`].
 pub fn pipeline_with<E: From<DiskError>>(
     file: &SwapFile,
     pool: &BufferPool,
@@ -150,7 +149,7 @@ pub fn pipeline_with<E: From<DiskError>>(
         }
         run.read_ahead(index, true)?;
         let mut buffers = run.finish_reads()?;
-        // While this one is computed on, buffers that have come free meanwhile can be filled.
+        // While this one is computed, buffers that have become free can be filled.
         run.read_ahead(index, true)?;
         run.tell(work);
         let begin = Instant::now();
@@ -179,22 +178,22 @@ struct Flow<'a> {
     next: usize,
     /// Items from the current one to `next`.
     ahead: VecDeque<Vec<Loading>>,
-    /// Items whose writes may be under way, oldest first.
+    /// Items whose writes may be in flight, oldest first.
     behind: VecDeque<(usize, Vec<Ticket>)>,
-    /// Items whose writes have ended since this was looked at, in order.
+    /// Items whose writes have ended since the last notification, in order.
     written: VecDeque<usize>,
     report: PipelineReport,
 }
 
-/// A part's buffer before the compute.
+/// Buffer of a part before the compute.
 enum Loading {
     Reading(Ticket),
     Ready(SwapBuffer),
 }
 
 impl Flow<'_> {
-    /// Submits the reads of `current`, if they have not been, and of as many items after it as there are buffers for. Those of `current`
-    /// are waited for if it `waits`.
+    /// Submits the reads of `current`, unless already submitted, and of as many later items as there are buffers for. With `waits`, waits
+    /// for buffers for `current`.
     fn read_ahead(&mut self, current: usize, waits: bool) -> Result<(), DiskError> {
         self.finish_done_writes()?;
         while self.next < self.items.len() && (self.next <= current || self.options.pipeline_read) {
@@ -205,7 +204,7 @@ impl Flow<'_> {
                 Some(buffers) => buffers,
                 None if index > current || !waits => break,
                 None if self.finish_oldest_write()? => continue,
-                // Others have them.
+                // Other users of the pool have them.
                 None => {
                     let begin = Instant::now();
                     let buffers = self.pool.take_many(parts.len(), self.options.limit)?;
@@ -216,7 +215,7 @@ impl Flow<'_> {
             let mut loading = Vec::with_capacity(parts.len());
             for (part, mut buffer) in parts.iter().zip(buffers) {
                 loading.push(if part.access == Access::Write {
-                    // What the write would refuse is refused before the compute.
+                    // Checked before the compute, so that the write is not refused after it.
                     self.file.check(&part.region, &buffer)?;
                     buffer.set_len(part.region.bytes());
                     Loading::Ready(buffer)
@@ -230,7 +229,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Whether an item shares bytes with what an earlier one has yet to write.
+    /// Returns whether an item shares bytes with a pending write of an earlier one.
     fn must_wait(&self, index: usize, current: usize) -> bool {
         let earlier = self.behind.iter().map(|(earlier, _)| *earlier).chain(current..index);
         let parts = || self.items[index].parts.iter();
@@ -239,13 +238,13 @@ impl Flow<'_> {
             .any(|written| written.access != Access::Read && parts().any(|part| part.region.overlaps(&written.region)))
     }
 
-    /// Whether [`Flow::finish_reads`] would return at once.
+    /// Returns whether [`Flow::finish_reads`] would return at once.
     fn is_read(&self) -> bool {
         let is_done = |part: &Loading| !matches!(part, Loading::Reading(ticket) if !ticket.is_done());
         self.ahead.front().is_some_and(|parts| parts.iter().all(is_done))
     }
 
-    /// Waits for the reads of the item that comes next.
+    /// Waits for the reads of the next item.
     fn finish_reads(&mut self) -> Result<Vec<SwapBuffer>, DiskError> {
         let begin = Instant::now();
         let loading = self.ahead.pop_front().expect("the current item's reads have been submitted");
@@ -258,7 +257,7 @@ impl Flow<'_> {
         buffers
     }
 
-    /// Submits the writes of an item that has been computed on.
+    /// Submits the writes of an item that has been computed.
     fn write_behind(&mut self, index: usize, item: &Item, buffers: Vec<SwapBuffer>) -> Result<(), DiskError> {
         let mut tickets = Vec::with_capacity(buffers.len());
         for (part, buffer) in item.parts.iter().zip(buffers) {
@@ -273,7 +272,7 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Takes the buffers of writes that have ended.
+    /// Takes the buffers of completed writes.
     fn finish_done_writes(&mut self) -> Result<(), DiskError> {
         while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
             self.finish_oldest_write()?;
@@ -281,12 +280,12 @@ impl Flow<'_> {
         Ok(())
     }
 
-    /// Tells what has been written since.
+    /// Reports the items written since the last call.
     fn tell<E>(&mut self, work: &mut impl Work<E>) {
         self.written.drain(..).for_each(|written| work.written(written));
     }
 
-    /// Waits for the writes of the oldest item; false if there are none.
+    /// Waits for the writes of the oldest item; returns `false` if there are none.
     fn finish_oldest_write(&mut self) -> Result<bool, DiskError> {
         let Some((index, tickets)) = self.behind.pop_front() else { return Ok(false) };
         let begin = Instant::now();

@@ -1,40 +1,40 @@
-//! Which bytes of a swap file are whose.
+//! Allocation of the bytes of a swap file.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Numbers the allocations of all files of the process, so that a region is one file's, and one allocation's.
+/// Numbers the allocations of all files of the process, so that a region belongs to one file and one allocation.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
-/// A piece of a swap file, until it is freed: `bytes` bytes at `offset`, and on the disk what pads them to the
-/// alignment, so that any length can be moved. A copy of one that was freed, or one of another file, is refused.
+/// An allocated range of a swap file: `bytes` bytes at `offset`, padded on the disk to the alignment, so that any length can be
+/// transferred. A copy of a freed region, or a region of another file, is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Region {
     offset: u64,
     bytes: usize,
     alignment: usize,
-    /// Of the allocation that it is, or is a part of.
+    /// Number of the allocation that it belongs to.
     number: u64,
 }
 
 impl Region {
-    /// The first byte's place in the file, a multiple of the file's alignment.
+    /// Returns the offset in the file, a multiple of the file's alignment.
     pub fn offset(&self) -> u64 {
         self.offset
     }
 
-    /// Bytes asked for.
+    /// Returns the number of requested bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Bytes taken on the disk, and moved by a transfer.
+    /// Returns the number of bytes used on the disk, which a transfer moves.
     pub fn padded_bytes(&self) -> usize {
         self.bytes.next_multiple_of(self.alignment)
     }
 
-    /// The region in parts of at most `part_bytes`, rounded down to the alignment, for buffers smaller than the region.
-    /// A part is used like a region; only the whole can be freed.
+    /// Splits the region into parts of at most `part_bytes`, rounded down to the alignment, for buffers smaller than the region. A part is
+    /// used like a region; only the full region can be freed.
     ///
     /// # Panics
     /// If `part_bytes` is less than the alignment.
@@ -50,25 +50,25 @@ impl Region {
         })
     }
 
-    /// The byte after the last one on the disk.
+    /// Returns the offset after the last byte on the disk.
     pub(crate) fn end(&self) -> u64 {
         self.offset + self.padded_bytes() as u64
     }
 
-    /// Whether the two share a byte on the disk.
+    /// Returns whether the two share a byte on the disk.
     pub(crate) fn overlaps(&self, other: &Region) -> bool {
         self.offset < other.end() && other.offset < self.end()
     }
 }
 
-/// The free and the allocated ranges of a file. Every free range is joined with its free neighbours.
+/// The free and the allocated ranges of a file. Adjacent free ranges are merged.
 pub(crate) struct Regions {
     alignment: usize,
-    /// Offset of each free range, with its bytes.
+    /// Size of each free range, by offset.
     free: BTreeMap<u64, u64>,
-    /// Offset of each allocated range, with its bytes and its number.
+    /// Size and number of each allocated range, by offset.
     used: BTreeMap<u64, (u64, u64)>,
-    /// Bytes of the file that may be allocated.
+    /// Size of the file that is available for allocation.
     end: u64,
 }
 
@@ -77,38 +77,38 @@ impl Regions {
         Self { alignment, free: BTreeMap::new(), used: BTreeMap::new(), end: 0 }
     }
 
-    /// Bytes of the file that may be allocated, are so or not.
+    /// Returns the bytes of the file that are or can be allocated.
     pub(crate) fn end(&self) -> u64 {
         self.end
     }
 
-    /// Bytes that are not allocated.
+    /// Returns the bytes that are not allocated.
     pub(crate) fn free_bytes(&self) -> u64 {
         self.free.values().sum()
     }
 
-    /// By how much the file must grow for a region of `bytes`.
+    /// Returns the growth of the file that a region of `bytes` needs.
     pub(crate) fn missing(&self, bytes: usize) -> u64 {
         let need = bytes.next_multiple_of(self.alignment) as u64;
         if self.fitting(need).is_some() {
             return 0;
         }
-        // A free range at the end is part of what the growth is joined with.
+        // A free range at the end is merged with the growth.
         let last = self.free.last_key_value().filter(|(offset, len)| **offset + **len == self.end);
         need - last.map_or(0, |(_, len)| *len)
     }
 
-    /// The file has `bytes` more, whole alignments.
+    /// Records that the file has grown by `bytes`, a multiple of the alignment.
     pub(crate) fn grow(&mut self, bytes: u64) {
         let start = self.end;
         self.end += bytes;
         self.join(start, bytes);
     }
 
-    /// Allocates the smallest range that fits, at the lowest offset among equals.
+    /// Allocates from the smallest free range that fits, at the lowest offset among equals.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Region> {
         let alignment = self.alignment;
-        // Relaxed: numbers need only differ.
+        // Relaxed: numbers need only be distinct.
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         if bytes == 0 {
             return Some(Region { offset: 0, bytes, alignment, number });
@@ -123,7 +123,7 @@ impl Regions {
         Some(Region { offset, bytes, alignment, number })
     }
 
-    /// Frees what `take` returned; false if it is not allocated.
+    /// Frees a region that `take` returned; returns `false` if it is not allocated.
     pub(crate) fn give(&mut self, region: &Region) -> bool {
         if region.bytes == 0 {
             return true;
@@ -137,7 +137,7 @@ impl Regions {
         true
     }
 
-    /// Whether the region, or what it is a part of, is allocated.
+    /// Returns whether the region, or the region that it is a part of, is allocated.
     pub(crate) fn holds(&self, region: &Region) -> bool {
         let around = self.used.range(..=region.offset).next_back();
         let is_its =
@@ -145,7 +145,7 @@ impl Regions {
         region.bytes == 0 || around.is_some_and(is_its)
     }
 
-    /// The smallest free range of at least `need` bytes. There are few: what is freed together is joined.
+    /// Returns the smallest free range of at least `need` bytes. There are few: adjacent free ranges are merged.
     fn fitting(&self, need: u64) -> Option<(u64, u64)> {
         let fits = self.free.iter().filter(|(_, len)| **len >= need);
         fits.min_by_key(|(_, len)| **len).map(|(&offset, &len)| (offset, len))
@@ -172,7 +172,7 @@ mod tests {
 
     use super::*;
 
-    /// What a file does: it grows by what is missing.
+    /// Allocates as a file does: it grows by the missing bytes.
     fn take(regions: &mut Regions, bytes: usize) -> Region {
         let missing = regions.missing(bytes);
         if missing > 0 {

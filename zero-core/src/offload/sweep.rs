@@ -1,8 +1,8 @@
-//! Removal of what jobs leave behind: of their own files and nothing else.
+//! Removal of the files that dead jobs leave behind, and of nothing else.
 //!
-//! A parent folder is the users' too, and its names are anybody's to use. So a folder is a job's only if it has exactly the
-//! name that a job gives, is a folder and no link to one, and belongs to this user; and of what is in it only regular files
-//! with a job's names are removed. Everything goes through the open folder, so that nothing put in its place is met.
+//! Users may also put files of any name into the parent folder. So a folder belongs to a job only if it has exactly the format of a job's
+//! name, is a folder and not a link to one, and belongs to this user. Within it, only regular files with a job's names are removed. Files
+//! are removed through the open folder, so that a folder put in its place is not affected.
 
 use std::collections::hash_map::RandomState;
 use std::ffi::CStr;
@@ -20,20 +20,20 @@ use crate::collective::machine::Machine;
 use crate::offload::DiskError;
 use crate::offload::error::system_at;
 
-/// How the name of a job's folder begins.
+/// Prefix of the name of a job's folder.
 pub(crate) const PREFIX: &str = "zero-swap-";
 
-/// How it begins before its lock is held, so that nobody takes it for a dead job's.
+/// Prefix of the name before the lock is held, so that no other job takes the folder for a dead job's.
 pub(crate) const NEWBORN_PREFIX: &str = ".zero-swap-new-";
 
-/// The file in it whose lock says that the job lives.
+/// The file in the folder whose lock shows that the job is alive.
 pub(crate) const LOCK: &str = "owner.lock";
 
-/// How long a folder may exist before its lock is held: far longer than the two calls in between take.
+/// Time that a folder may exist before its lock is held: far longer than the two calls in between take.
 const NEWBORN: Duration = Duration::from_secs(60);
 
-/// Removes this machine's folders in `parent` whose owners are dead, which is to say, whose locks nobody holds. What cannot be
-/// removed is named in the log and no error.
+/// Removes this machine's folders in `parent` whose owners are dead, that is, whose locks nobody holds. A folder that cannot be removed is
+/// logged; it is not an error.
 pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
     let machine = Machine::here();
     for entry in fs::read_dir(parent).map_err(system_at("list", parent))? {
@@ -49,7 +49,7 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
         match remove_if_dead(&entry.path()) {
             Ok(true) => tracing::info!("removed {}, left by a job that has died", entry.path().display()),
             Ok(false) => {}
-            // Another job was faster.
+            // Another job has already removed it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => tracing::warn!("{}, left by another job, stays: {error}", entry.path().display()),
         }
@@ -57,14 +57,14 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
     Ok(())
 }
 
-/// Gives the rest of the name of a new job's folder: host, start of the boot identity, process, and 16 hexadecimal digits.
+/// Returns the rest of the name of a new job's folder: host, start of the boot identity, process, and 16 hexadecimal digits.
 pub(crate) fn new_job(machine: &Machine) -> String {
     let (host, boot) = name_of(machine);
     format!("{host}-{boot}-{}-{:016x}", std::process::id(), RandomState::new().build_hasher().finish())
 }
 
-/// Returns true if the rest of a name is that of a job of this machine: it has the same host name (before a reboot) or the same
-/// boot identity (from another container).
+/// Returns `true` if the rest of a name is that of a job of this machine: it has the same host name (before a reboot) or the same boot
+/// identity (from another container).
 fn is_job(rest: &str, machine: &Machine) -> bool {
     let parts: Vec<&str> = rest.rsplitn(4, '-').collect();
     let &[random, process, boot, host] = parts.as_slice() else { return false };
@@ -79,14 +79,14 @@ fn is_job(rest: &str, machine: &Machine) -> bool {
         && (host == own_host || boot == own_boot)
 }
 
-/// Returns host and boot identity as they are written in names: the identity as 8 hexadecimal digits.
+/// Returns the host and boot identity as used in names: the identity as 8 hexadecimal digits.
 fn name_of(machine: &Machine) -> (String, String) {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || c == '.' || c == '-';
     let host = machine.host.chars().map(|c| if is_plain(c) { c } else { '_' }).collect();
     (host, format!("{:08x}", crc32c::crc32c(machine.id.as_bytes())))
 }
 
-/// Whether a name is that of a rank's file.
+/// Returns whether this is the name of a rank's file.
 fn is_swap_file(name: &CStr) -> bool {
     let rank = name.to_str().ok().and_then(|name| name.strip_prefix("rank-")?.strip_suffix(".swap"));
     rank.is_some_and(|rank| rank.len() >= 5 && rank.bytes().all(|byte| byte.is_ascii_digit()))
@@ -99,19 +99,19 @@ fn is_old(entry: &DirEntry) -> bool {
 
 fn remove_if_dead(path: &Path) -> io::Result<bool> {
     let folder = match open(path) {
-        // A link or a file, or what only another user may enter.
+        // A link, a file, or a folder that only another user may enter.
         Err(Errno::NOTDIR | Errno::LOOP) => return Ok(false),
         folder => folder?,
     };
     if rustix::fs::fstat(&folder)?.st_uid != rustix::process::geteuid().as_raw() {
         return Ok(false);
     }
-    // What waits for nobody: a FIFO in the lock's place would keep the job from its start.
+    // The open must not block: a FIFO in place of the lock would keep the job from starting.
     let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let lock = match rustix::fs::openat(&folder, LOCK, flags, Mode::empty()) {
         Ok(lock) => lock,
-        // The owner died when all but the folder had been removed, or before it had a lock: nothing under a job's name
-        // comes into being without one. An empty folder goes, and no other.
+        // The owner died after removing everything but the folder, or before it had a lock: a folder gets its final name only with
+        // a lock. Only an empty folder is removed.
         Err(Errno::NOENT) => return remove_folder(path).map(|()| true),
         Err(error) => return Err(io::Error::new(io::Error::from(error).kind(), format!("its {LOCK}: {error}"))),
     };
@@ -119,7 +119,7 @@ fn remove_if_dead(path: &Path) -> io::Result<bool> {
         return Err(io::Error::other(format!("its {LOCK} is no regular file")));
     }
     match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
-        // Held until the folder is gone. Two sweepers cannot both get here, and no job takes an existing folder.
+        // Held until the folder is gone. Two jobs cannot both get here, and no job reuses an existing folder.
         Ok(()) => remove_own(path, folder.as_fd()).map(|()| true),
         Err(Errno::WOULDBLOCK) => Ok(false),
         Err(error) => Err(error.into()),
@@ -131,12 +131,12 @@ fn open(path: &Path) -> rustix::io::Result<OwnedFd> {
     rustix::fs::openat(CWD, path, flags, Mode::empty())
 }
 
-/// Removes a folder that this job has made.
+/// Removes a folder that this job has created.
 pub(crate) fn remove(path: &Path) -> io::Result<()> {
     remove_own(path, open(path)?.as_fd())
 }
 
-/// Removes what a job makes in its folder, the lock last, and then the folder.
+/// Removes the files that a job creates in its folder, the lock last, and then the folder.
 fn remove_own(path: &Path, folder: BorrowedFd<'_>) -> io::Result<()> {
     let (mut own, mut foreign) = (Vec::new(), None);
     for entry in Dir::read_from(folder)? {
@@ -153,7 +153,7 @@ fn remove_own(path: &Path, folder: BorrowedFd<'_>) -> io::Result<()> {
     }
     own.iter().try_for_each(|name| rustix::fs::unlinkat(folder, name, AtFlags::empty()))?;
     if let Some(name) = foreign {
-        // With its lock, so that it is still known for what it is.
+        // Its lock stays too, so that the folder can still be recognized.
         let name = name.to_string_lossy();
         return Err(io::Error::other(format!("{name} in it is no job's: move it away, or remove the folder")));
     }

@@ -1,7 +1,7 @@
-//! One read or write of a region: it owns the buffer until its last piece has ended, and then hands it to who waits.
+//! One read or write of a region. It owns the buffer until its last chunk has ended, and then passes it to the waiter.
 //!
-//! Pieces end on the file's threads; [`Ticket`] waits on the caller's. The last piece of a transfer sees what all others
-//! did (`left` is counted down with release and acquire), and sends the buffer to the waiter, who so sees the bytes.
+//! Chunks end on the file's threads; [`Ticket`] waits on the caller's. The last chunk of a transfer sees the effects of all others (`left`
+//! is decremented with acquire and release ordering) and sends the buffer to the waiter, which therefore sees the bytes.
 
 use std::io;
 use std::mem;
@@ -24,30 +24,29 @@ pub(crate) struct Transfer {
     region: Region,
     backing: Arc<Backing>,
     start: NonNull<u8>,
-    /// Pieces that have not ended.
+    /// Number of chunks that have not ended.
     left: AtomicUsize,
-    /// A piece failed: what has not been started is skipped.
+    /// Set when a chunk failed: chunks that have not started are skipped.
     failed: AtomicBool,
     state: Mutex<State>,
-    /// If nobody waits any more, what is sent here, and so the buffer, goes back to its pool.
+    /// Channel to the waiter. If nobody waits any more, the buffer sent here returns to its pool.
     ended: Sender<Outcome>,
 }
 
 struct State {
-    /// Until the transfer has ended.
+    /// `None` once the transfer has ended.
     buffer: Option<SwapBuffer>,
     error: Option<DiskError>,
 }
 
-// SAFETY: `start` points into the buffer that the transfer owns, and the pieces that are made of it, one for each range,
-// are used by one thread (or the kernel) each.
+// SAFETY: `start` points into the buffer that the transfer owns. Each of its chunks has its own range, and is used by one thread (or the
+// kernel).
 unsafe impl Send for Transfer {}
 // SAFETY: as above; everything else in it is atomic or locked.
 unsafe impl Sync for Transfer {}
 
 impl Transfer {
-    /// A transfer, and its pieces of `block` bytes at most. The caller has checked that the region's padded bytes fit the
-    /// buffer.
+    /// Creates a transfer and its chunks of at most `block` bytes. The caller has checked that the region's padded bytes fit the buffer.
     pub(crate) fn begin(
         direction: Direction,
         region: Region,
@@ -108,7 +107,7 @@ impl Transfer {
         let _ = self.ended.send(outcome);
     }
 
-    /// Ends the transfer although the kernel may still use the buffer, which is therefore lost for good.
+    /// Ends the transfer although the kernel may still use the buffer, which is therefore leaked.
     fn lose(&self, reason: &str) {
         if let Some(buffer) = self.state.lock().buffer.take() {
             mem::forget(buffer);
@@ -123,8 +122,8 @@ impl Transfer {
         format!("the {verb} of {} bytes at byte {} of {path}", region.bytes(), region.offset())
     }
 
-    /// Leaves the buffer to the transfer. What the region holds is then unknown, so nothing may be read from it, nor
-    /// may it be given to another: the file is stopped.
+    /// Leaves the buffer with the transfer and stops the file. The contents of the region are then unknown, so it must not be read or
+    /// allocated again.
     fn abandon(&self, waited: Duration) -> DiskError {
         let doing = self.describe();
         self.backing.stop(format!("{doing} did not end within {waited:?}"));
@@ -132,18 +131,18 @@ impl Transfer {
     }
 }
 
-/// A part of a transfer that is one request to the kernel, or several if the kernel moves less than it was asked to.
+/// A part of a transfer that is one request to the kernel, or several if the kernel transfers less than requested.
 ///
-/// Whoever has a piece answers for it with [`Chunk::answered`] or [`Chunk::skip`]. One that is dropped without (a panic, or a
-/// ring that cannot be asked any more) takes its transfer's buffer with it, since the kernel may still use that.
+/// The owner of a chunk must call [`Chunk::answered`] or [`Chunk::skip`]. If it is dropped without (a panic, or a failed ring), its
+/// transfer's buffer is leaked, since the kernel may still use it.
 pub(crate) struct Chunk {
     transfer: Arc<Transfer>,
     ended: bool,
     /// The last request moved less than a block.
     stalled: bool,
-    /// Where the rest begins, in the transfer.
+    /// Start of the remaining bytes in the transfer.
     start: usize,
-    /// Where it ends.
+    /// End of the remaining bytes in the transfer.
     end: usize,
 }
 
@@ -156,24 +155,24 @@ impl Chunk {
         self.transfer.direction
     }
 
-    /// The rest's place in memory.
+    /// Returns the address of the remaining bytes.
     pub(crate) fn at(&self) -> NonNull<u8> {
         // SAFETY: `start` is within the transfer's padded bytes, which fit the buffer that it owns.
         unsafe { self.transfer.start.add(self.start) }
     }
 
-    /// The rest's bytes.
+    /// Returns the number of remaining bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.end - self.start
     }
 
-    /// The rest's place in the file.
+    /// Returns the offset of the remaining bytes in the file.
     pub(crate) fn offset(&self) -> u64 {
         self.transfer.region.offset() + self.start as u64
     }
 
-    /// Takes the kernel's answer to a request for the rest. Returns the piece if something is left to be asked for:
-    /// the kernel moved a part, or was interrupted.
+    /// Handles the kernel's answer to a request for the remaining bytes. Returns the chunk if another request is needed: the kernel
+    /// transferred a part, or was interrupted.
     pub(crate) fn answered(mut self, outcome: io::Result<usize>) -> Option<Self> {
         let backing = self.transfer.backing.clone();
         let outcome = match outcome {
@@ -182,8 +181,8 @@ impl Chunk {
                 Direction::Write => io::ErrorKind::WriteZero.into(),
             }),
             Ok(moved) if moved < self.bytes() => {
-                // With direct I/O the rest must begin aligned. What was moved of a block is moved again; if that is all
-                // there was twice in a row, the file or the disk ends within the block.
+                // With direct I/O the rest must start aligned, so a partly transferred block is transferred again. If that happens twice in
+                // a row without a full block, the file or the disk ends within the block.
                 let unit = if backing.is_direct() { backing.alignment() } else { 1 };
                 let whole = moved / unit * unit;
                 if whole == 0 && self.stalled {
@@ -207,7 +206,7 @@ impl Chunk {
         None
     }
 
-    /// Ends a piece of which no request was made or is under way.
+    /// Ends a chunk that no request was made for or is in flight for.
     pub(crate) fn skip(self, error: Option<DiskError>) {
         self.end(error.map_or(Ok(()), Err));
     }
@@ -226,32 +225,32 @@ impl Drop for Chunk {
     }
 }
 
-/// A transfer under way. Dropped without waiting, it waits for the end.
+/// A transfer in flight. Dropping it waits for the end.
 #[must_use = "dropping a ticket waits for its transfer"]
 #[derive(Debug)]
 pub struct Ticket {
     transfer: Arc<Transfer>,
-    /// Until it is waited for.
+    /// `None` once it has been waited for.
     outcome: Option<Receiver<Outcome>>,
 }
 
 impl Ticket {
-    /// Whether [`Ticket::wait`] would return at once.
+    /// Returns whether [`Ticket::wait`] would return at once.
     pub fn is_done(&self) -> bool {
         self.outcome.as_ref().is_none_or(|outcome| !outcome.is_empty())
     }
 
-    /// Waits for the end for at most `limit`, and gives the buffer back: after a read with the region's bytes.
+    /// Waits up to `limit` for the end, and returns the buffer, which contains the region's bytes after a read.
     ///
     /// # Errors
-    /// What the system said, with the file, the place and the length; the buffer is back in its pool. Or
-    /// [`DiskError::Deadline`]: then the transfer keeps the buffer until the system is done with it, and every later use
-    /// of the file is an error, because nobody knows what the region holds.
+    /// The error of the disk, with the file, the offset and the length; the buffer is back in its pool. Or [`DiskError::Deadline`]: then
+    /// the transfer keeps the buffer until the system is done with it, and every later use of the file is an error, because the contents of
+    /// the region are unknown.
     pub fn wait(mut self, limit: Duration) -> Result<SwapBuffer, DiskError> {
         self.take(limit).expect("only waiting takes the outcome, and it takes the ticket")
     }
 
-    /// The outcome, unless it has been taken.
+    /// Returns the outcome, unless it has been taken.
     fn take(&mut self, limit: Duration) -> Option<Outcome> {
         let (outcome, start) = (self.outcome.take()?, Instant::now());
         Some(outcome.recv_timeout(limit).unwrap_or_else(|_| Err(self.transfer.abandon(start.elapsed()))))

@@ -1,11 +1,11 @@
-//! An allocator that counts: `#[global_allocator] static ALLOCATOR: Counting = Counting;`
+//! A counting allocator: `#[global_allocator] static ALLOCATOR: Counting = Counting;`
 
 #![allow(dead_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-/// Counts what each thread has allocated now, at most, and at once, so that tests beside each other do not disturb each other.
+/// Counts per thread the current, peak and largest allocations, so that concurrent tests do not disturb each other.
 pub struct Counting;
 
 thread_local! {
@@ -51,16 +51,16 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Bytes that were allocated.
+/// Measured allocations.
 #[derive(Clone, Copy, Debug)]
 pub struct Taken {
-    /// The most at one time.
+    /// Most bytes allocated at one time.
     pub peak: usize,
-    /// The most in one allocation.
+    /// Bytes of the largest allocation.
     pub largest: usize,
 }
 
-/// What `body` gives, and what it allocated.
+/// Returns the result of `body`, and what it allocated.
 pub fn taken<T>(body: impl FnOnce() -> T) -> (T, Taken) {
     let before = NOW.get();
     PEAK.set(before);
@@ -69,7 +69,7 @@ pub fn taken<T>(body: impl FnOnce() -> T) -> (T, Taken) {
     (result, Taken { peak: PEAK.get().wrapping_sub(before), largest: LARGEST.get() })
 }
 
-/// What `body` gives, and the most bytes that it had at one time.
+/// Returns the result of `body`, and the most bytes it had allocated at one time.
 pub fn peak<T>(body: impl FnOnce() -> T) -> (T, usize) {
     let (result, taken) = taken(body);
     (result, taken.peak)

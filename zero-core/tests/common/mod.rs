@@ -1,4 +1,4 @@
-//! Tensors whose every byte follows from name, step and place, so that any reader can tell right from wrong.
+//! Tensors whose every byte follows from name, step and position, so that any reader can tell right from wrong.
 #![allow(dead_code, missing_docs)]
 
 use std::path::Path;
@@ -12,7 +12,7 @@ use zero_core::{Collective, LaunchError, Partition};
 
 pub type Spec = (String, ElementType, Vec<usize>);
 
-/// Every element type, odd sizes, fewer elements than ranks, scalars, nothing at all, and more than one chunk.
+/// Specs with every element type, odd sizes, fewer elements than ranks, scalars, empty tensors, and more than one chunk.
 pub fn specs() -> Vec<Spec> {
     let mut specs: Vec<Spec> = ElementType::ALL
         .iter()
@@ -28,7 +28,7 @@ pub fn specs() -> Vec<Spec> {
     specs
 }
 
-/// Without the large tensor.
+/// Specs without the large tensor.
 pub fn small_specs() -> Vec<Spec> {
     specs().into_iter().filter(|(name, ..)| name != "large").collect()
 }
@@ -65,7 +65,7 @@ pub fn save_specs(specs: &[Spec], dir: &Path, step: u64, world: usize, options: 
     ranks(world, |comm| save(comm, dir, step, &pieces(specs, step, comm.rank(), world), &state(step), options)).unwrap()
 }
 
-/// Reads everything as `world` ranks do and compares; an error is handed on, a wrong byte is a panic.
+/// Reads everything as `world` ranks do and compares it. Returns errors; panics at a wrong byte.
 pub fn check(specs: &[Spec], checkpoint: &Checkpoint, world: usize) -> Result<(), CheckpointError> {
     let step = checkpoint.step();
     assert_eq!(checkpoint.tensors().len(), specs.len());
@@ -83,14 +83,14 @@ pub fn check(specs: &[Spec], checkpoint: &Checkpoint, world: usize) -> Result<()
     Ok(())
 }
 
-/// This test binary again, running only the ignored test `name`.
+/// Returns a command that runs only the ignored test `name` of this test binary.
 pub fn child(name: &str, dir: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", name, "--ignored", "--nocapture"]).env("CHECKPOINT_TEST_DIR", dir);
     command
 }
 
-/// The folder that [`child`] was given; none when somebody runs the ignored tests by hand.
+/// Returns the folder that [`child`] passed; none when somebody runs the ignored tests by hand.
 pub fn child_dir() -> Option<std::path::PathBuf> {
     std::env::var_os("CHECKPOINT_TEST_DIR").map(Into::into)
 }

@@ -1,4 +1,4 @@
-//! Bytes with something changed, for parsers that must not trust them: of the same bytes and seed, the same every time.
+//! Random mutations of bytes, for parsers that must not trust their input. The same bytes and seed give the same result.
 #![allow(dead_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -15,7 +15,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// From 0 to `end - 1`; 0 when `end` is 0.
+    /// Returns a number from 0 to `end - 1`, or 0 when `end` is 0.
     pub fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }
@@ -25,7 +25,7 @@ impl Random {
     }
 }
 
-/// Numbers at which sizes, offsets and counts go wrong.
+/// Numbers at which sizes, offsets and counts overflow or hit limits.
 const NUMBERS: [&str; 20] = [
     "0",
     "1",
@@ -49,7 +49,7 @@ const NUMBERS: [&str; 20] = [
     "99999999999999999999999999",
 ];
 
-/// What JSON of checkpoints is made of.
+/// Tokens of the JSON of checkpoints.
 const TOKENS: [&str; 30] = [
     "{",
     "}",
@@ -83,8 +83,8 @@ const TOKENS: [&str; 30] = [
     "ü",
 ];
 
-/// Changes one to four things. Nothing is a parser's favourite: bits, bytes, numbers, tokens, pieces cut out, doubled or
-/// moved, and rarely the end cut off, because little is parsed of what is cut off.
+/// Makes one to four random changes: to bits, bytes, numbers and tokens; cuts, copies and moves of parts; and rarely a
+/// truncation, since a parser reads little of a truncated input.
 pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>) {
     for _ in 0..=random.below(4) {
         let at = random.below(bytes.len());
@@ -119,7 +119,7 @@ pub fn mutate(random: &mut Random, bytes: &mut Vec<u8>) {
     }
 }
 
-/// Changes a safetensors file: mostly its header, whose length is then right or, rarely, not.
+/// Changes a safetensors file: mostly its header, whose length field is then usually updated.
 pub fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
     let header = u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
     match random.below(8) {
@@ -138,7 +138,7 @@ pub fn mutate_file(random: &mut Random, file: &mut Vec<u8>) {
     }
 }
 
-/// Puts another number in the place of the first from `at` on.
+/// Replaces the first number from `at` on with another.
 fn replace_number(random: &mut Random, bytes: &mut Vec<u8>, at: usize) {
     let Some(start) = bytes[at..].iter().position(u8::is_ascii_digit).map(|skip| at + skip) else { return };
     let end =
@@ -147,7 +147,7 @@ fn replace_number(random: &mut Random, bytes: &mut Vec<u8>, at: usize) {
     bytes.splice(start..end, number.bytes());
 }
 
-/// Puts another string of the same bytes in the place of the first string from `at` on: names come twice, types change.
+/// Replaces the first string from `at` on with another one from the same bytes: names occur twice, types change.
 fn replace_string(random: &mut Random, bytes: &mut Vec<u8>, at: usize) {
     let string_from = |at: usize| {
         let start = bytes[at..].iter().position(|&byte| byte == b'"')? + at;
@@ -161,7 +161,7 @@ fn replace_string(random: &mut Random, bytes: &mut Vec<u8>, at: usize) {
     }
 }
 
-/// Runs `body` and, when it panics, says on which input.
+/// Runs `body`; if it panics, prints the input.
 pub fn on<T>(what: &str, case: usize, input: &[u8], body: impl FnOnce() -> T) -> T {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or_else(|panic| {
         let shown = &input[..input.len().min(4000)];

@@ -1,10 +1,10 @@
-//! Ports for ranks to meet on.
+//! Free ports for the rendezvous of ranks.
 
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU16, Ordering};
 
-/// One that nobody listens on, and another one each time: below those that the system gives to outgoing connections, of which
-/// tests beside this one make many until the port is used.
+/// Returns a port that nobody listens on, a different one each time. It is below the system's range for outgoing
+/// connections, many of which concurrent tests open until the port is used.
 pub fn free_port() -> u16 {
     static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {

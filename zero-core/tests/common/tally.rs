@@ -1,4 +1,4 @@
-//! What came of many inputs of a parser, none of which may make it allocate more than a few times the bytes that it has.
+//! Statistics of many parser inputs, none of which may cause allocations of more than a few times its bytes.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -7,31 +7,31 @@ use zero_core::checkpoint::CheckpointError;
 
 use crate::counting::Taken;
 
-/// All that is allocated, per byte of an input, at one time.
+/// Most bytes allocated at one time, per byte of input.
 const PEAK: usize = 16;
-/// The largest allocation, per byte.
+/// Largest allocation, per byte of input.
 const LARGEST: usize = 10;
-/// All that is allocated for an input of no size: paths, errors and the first buffers.
+/// Most bytes allocated at one time for an empty input: paths, errors and the first buffers.
 const SMALL_IN_ALL: usize = 8 << 10;
-/// The largest of these.
+/// Largest allocation for an empty input.
 pub const SMALL: usize = 4 << 10;
 
-/// The outcome of what is no error.
+/// The outcome of inputs without an error.
 pub const ACCEPTED: &str = "accepted";
 
-/// What came of many inputs.
+/// Outcomes and allocations of many inputs.
 #[derive(Default)]
 pub struct Tally {
     outcomes: BTreeMap<String, usize>,
-    /// Bytes of the inputs that count for the following.
+    /// Smallest input, in bytes, that counts for the ratios below.
     counted_from: usize,
-    /// The largest allocation, and all at one time, per byte of an input.
+    /// Largest allocation, and the most allocated at one time, per byte of input.
     largest: f64,
     peak: f64,
 }
 
 impl Tally {
-    /// None, and what is allocated per byte counts for inputs from this size on.
+    /// Creates an empty tally that counts allocations per byte for inputs of at least this size.
     pub fn counting_from(counted_from: usize) -> Self {
         Self { counted_from, ..Self::default() }
     }
@@ -48,7 +48,7 @@ impl Tally {
         }
     }
 
-    /// Not by a macro, whose output the test harness keeps for itself.
+    /// Prints without a macro, whose output the test harness captures.
     pub fn print(&self, what: &str) {
         let cases: usize = self.outcomes.values().sum();
         let accepted = self.outcomes.get(ACCEPTED).copied().unwrap_or(0);
@@ -64,7 +64,7 @@ impl Tally {
     }
 }
 
-/// The kind of an error, and for headers and manifests the first words of the reason.
+/// Returns the kind of an error and, for headers and manifests, the first words of the reason.
 pub fn outcome<T>(result: &Result<T, CheckpointError>) -> String {
     let reason = |of: &str, reason: &str| {
         let words: Vec<&str> = reason.split(' ').filter(|word| word.chars().all(char::is_alphabetic)).take(3).collect();

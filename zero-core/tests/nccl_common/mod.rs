@@ -1,5 +1,5 @@
-//! Runs cases of a test binary as ranks, each a process, on the software driver and NCCL of `tests/cuda_shim`; and memory and
-//! streams of that driver.
+//! Runs cases of a test binary as ranks, each a process, on the software driver and NCCL of `tests/cuda_shim`; also memory
+//! and streams of that driver.
 
 pub mod numbers;
 #[path = "../common/port.rs"]
@@ -20,7 +20,7 @@ use zero_core::collective::nccl::DeviceSlice;
 const CASE: &str = "ZERO_NCCL_TEST_CASE";
 const FOLDER: &str = "ZERO_NCCL_TEST_FOLDER";
 
-/// The case that this process is to run, and its folder, if it is a rank.
+/// Returns the case that this process is to run, and its folder, if it is a rank.
 pub fn rank_of() -> Option<(String, PathBuf)> {
     Some((std::env::var(CASE).ok()?, std::env::var_os(FOLDER)?.into()))
 }
@@ -30,7 +30,7 @@ pub fn rank_of() -> Option<(String, PathBuf)> {
 pub enum Shim {
     /// Both libraries.
     Full,
-    /// A driver without events of contexts.
+    /// A driver without context events.
     OldDriver,
     /// NCCL without `ncclCommSplit`.
     OldNccl,
@@ -42,7 +42,7 @@ pub enum Shim {
     Nothing,
 }
 
-/// The folder of a build, compiled when first asked for.
+/// Returns the folder of a build, which the first call compiles.
 fn libraries(shim: Shim) -> PathBuf {
     static BUILT: OnceLock<Mutex<HashMap<Shim, tempfile::TempDir>>> = OnceLock::new();
     let mut built = BUILT.get_or_init(Mutex::default).lock().unwrap_or_else(PoisonError::into_inner);
@@ -79,12 +79,12 @@ fn libraries(shim: Shim) -> PathBuf {
     folder.path().to_path_buf()
 }
 
-/// What became of a launch.
+/// The result of a launch.
 #[derive(Debug)]
 pub struct Launched {
-    /// What each rank has noted, if it came so far.
+    /// The note of each rank that has written one.
     pub notes: Vec<Option<String>>,
-    /// What each rank has printed.
+    /// The output of each rank.
     pub outputs: Vec<String>,
     pub took: Duration,
     pub folder: tempfile::TempDir,
@@ -95,7 +95,7 @@ impl Launched {
         self.notes[rank].as_deref().unwrap_or_else(|| panic!("rank {rank} has noted nothing: {}", self.outputs[rank]))
     }
 
-    /// Every rank has noted "ok".
+    /// Asserts that every rank has noted "ok".
     pub fn assert_ok(&self) {
         for rank in 0..self.notes.len() {
             assert_eq!(self.note(rank), "ok", "rank {rank}: {}", self.outputs[rank]);
@@ -108,12 +108,12 @@ impl Launched {
     }
 }
 
-/// A rank's note to the test that started it.
+/// Writes a rank's note to the test that started it.
 pub fn note(folder: &Path, rank: usize, text: &str) {
     std::fs::write(folder.join(format!("note-{rank}")), text).expect("the test's folder can be written");
 }
 
-/// Starts this binary as `ranks` ranks of `case`, with more environment for all or some, ends what is left after `limit`.
+/// Starts this binary as `ranks` ranks of `case`, with more environment variables for all or some. Kills what is left after `LIMIT`.
 pub fn launch(case: &str, ranks: usize, shim: Shim, more: impl Fn(usize) -> Vec<(&'static str, String)>) -> Launched {
     // Two cores: one launch at a time.
     static ONE: Mutex<()> = Mutex::new(());
@@ -173,7 +173,7 @@ impl Memory {
         Self(DeviceSlice { pointer, len, dtype })
     }
 
-    /// Small whole numbers, which every type has.
+    /// Creates memory with small whole numbers, which every type can hold.
     pub fn of(values: &[f64], dtype: DType) -> Self {
         let memory = Self::new(values.len(), dtype);
         let bytes = bytes_of(values, dtype);
@@ -197,7 +197,7 @@ impl Drop for Memory {
     }
 }
 
-/// A stream for computing, of device `ordinal`.
+/// A stream for computation on device `ordinal`.
 pub struct Compute(pub sys::CUstream);
 
 impl Compute {
@@ -214,7 +214,7 @@ impl Compute {
         Self(stream)
     }
 
-    /// Gives the stream a kernel's stand-in.
+    /// Submits a stand-in for a kernel to the stream.
     pub fn run(&self, kernel: impl FnOnce() + Send + 'static) {
         unsafe extern "C" fn call(data: *mut c_void) {
             // SAFETY: the box that `run` made, once.

@@ -1,11 +1,11 @@
-//! Numbers of each type as memory has them, and what ranks have and collectives make of these.
+//! Numbers of each type as bytes, the values of each rank, and the expected results of collectives.
 #![allow(dead_code)] // each takes what it needs
 
 use half::{bf16, f16};
 use zero_core::ReduceOp;
 use zero_core::collective::DType;
 
-/// The bytes of small whole numbers, which every type has.
+/// Returns the bytes of small whole numbers, which every type can hold.
 pub fn bytes_of(values: &[f64], dtype: DType) -> Vec<u8> {
     let bytes = |&value: &f64| match dtype {
         DType::F32 => (value as f32).to_ne_bytes().to_vec(),
@@ -17,7 +17,7 @@ pub fn bytes_of(values: &[f64], dtype: DType) -> Vec<u8> {
     values.iter().flat_map(bytes).collect()
 }
 
-/// The numbers of these bytes.
+/// Returns the numbers that these bytes hold.
 pub fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
     let value = |at: &[u8]| match dtype {
         DType::F32 => f32::from_ne_bytes(at.try_into().unwrap()).into(),
@@ -29,12 +29,12 @@ pub fn numbers_of(bytes: &[u8], dtype: DType) -> Vec<f64> {
     bytes.chunks_exact(dtype.size()).map(value).collect()
 }
 
-/// What a rank has.
+/// Returns the values of a rank.
 pub fn values(rank: usize, len: usize) -> Vec<f64> {
     (0..len).map(|i| ((i * 7 + rank * 5) % 13) as f64).collect()
 }
 
-/// All ranks' `values` reduced; these whole numbers, and means of them over 2, 4 or 8 ranks, every type has exactly.
+/// Returns all ranks' `values` reduced. Every type holds these whole numbers, and their means over 2, 4 or 8 ranks, exactly.
 pub fn reduced(world: usize, len: usize, op: ReduceOp) -> Vec<f64> {
     let all: Vec<Vec<f64>> = (0..world).map(|rank| values(rank, len)).collect();
     let at = |i: usize| all.iter().map(move |values| values[i]);

@@ -1,4 +1,4 @@
-//! Parts of a communicator.
+//! Subgroups of a communicator.
 
 use super::*;
 
@@ -36,7 +36,7 @@ pub(super) fn split(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Rank 1 fails in a part of a part; the others wait in parts that it is of and that it is not of.
+/// Rank 1 fails in a nested subgroup; the others wait in subgroups with and without it.
 pub(super) fn split_trouble(comm: &NcclComm, folder: &Path) -> Result<(), CommError> {
     let rank = comm.rank();
     let node = comm.split("node", (rank / 2) as u64)?;

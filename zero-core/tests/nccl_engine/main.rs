@@ -1,8 +1,8 @@
 //! The `nccl` engine: `cargo test -p zero-core --features nccl --test nccl_engine`. Needs no GPU: the CUDA driver and NCCL
 //! are software (`tests/cuda_shim`, compiled by `cc`), which the engine loads as it would load the real ones.
 //!
-//! What is tested is the *engine*: what it calls, in which order, and what it does about faults. Nothing is said of NCCL, of
-//! a GPU or of speed; `examples/nccl_check.rs` looks at those.
+//! Tests the *engine*: its calls, their order, and its reaction to faults. It says nothing about NCCL, a GPU or speed;
+//! `examples/nccl_check.rs` checks those.
 //!
 //! Each test starts this binary again as ranks; there the test `rank` runs the case that the environment names.
 
@@ -51,7 +51,7 @@ fn cases() -> Vec<(&'static str, NcclOptions, Case)> {
     ]
 }
 
-/// A rank of a case. Without the environment of one it does nothing.
+/// Runs a rank of a case. Without a case's environment variables it does nothing.
 #[test]
 fn rank() {
     let Some((name, folder)) = rank_of() else { return };
@@ -92,11 +92,11 @@ fn with_fault(case: &str, ranks: usize, fault: &str) -> Launched {
 
 // ---- collectives one at a time ----
 
-/// One collective, after all work of the context.
+/// Submits one collective, ordered after all work of the context.
 ///
 /// # Safety
 ///
-/// As [`NcclComm::submit`]'s.
+/// Same as [`NcclComm::submit`].
 unsafe fn one(comm: &NcclComm, request: DeviceRequest, what: &str) -> Result<DevicePending, CommError> {
     // SAFETY: the caller's word.
     unsafe { comm.submit(&[request], nccl::Compute::Context, what) }
@@ -104,7 +104,7 @@ unsafe fn one(comm: &NcclComm, request: DeviceRequest, what: &str) -> Result<Dev
 
 /// # Safety
 ///
-/// As [`NcclComm::submit`]'s.
+/// Same as [`NcclComm::submit`].
 unsafe fn all_gather(
     comm: &NcclComm,
     input: DeviceSlice,
@@ -117,7 +117,7 @@ unsafe fn all_gather(
 
 /// # Safety
 ///
-/// As [`NcclComm::submit`]'s.
+/// Same as [`NcclComm::submit`].
 unsafe fn all_reduce(
     comm: &NcclComm,
     input: DeviceSlice,
@@ -131,7 +131,7 @@ unsafe fn all_reduce(
 
 /// # Safety
 ///
-/// As [`NcclComm::submit`]'s.
+/// Same as [`NcclComm::submit`].
 unsafe fn broadcast(comm: &NcclComm, buffer: DeviceSlice, root: usize, what: &str) -> Result<DevicePending, CommError> {
     // SAFETY: the caller's word.
     unsafe { one(comm, DeviceRequest::Broadcast { buffer, root }, what) }
@@ -139,7 +139,7 @@ unsafe fn broadcast(comm: &NcclComm, buffer: DeviceSlice, root: usize, what: &st
 
 // ---- results ----
 
-/// Every collective, type and reduction; results, counts, and errors of size that leave the communicator as it was.
+/// Every collective, type and reduction: results, counts, and size errors that leave the communicator usable.
 fn collectives(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let (rank, world) = (comm.rank(), comm.world());
     let before = comm.wire().read();
@@ -208,7 +208,7 @@ fn collectives_of_processes() {
     launched("collectives", 1).assert_ok();
 }
 
-/// Ranks that are threads of one process, with the `threads` engine as control group; then one of them fails.
+/// Ranks as threads of one process, with the `threads` engine as control group; then one of them fails.
 fn ranks_as_threads() -> Result<(), Box<dyn std::error::Error>> {
     let options = NcclOptions { deadline: PATIENT, ..NcclOptions::default() };
     let threads = ThreadOptions { deadline: PATIENT };
@@ -252,8 +252,8 @@ fn collectives_of_threads() {
 
 // ---- order ----
 
-/// A kernel that waits for the host, then writes; a collective after it; a kernel after that: none waits on the host, and
-/// each sees what it should.
+/// A kernel that waits for the host, then writes; a collective after it; a kernel after that. None blocks the host, and each
+/// sees the right data.
 fn order(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let (world, len) = (comm.world(), 100);
     assert!(comm.orders_on_device());
@@ -295,7 +295,7 @@ fn order(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     Ok(())
 }
 
-/// As [`order`], where the host waits.
+/// Like [`order`], but the host waits.
 fn order_on_the_host(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     assert!(!comm.orders_on_device());
     let stream = Compute::new(comm.device() as i32);
@@ -324,7 +324,7 @@ fn collectives_are_ordered_among_kernels() {
 
 // ---- faults ----
 
-/// All-reduces until one fails.
+/// Runs all-reduces until one fails.
 fn runs_into_a_fault(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let memory = Memory::of(&[1.0; 16], DType::F32);
     for _ in 0..20 {
@@ -353,7 +353,7 @@ fn a_collective_that_hangs_ends_at_the_deadline_on_all_ranks() {
     assert!(report.contains("all_reduce of 16 f32 (max) for gradients"), "{report}");
 }
 
-/// Nobody goes on with memory that a communicator may still write to.
+/// No rank continues with memory that a communicator may still write to.
 #[test]
 fn a_rank_whose_communicator_cannot_be_aborted_ends() {
     let hung = with_fault("stall", 2, "no-abort:1:2");
@@ -364,7 +364,7 @@ fn a_rank_whose_communicator_cannot_be_aborted_ends() {
     assert!(hung.note(0).contains("operation 2 of group 'world'"), "{}", hung.note(0));
 }
 
-/// The fault is found though nobody waits.
+/// A fault is detected although no thread waits.
 fn unwatched(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let memory = Memory::of(&[1.0; 16], DType::F32);
     // SAFETY: memory of this device, kept until the communicator has been aborted.
@@ -385,7 +385,7 @@ fn a_fault_is_found_though_nobody_waits() {
     }
 }
 
-/// A kernel before the collective does not end: the error says that it is not the other ranks.
+/// A kernel before the collective does not end: the error says that the cause is not the other ranks.
 fn own_work(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     let stream = Compute::new(comm.device() as i32);
     let go = Arc::new(AtomicBool::new(comm.rank() == 1));
@@ -491,7 +491,7 @@ fn a_killed_process_is_named_by_all_others() {
     }
 }
 
-/// Rank 1 ends well, but too early.
+/// Rank 1 ends without an error, but too early.
 fn leave(comm: &NcclComm, _: &Path) -> Result<(), CommError> {
     if comm.rank() == 1 {
         return Ok(());

@@ -1,4 +1,4 @@
-//! What the tests share.
+//! Helpers shared by the tests.
 #![allow(dead_code, reason = "each test program uses a part")]
 
 use std::fmt;
@@ -9,7 +9,7 @@ use tracing::field::{Field, Visit};
 use tracing::{Event, Metadata, span};
 use zero_core::offload::{AioOptions, BufferPool, EngineChoice, PoolOptions, SwapDir, SwapFile, SwapFileOptions};
 
-/// Longer than any wait of a test that does not fail.
+/// Longer than any wait of a passing test.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
 /// A folder with one file in it.
@@ -29,7 +29,7 @@ pub fn pool(count: usize, bytes: usize) -> BufferPool {
     BufferPool::new(&PoolOptions { count, bytes, ..PoolOptions::default() }).unwrap()
 }
 
-/// Every way to move bytes that this machine has. A container may refuse io_uring; then the first is as the second.
+/// Returns every I/O method that this machine has. A container may refuse io_uring; the first then equals the second.
 pub fn ways() -> [(&'static str, EngineChoice, bool); 4] {
     let probe = tempfile::tempdir().unwrap();
     let options = SwapFileOptions { engine: EngineChoice::IoUring, ..SwapFileOptions::default() };
@@ -53,14 +53,14 @@ pub fn small_blocks(engine: EngineChoice, direct: bool) -> SwapFileOptions {
     SwapFileOptions { aio, engine, direct }
 }
 
-/// The messages that a test's thread logs.
+/// The messages logged by a test's thread.
 #[derive(Clone, Default)]
 pub struct Log {
     messages: Arc<Mutex<Vec<String>>>,
 }
 
 impl Log {
-    /// What `body` logs on this thread.
+    /// Returns the result of `body`, and the messages that it logs on this thread.
     pub fn of<T>(body: impl FnOnce() -> T) -> (T, Vec<String>) {
         let log = Log::default();
         let outcome = tracing::subscriber::with_default(log.clone(), body);

@@ -1,4 +1,4 @@
-//! What the engine of processes must do over every link, as cases that run in processes of their own. Each test starts its
+//! Requirements of the engine of processes over every link, as cases that run in their own processes. Each test starts its
 //! binary again as several ranks; there the test `rank` runs the case that the environment names.
 
 mod windows;
@@ -53,7 +53,7 @@ fn cases() -> Vec<(&'static str, ProcessOptions, Case)> {
     ]
 }
 
-/// A rank of a case. Without the environment of one it does nothing.
+/// Runs a rank of a case. Without a case's environment variables it does nothing.
 #[test]
 fn rank() {
     let Some((name, folder)) = rank_of() else { return };
@@ -87,7 +87,7 @@ fn values(rank: usize, len: usize, salt: usize) -> Vec<f32> {
         .collect()
 }
 
-/// This rank's contribution, in each of the types.
+/// Returns this rank's contribution, in each of the types.
 fn inputs(rank: usize, len: usize) -> Vec<Buffer> {
     let v = values(rank, len, 1);
     vec![
@@ -99,7 +99,7 @@ fn inputs(rank: usize, len: usize) -> Vec<Buffer> {
     ]
 }
 
-/// Every collective of every type and several sizes, in one order on every rank.
+/// Returns every collective with every type and several sizes, in the same order on every rank.
 fn requests(rank: usize, world: usize) -> Vec<Request> {
     let mut all = vec![Request::Barrier(""), Request::Barrier("a test")];
     for len in [0, 1, 2, 3, 7, 64, 1001, 5000] {
@@ -137,7 +137,7 @@ fn bits(buffer: &Buffer) -> Vec<u64> {
     }
 }
 
-/// The same bits and the same count of bytes as the threads engine, whether run here or started.
+/// The same bits and the same byte counts as the threads engine, for blocking and started calls.
 fn collectives(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let comm = run.comm();
     let (rank, world) = (comm.rank(), comm.world());
@@ -179,7 +179,7 @@ fn payloads_of_several_messages_arrive_whole() {
     }
 }
 
-/// Two groups of the same ranks, used by two threads at the same time, in orders of their own.
+/// Two groups of the same ranks, used by two threads concurrently, each in its own order.
 fn groups(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let comm = run.comm();
     let (left, right) = (comm.duplicate("left")?, comm.duplicate("right")?);
@@ -282,7 +282,7 @@ fn split_trouble(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     }
 }
 
-/// A rank that fails ends the waits of all, whichever group they wait in.
+/// A rank that fails ends the waits of all ranks, whichever group they wait in.
 #[test]
 fn trouble_in_a_part_of_a_group_is_everyones() {
     let launched = launched("split trouble", 4);
@@ -337,7 +337,7 @@ fn a_skipped_collective_is_a_mismatch() {
     }
 }
 
-/// Whose phases are others than those of what comes in its place.
+/// A skipped broadcast, whose phases differ from those of the collective that runs in its place.
 fn skip_broadcast(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let comm = run.comm();
     comm.barrier()?;

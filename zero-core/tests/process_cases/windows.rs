@@ -1,4 +1,4 @@
-//! Windows: what ranks publish is read by others.
+//! Windows: ranks read what others publish.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,7 +8,7 @@ use zero_core::window::{Expose, Exposure, Key, Seen, Whole, Window};
 
 use super::*;
 
-/// A piece as a parameter's: bytes, which may not be there yet.
+/// A shard of a parameter, say: bytes, which may not be ready yet.
 #[derive(Debug)]
 struct Piece {
     bytes: Vec<u8>,
@@ -123,7 +123,7 @@ pub(super) fn window(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     Ok(())
 }
 
-/// Payloads far larger than any buffer on the way, both ways at once on two groups, and reads while nobody takes them.
+/// Payloads far larger than any buffer on the way, in both directions concurrently on two groups, and reads while nobody receives them.
 pub(super) fn bulk(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let comm = run.comm();
     let (rank, world) = (comm.rank(), comm.world());
@@ -163,7 +163,7 @@ fn large_payloads_both_ways_hold_up_no_read() {
     launched("bulk chunks", 3).assert_ok();
 }
 
-/// A second window has keys of its own.
+/// A second window has its own keys.
 fn second_of(window: &Window<Piece>, rank: usize, peers: &[usize]) -> Result<Vec<usize>, CommError> {
     let piece = Piece::new(rank, 4);
     let key = Key { object: 60, version: 0 };

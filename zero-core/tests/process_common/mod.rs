@@ -16,12 +16,12 @@ use std::time::{Duration, Instant};
 const CASE: &str = "ZERO_PROCESS_TEST_CASE";
 const FOLDER: &str = "ZERO_PROCESS_TEST_FOLDER";
 
-/// The case that this process is to run, and its folder, if it is a rank.
+/// Returns the case that this process is to run, and its folder, if it is a rank.
 pub fn rank_of() -> Option<(String, PathBuf)> {
     Some((std::env::var(CASE).ok()?, std::env::var_os(FOLDER)?.into()))
 }
 
-/// What the ranks are connected by.
+/// The link between the ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(dead_code)] // Each binary tests one.
 pub enum LinkUnderTest {
@@ -29,14 +29,14 @@ pub enum LinkUnderTest {
     Sockets,
 }
 
-/// What became of a launch.
+/// The result of a launch.
 #[derive(Debug)]
 pub struct Launched {
-    /// The exit code of mpirun, or of the first rank, by number, that has one other than 0; none when a signal ended it.
+    /// The exit code of mpirun, or of the lowest rank whose code is not 0; none if a signal ended it.
     pub code: Option<i32>,
-    /// What all ranks, and mpirun, have printed.
+    /// The output of all ranks, and of mpirun.
     pub output: String,
-    /// What each rank has noted, if it came so far.
+    /// The note of each rank that has written one.
     pub notes: Vec<Option<String>>,
     pub took: Duration,
     pub folder: tempfile::TempDir,
@@ -47,7 +47,7 @@ impl Launched {
         self.notes[rank].as_deref().unwrap_or_else(|| panic!("rank {rank} has noted nothing: {}", self.output))
     }
 
-    /// Every rank has noted "ok" and ended well.
+    /// Asserts that every rank has noted "ok" and ended without an error.
     pub fn assert_ok(&self) {
         assert_eq!(self.code, Some(0), "{:?}\n{}", self.notes, self.output);
         for rank in 0..self.notes.len() {
@@ -63,14 +63,14 @@ impl Launched {
     }
 }
 
-/// A rank's note to the test that started it.
+/// Writes a rank's note to the test that started it.
 pub fn note(folder: &Path, rank: usize, text: &str) {
     std::fs::write(folder.join(format!("note-{rank}")), text).expect("the test's folder can be written");
 }
 
-/// Starts this binary as `ranks` ranks of a case, with a limit on their time, and leaves no process behind.
+/// Starts this binary as `ranks` ranks of a case, with a time limit, and leaves no process behind.
 ///
-/// `rank` is the test that runs a rank of it.
+/// `rank` is the name of the test that runs a rank of the case.
 pub fn launch(
     (link, rank): (LinkUnderTest, &str),
     case: &str,
@@ -137,7 +137,7 @@ pub fn launch(
     Launched { code, output, notes, took, folder }
 }
 
-/// Waits for the ends of processes, but for those that are excused, and says whether all have ended in time.
+/// Waits until all processes have ended, except for excused ones; returns whether they ended in time.
 fn ended(children: &mut [Child], until: Instant, excused: impl Fn(&Child) -> bool) -> bool {
     loop {
         let runs = |child: &mut Child| child.try_wait().unwrap().is_none();
@@ -170,7 +170,7 @@ fn under_mpirun(ranks: usize) -> Command {
     command
 }
 
-/// As torchrun starts its processes.
+/// Returns commands that start the ranks with torchrun's environment variables.
 fn by_variables(ranks: usize) -> Vec<Command> {
     let port = port::free_port().to_string();
     let rank = |rank: usize| {
@@ -188,7 +188,7 @@ fn is_stopped(pid: u32) -> bool {
     state.rsplit(')').next().is_some_and(|rest| rest.trim().starts_with('T'))
 }
 
-/// The launcher that belongs to the library that this was built with.
+/// Returns the launcher of the MPI library that this was built with.
 fn mpirun() -> std::ffi::OsString {
     std::env::var_os("ZERO_TEST_MPIRUN").unwrap_or_else(|| "mpirun".into())
 }
@@ -198,12 +198,12 @@ fn is_open_mpi() -> bool {
     version.is_ok_and(|version| String::from_utf8_lossy(&version.stdout).contains("Open MPI"))
 }
 
-/// Says which process a rank is.
+/// Records the process id of a rank.
 pub fn note_pid(folder: &Path, rank: usize) {
     std::fs::write(folder.join(format!("pid-{rank}")), std::process::id().to_string()).unwrap();
 }
 
-/// A rank's process, once it has said so.
+/// Returns the process id of a rank, once it is recorded.
 pub fn pid(folder: &Path, rank: usize) -> Option<u32> {
     std::fs::read_to_string(folder.join(format!("pid-{rank}"))).ok()?.parse().ok()
 }

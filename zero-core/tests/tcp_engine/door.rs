@@ -1,4 +1,4 @@
-//! Who is let in: strangers, second processes of a rank, and ranks of other jobs are turned away, and hold up nobody.
+//! Admission to a job: strangers, second processes of a rank, and ranks of other jobs are refused, and delay nobody.
 
 use std::collections::VecDeque;
 use std::io::{Read, Write};
@@ -11,7 +11,7 @@ use zero_core::collective::launcher::Secret;
 
 use super::*;
 
-/// What a client hears that says `hello`.
+/// Sends `hello` to rank 0, and returns the answer.
 pub(super) fn stranger(port: u16, hello: &[u8]) -> String {
     let mut stream = reach(port);
     let _ = stream.write_all(hello);
@@ -21,12 +21,13 @@ pub(super) fn stranger(port: u16, hello: &[u8]) -> String {
     String::from_utf8_lossy(&said).into_owned()
 }
 
-/// Of a job without an id and a secret, with a random number of no randomness.
+/// Returns the greeting of a job without an id and a secret, whose random number is all zeros.
 pub(super) fn hello(protocol: u32, world: u32, rank: u32) -> Vec<u8> {
     [&b"zerorank"[..], &protocol.to_le_bytes(), &world.to_le_bytes(), &rank.to_le_bytes(), &[0; 97]].concat()
 }
 
-/// Joins a job without a secret as rank 1 of 3, up to the word that it has heard so; gives what rank 0 has welcomed it with.
+/// Joins a job without a secret as rank 1 of 3, up to the confirmation of the welcome. Returns the connection, and the time
+/// left that the welcome states.
 fn join_by_hand(port: u16) -> (TcpStream, Duration) {
     let (mut stream, hello) = (reach(port), hello(5, 3, 1));
     stream.write_all(&hello).unwrap();
@@ -75,7 +76,7 @@ fn strangers_are_refused_and_the_job_goes_on() {
     });
 }
 
-/// A connection to rank 0, whenever it listens.
+/// Connects to rank 0 as soon as it listens.
 fn reach(port: u16) -> TcpStream {
     loop {
         match TcpStream::connect(("127.0.0.1", port)) {
@@ -126,7 +127,7 @@ fn a_rank_that_is_lost_while_ranks_connect_is_named() {
     });
 }
 
-/// Rank 1, with what it says of its own door, where nobody listens.
+/// Rank 1 gives a listening address at which nobody listens.
 #[test]
 fn a_rank_that_another_cannot_reach_is_named_by_all() {
     let port = free_port();
@@ -152,7 +153,7 @@ fn a_rank_that_another_cannot_reach_is_named_by_all() {
     });
 }
 
-/// Whatever this process listens on, other machines do not reach.
+/// Asserts that other machines cannot reach any socket on which this process listens.
 #[track_caller]
 fn assert_listens_on_loopback_alone() {
     let own: Vec<String> = std::fs::read_dir("/proc/self/fd")
@@ -195,7 +196,7 @@ fn ranks_without_a_secret_meet_on_this_machine_or_a_trusted_network_only() {
     assert!(matches!(connect(&far(1, false), &trusted).unwrap_err(), RendezvousError::Unreachable { .. }));
 }
 
-/// Who knows the secret is in; who is of another job, has another secret or none is told so, on either side of the door.
+/// Ranks that know the secret are admitted. Ranks of another job, or with a wrong or no secret, are refused, with an error on both sides.
 #[test]
 fn ranks_prove_that_they_are_of_the_job() {
     let port = free_port();
@@ -225,8 +226,8 @@ fn ranks_prove_that_they_are_of_the_job() {
     });
 }
 
-/// 10,000 connections of strangers: nonsense, hellos that stop in the middle, proofs that are none, ends. The job begins all the
-/// same, and says once of each kind what it has refused.
+/// Opens 10,000 connections of strangers: nonsense, partial greetings, false proofs, closed connections. The job starts
+/// nevertheless, and logs once for each kind what it has refused.
 #[test]
 fn strangers_at_the_door_hold_up_nobody() {
     const STRANGERS: usize = 10_000;
@@ -307,7 +308,7 @@ fn strangers_at_the_door_hold_up_nobody() {
     });
 }
 
-/// A door that has no descriptors for those who knock is not one at which nobody knocks.
+/// Running out of file descriptors for new connections is reported as such, not as missing ranks.
 #[test]
 fn strangers_do_not_take_the_last_descriptor() {
     const PORT: &str = "ZERO_TEST_DESCRIPTORS_PORT";

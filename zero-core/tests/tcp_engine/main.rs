@@ -1,5 +1,6 @@
-//! Ranks that find each other over sockets, and groups that end with their last handle: `cargo test -p zero-core --test
-//! tcp_engine`. Ranks are threads here, each with connections of its own; `process_engine` runs and kills processes.
+//! Ranks that find each other over sockets, and groups that end with their last handle:
+//! `cargo test -p zero-core --test tcp_engine`. Ranks are threads here, each with its own connections; `process_engine` runs
+//! and kills processes.
 
 mod door;
 #[path = "../common/port.rs"]
@@ -28,7 +29,7 @@ fn options(deadline: Duration) -> ProcessOptions {
     ProcessOptions { deadline, grace: Duration::from_millis(500), ..ProcessOptions::default() }
 }
 
-/// A rank's group, which ends with its last handle.
+/// Connects a rank, and returns its group, which ends with its last handle.
 fn connect(place: &Rendezvous, options: &ProcessOptions) -> Result<Arc<ProcessComm>, RendezvousError> {
     match start(options, &Start::Job(place.clone())) {
         Ok(run) => Ok(run.into_comm()),
@@ -37,7 +38,7 @@ fn connect(place: &Rendezvous, options: &ProcessOptions) -> Result<Arc<ProcessCo
     }
 }
 
-/// Runs `body` on `world` ranks, and gives what each returns.
+/// Runs `body` on `world` ranks, and returns the results.
 fn on_ranks<T: Send>(world: usize, options: &ProcessOptions, body: impl Fn(Arc<ProcessComm>) -> T + Sync) -> Vec<T> {
     let port = free_port();
     std::thread::scope(|scope| {
@@ -182,7 +183,7 @@ fn a_rank_that_ends_or_aborts_is_named() {
     }
 }
 
-/// What rank 0 of a hub could not carry.
+/// An exchange that is too large to go through rank 0 as a hub.
 #[test]
 fn bulk_goes_between_any_two() {
     on_ranks(3, &options(PATIENT), |comm| {
@@ -192,7 +193,7 @@ fn bulk_goes_between_any_two() {
     });
 }
 
-/// The rest go on without a rank that has ended well, also after its connections have.
+/// The other ranks continue without a rank that has ended without an error, even after its connections have closed.
 #[test]
 fn a_group_goes_on_without_a_rank_that_has_ended() {
     on_ranks(3, &options(Duration::from_millis(1500)), |comm| {
@@ -251,7 +252,7 @@ fn ranks_that_do_not_find_each_other_say_so() {
     assert!(begin.elapsed() < PATIENT);
 }
 
-/// An export by one rank, say.
+/// For example, an export by one rank.
 #[test]
 fn what_a_rank_does_alone_at_the_end_fails_no_other() {
     let port = free_port();

@@ -1,5 +1,5 @@
-//! A conversation as the text that a model was trained on: in go messages and a folder's `chat_template` (Jinja), out comes what
-//! transformers' `apply_chat_template` renders.
+//! Renders a conversation as the text that a model was trained on. The inputs are messages and a folder's `chat_template`
+//! (Jinja); the output is the same as that of transformers' `apply_chat_template`.
 //!
 //! A template is untrusted code: it reads no files, and its steps ([`STEPS`]) and depth are limited.
 
@@ -15,30 +15,30 @@ use zero_core::checkpoint::SideFile;
 
 use crate::caught::caught;
 
-/// Steps of the interpreter that a template may take: a conversation of a thousand messages takes fewer.
+/// Most steps that a template may take: a conversation of a thousand messages takes fewer.
 const STEPS: u64 = 5_000_000;
 
-/// The largest template that is read.
+/// Size limit of templates, in bytes.
 const LARGEST: usize = 1 << 20;
 
 /// A message of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Message {
-    /// Whose it is: `system`, `user` or `assistant`.
+    /// The author: `system`, `user` or `assistant`.
     pub role: String,
     /// Its text.
     pub content: String,
 }
 
 impl Message {
-    /// A message of `role`.
+    /// Creates a message of `role`.
     pub fn new(role: &str, content: impl Into<String>) -> Self {
         Self { role: role.into(), content: content.into() }
     }
 }
 
-/// The template in a tokenizer's files, if there is one: that of `chat_template.jinja`, or of `tokenizer_config.json`, or of
-/// `chat_template.json`; of several with names, the one that is named `default`.
+/// Returns the template in a tokenizer's files, if there is one: from `chat_template.jinja`, `tokenizer_config.json`, or
+/// `chat_template.json`; if there are several named ones, the one named `default`.
 pub(super) fn template(files: &[SideFile]) -> Option<String> {
     source(files).map(|text| with_marks(&text))
 }
@@ -64,24 +64,24 @@ fn source(files: &[SideFile]) -> Option<String> {
     })
 }
 
-/// A character that stands around what the assistant says, in a text of [`ChatTemplate::render_marked`]: a noncharacter of Unicode.
+/// A character around the assistant's text in the result of [`ChatTemplate::render_marked`]: a noncharacter of Unicode.
 pub(crate) const MARK: char = '\u{fdd0}';
 
-/// The variable that has the [`MARK`], if one is wanted.
+/// The variable that holds the [`MARK`], if marks are requested.
 const MARK_NAME: &str = "zero_generation_mark";
 
-/// A chat template that is ready to render.
+/// A parsed chat template.
 #[derive(Debug)]
 pub(crate) struct ChatTemplate<'t> {
     jinja: Environment<'t>,
-    /// The place that it was read from, for messages.
+    /// The place that it was read from, for error messages.
     whose: &'t str,
-    /// True if it tells by `{% generation %}` what the assistant says.
+    /// True if it marks the assistant's text by `{% generation %}`.
     pub(crate) is_marked: bool,
 }
 
 impl<'t> ChatTemplate<'t> {
-    /// Parses the text of [`template`]. `special` are the texts of special tokens by their names.
+    /// Parses the text of [`template`]. `special` has the texts of special tokens by name.
     pub(super) fn new(text: &'t str, special: &BTreeMap<&'static str, String>, whose: &'t str) -> Result<Self, String> {
         if text.len() > LARGEST {
             return Err(told(whose, format!("it has {} bytes: expected at most {LARGEST}", text.len())));
@@ -92,7 +92,7 @@ impl<'t> ChatTemplate<'t> {
             jinja.set_syntax(syntax.expect("the delimiters are the default ones"));
             jinja.set_fuel(Some(STEPS));
             jinja.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-            // As Python writes them.
+            // Formats values like Python.
             jinja.set_formatter(|out, state, value| match value.kind() {
                 ValueKind::Bool => out.write_str(if value.is_true() { "True" } else { "False" }).map_err(Error::from),
                 ValueKind::None => out.write_str("None").map_err(Error::from),
@@ -102,7 +102,7 @@ impl<'t> ChatTemplate<'t> {
             let refuse =
                 |message: String| -> Result<Value, Error> { Err(Error::new(ErrorKind::InvalidOperation, message)) };
             jinja.add_function("raise_exception", refuse);
-            // One time for all texts, as parts of a conversation are compared.
+            // The same time for all texts, since parts of a conversation are compared.
             let now = chrono::DateTime::<chrono::Utc>::from(std::time::SystemTime::now());
             jinja.add_function("strftime_now", move |format: String| {
                 // An invalid format gives an empty text.
@@ -119,12 +119,13 @@ impl<'t> ChatTemplate<'t> {
         Ok(Self { jinja: unwrapped(whose, made)?, whose, is_marked: text.contains(MARK_NAME) })
     }
 
-    /// The text of a conversation, as transformers' `apply_chat_template`. With `add_generation_prompt` the model answers behind it.
+    /// Renders a conversation like transformers' `apply_chat_template`. With `add_generation_prompt` the model's answer
+    /// follows the text.
     pub(crate) fn render(&self, messages: &[Message], add_generation_prompt: bool) -> Result<String, String> {
         self.render_with(messages, add_generation_prompt, context! {})
     }
 
-    /// The text of a conversation, with [`MARK`]s around each `{% generation %}`.
+    /// Renders a conversation, with [`MARK`]s around each `{% generation %}`.
     pub(crate) fn render_marked(&self, messages: &[Message]) -> Result<String, String> {
         self.render_with(messages, false, Value::from_pairs([(MARK_NAME, MARK.to_string())]))
     }
@@ -145,7 +146,7 @@ impl<'t> ChatTemplate<'t> {
 /// The name of the only template.
 const NAME: &str = "chat_template";
 
-/// The result of the library, or its error as text.
+/// Returns the library's result, or its error as text.
 fn unwrapped<T>(whose: &str, result: Result<Result<T, Error>, String>) -> Result<T, String> {
     let problem = |error: Error| match error.detail() {
         _ if error.kind() == ErrorKind::OutOfFuel => format!("it takes more than {STEPS} steps"),
@@ -159,7 +160,7 @@ fn told(whose: &str, problem: String) -> String {
     format!("the chat template of {whose} cannot be used: {problem}")
 }
 
-/// A template with a variable in place of the tags that mark what an assistant says: it is empty, or the [`MARK`].
+/// Replaces the tags that mark an assistant's text by a variable, which is empty or the [`MARK`].
 fn with_marks(template: &str) -> String {
     let mut out = String::with_capacity(template.len());
     let mut rest = template;
@@ -170,7 +171,7 @@ fn with_marks(template: &str) -> String {
         let word = tag[2..tag.len() - 2].trim_matches('-').trim();
         out.push_str(&rest[..begin]);
         let after = if after { "-%}" } else { "%}" };
-        // Tags on both sides, so that blanks are cut as around one tag.
+        // Tags on both sides, so that blanks are trimmed as around a single tag.
         let mark = ["{{ ", MARK_NAME, " }}"].concat();
         match word {
             "generation" => out.extend([before, " if true %}", &mark, "{% if true ", after]),
@@ -182,7 +183,7 @@ fn with_marks(template: &str) -> String {
     out + rest
 }
 
-/// As Python's `json.dumps`, without escapes of what is no ASCII.
+/// Serializes like Python's `json.dumps` with `ensure_ascii=False`.
 fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let mut out = Vec::new();
@@ -200,7 +201,7 @@ fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
     Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
 }
 
-/// One line, with a blank behind commas and colons.
+/// A formatter that writes one line, with a blank after commas and colons.
 struct OneLine;
 
 impl Formatter for OneLine {

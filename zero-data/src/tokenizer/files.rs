@@ -1,10 +1,10 @@
 //! A tokenizer's files, read as transformers reads them.
 //!
-//! * The tokens: `tokenizer.json`; or `vocab.json` with `merges.txt`, of GPT-2, BART, RoBERTa and Qwen2; or BERT's `vocab.txt`; or a
-//!   model of SentencePiece.
-//! * The names of special tokens, and tokens that were added: `tokenizer_config.json`, with `special_tokens_map.json` and
-//!   `added_tokens.json` where that has no `added_tokens_decoder`. They are added to the tokenizer where it does not know them.
-//! * What is put around a text: the tokenizer's own template, unless `add_bos_token` or `add_eos_token` says it.
+//! * The tokens: `tokenizer.json`; or `vocab.json` with `merges.txt`, of GPT-2, BART, RoBERTa and Qwen2; or BERT's
+//!   `vocab.txt`; or a SentencePiece model.
+//! * The names of special tokens, and added tokens: `tokenizer_config.json`, with `special_tokens_map.json` and
+//!   `added_tokens.json` if it has no `added_tokens_decoder`. They are added to the tokenizer unless it knows them.
+//! * The tokens around a text: the tokenizer's own template, unless `add_bos_token` or `add_eos_token` is set.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -27,7 +27,7 @@ use super::sentence_piece;
 use crate::caught::caught;
 use crate::error::{Result, io, wrong_data};
 
-/// The files beside the tokens that a tokenizer may have.
+/// Optional files in addition to those of the tokens.
 const BESIDE: [&str; 6] = [
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -37,23 +37,23 @@ const BESIDE: [&str; 6] = [
     "vocab.txt",
 ];
 
-/// Special tokens that have a name.
+/// The names of special tokens.
 const NAMES: [&str; 7] = ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The pattern that cuts Qwen2's texts into words.
+/// The pattern that splits Qwen2's texts into words.
 const QWEN2: &str =
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// A tokenizer with the names of its special tokens.
 pub(super) struct Read {
     pub(super) tokenizer: Tokenizer,
-    /// The texts of special tokens by [`NAMES`].
+    /// The texts of special tokens, by [`NAMES`].
     pub(super) named: BTreeMap<&'static str, String>,
-    /// The files it was read from.
+    /// The files that it was read from.
     pub(super) files: Vec<SideFile>,
 }
 
-/// Kinds of tokenizers that have `vocab.json` and `merges.txt`.
+/// Kinds of tokenizers with `vocab.json` and `merges.txt`.
 #[derive(Clone, Copy, PartialEq)]
 enum ByteLevelKind {
     Gpt2,
@@ -63,9 +63,9 @@ enum ByteLevelKind {
 }
 
 impl ByteLevelKind {
-    /// By the class that `tokenizer_config.json` names, the model type in `config.json`, or the special tokens that there are.
+    /// Finds the kind by the class in `tokenizer_config.json`, the model type in `config.json`, or the special tokens that exist.
     fn of(settings: &Map<String, Value>, config: &Value, has: impl Fn(&str) -> bool) -> Self {
-        // The class decides, if it is one of these.
+        // The class decides if it is one of these.
         let known = [class(settings), config["model_type"].as_str().unwrap_or_default().into()];
         let kind = known.iter().find_map(|name| match &**name {
             name if name.starts_with("qwen") => Some(Self::Qwen2),
@@ -89,12 +89,12 @@ impl ByteLevelKind {
     }
 }
 
-/// The class of transformers that a tokenizer is of, in lower case.
+/// Returns a tokenizer's class in transformers, in lower case.
 fn class(settings: &Map<String, Value>) -> String {
     settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default().to_lowercase()
 }
 
-/// The special tokens of a class for which a `tokenizer_config.json` names none.
+/// Returns the default special tokens of a class, for a `tokenizer_config.json` that names none.
 fn named_by_class(settings: &Map<String, Value>) -> &'static [(&'static str, &'static str)] {
     match &*class(settings) {
         name if name.starts_with("gpt2") => ByteLevelKind::Gpt2.named(),
@@ -105,7 +105,7 @@ fn named_by_class(settings: &Map<String, Value>) -> &'static [(&'static str, &'s
     }
 }
 
-/// The tokenizer in a file or folder, if there is one.
+/// Reads the tokenizer in a file or folder, if there is one.
 pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     let in_folder = |file: &str| Some(path.join(file)).filter(|path| path.is_file());
     let json = if path.is_file() { Some(path.to_path_buf()) } else { in_folder("tokenizer.json") };
@@ -120,7 +120,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     let folder = main[0].parent().unwrap_or(Path::new("")).to_path_buf();
     let mut settings = object(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
     let added = added_tokens(&folder, &mut settings)?;
-    // What the library panics at is a damaged file.
+    // The library panics at some damaged files.
     let read = caught(|| tokenizer(&main, &settings, added));
     let problem = |told: String| wrong_data(&main[0], format!("is no tokenizer that can be used ({told})"));
     let (tokenizer, named) = match read {
@@ -142,7 +142,7 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     Ok(Some(Read { tokenizer, named, files }))
 }
 
-/// A JSON object in a file, if there is one.
+/// Reads the JSON object in a file, if there is one.
 fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
     if !path.is_file() {
         return Ok(None);
@@ -154,7 +154,7 @@ fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
         .map_err(|error| wrong_data(path, format!("is not a whole JSON object ({error}): write it again")))
 }
 
-/// Tokens that were added, by their numbers; what `special_tokens_map.json` says is put into the settings.
+/// Returns added tokens by id; the entries of `special_tokens_map.json` are added to the settings.
 fn added_tokens(folder: &Path, settings: &mut Map<String, Value>) -> Result<BTreeMap<u32, AddedToken>> {
     let mut added = BTreeMap::new();
     if let Some(Value::Object(decoder)) = settings.get("added_tokens_decoder") {
@@ -187,7 +187,7 @@ fn added_tokens(folder: &Path, settings: &mut Map<String, Value>) -> Result<BTre
     Ok(added)
 }
 
-/// Special tokens without a name.
+/// Returns the special tokens without a name.
 fn extra(settings: &Map<String, Value>) -> Vec<String> {
     let lists = ["additional_special_tokens", "extra_special_tokens"].map(|key| settings.get(key));
     let tokens = lists.into_iter().flatten().flat_map(|list| match list {
@@ -198,7 +198,7 @@ fn extra(settings: &Map<String, Value>) -> Vec<String> {
     tokens.filter_map(|token| Some(token_of(token, true)?.content)).collect()
 }
 
-/// A token that is written as a text or as an object.
+/// Parses a token written as a text or as an object.
 fn token_of(token: &Value, special: bool) -> Option<AddedToken> {
     let content = token.as_str().or(token["content"].as_str())?.to_string();
     let flag = |key: &str, default: bool| token[key].as_bool().unwrap_or(default);
@@ -230,7 +230,7 @@ fn tokenizer(
             let config = config.ok().flatten().map_or(Value::Null, Value::Object);
             let known = bpe.get_vocab();
             let kind = ByteLevelKind::of(settings, &config, |token| known.contains_key(token));
-            // One that is not there would be given a number.
+            // A token that is missing would be assigned a number.
             let defaults = kind.named().iter().filter(|(_, token)| known.contains_key(*token));
             named.extend(defaults.map(|&(name, token)| (name, AddedToken::from(token, true))));
             byte_level(bpe, kind, settings)
@@ -259,7 +259,7 @@ fn tokenizer(
         }
         _ => {
             let mut tokenizer = Tokenizer::from_file(path)?;
-            // transformers makes a LlamaTokenizer of these alone, and reads others as they are.
+            // transformers makes a LlamaTokenizer only of these, and reads others unchanged.
             let model = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
             let of_llama = model.get("model_type").and_then(Value::as_str).is_none_or(|name| name == "llama");
             let is_bytes = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));
@@ -283,7 +283,7 @@ fn tokenizer(
     }
     read.with_padding(None);
     read.with_truncation(None)?;
-    // Also those that are there with other flags.
+    // Includes tokens that exist with other flags.
     let known: Vec<AddedToken> = read.get_added_tokens_decoder().into_values().collect();
     let more: Vec<AddedToken> = added.into_values().filter(|token| !is_same(&known, token)).collect();
     let known: Vec<String> = known.into_iter().chain(more.clone()).map(|token| token.content).collect();
@@ -297,13 +297,13 @@ fn tokenizer(
     Ok((read, named))
 }
 
-/// Returns true if the token is there with the same flags.
+/// Returns whether the token exists with the same flags.
 fn is_same(known: &[AddedToken], token: &AddedToken) -> bool {
     let flags = |token: &AddedToken| [token.single_word, token.lstrip, token.rstrip, token.normalized, token.special];
     known.iter().any(|other| other.content == token.content && flags(other) == flags(token))
 }
 
-/// In their order, so that each gets its number.
+/// Adds tokens in their order, so that each gets its id.
 fn add(tokenizer: &mut Tokenizer, tokens: Vec<AddedToken>) {
     for token in tokens {
         match token.special {
@@ -343,7 +343,7 @@ fn byte_level(bpe: BPE, kind: ByteLevelKind, settings: &Map<String, Value>) -> T
     tokenizer
 }
 
-/// The template that the settings ask for, if they do, or if the tokenizer has none.
+/// Sets the template that `add_bos_token` and `add_eos_token` ask for, if the settings have one of them.
 fn put_around(tokenizer: &mut Tokenizer, settings: &Map<String, Value>, named: &Named) -> tokenizers::Result<()> {
     let asked = ["add_bos_token", "add_eos_token"].map(|key| settings.get(key).and_then(Value::as_bool));
     if asked == [None, None] {

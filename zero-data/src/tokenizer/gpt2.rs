@@ -9,7 +9,7 @@ use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{AddedToken, Tokenizer};
 use zero_core::checkpoint::SideFile;
 
-/// GPT-2's tokens, the end of a text included.
+/// Number of GPT-2's tokens, including the end of a text.
 pub(super) const TOKENS: usize = 50257;
 
 /// The token that ends a text.
@@ -19,14 +19,14 @@ pub(super) fn table() -> &'static CoreBPE {
     tiktoken_rs::r50k_base_singleton()
 }
 
-/// The tokenizer as transformers reads it.
+/// Returns the tokenizer's files, as transformers reads them.
 pub(super) fn files() -> Vec<SideFile> {
     let config = json!({ "tokenizer_class": "GPT2Tokenizer", "bos_token": END, "eos_token": END, "unk_token": END, "model_max_length": 1024 });
     let file = |name: &str, text: String| SideFile { name: name.into(), bytes: text.into_bytes().into() };
     vec![file("tokenizer.json", json()), file("tokenizer_config.json", format!("{config:#}\n"))]
 }
 
-/// The same as the `tokenizer.json` of <https://huggingface.co/openai-community/gpt2>.
+/// Returns the same as the `tokenizer.json` of <https://huggingface.co/openai-community/gpt2>.
 fn json() -> String {
     let tokens: Vec<Vec<u8>> =
         (0..TOKENS as u32 - 1).map(|id| table().decode_bytes(&[id]).expect("every number below is a token")).collect();
@@ -49,7 +49,7 @@ fn json() -> String {
     tokenizer.to_string(false).expect("a tokenizer is numbers and texts")
 }
 
-/// Where the two tokens meet that the token of this rank was merged of: those that earlier merges leave of its bytes.
+/// Returns the boundary between the two tokens that were merged into the token of this rank: those that earlier merges leave of its bytes.
 fn halves(token: &[u8], rank: usize, ranks: &HashMap<&[u8], usize>) -> usize {
     let mut cuts: Vec<usize> = (0..=token.len()).collect();
     while cuts.len() > 3 {
@@ -63,7 +63,7 @@ fn halves(token: &[u8], rank: usize, ranks: &HashMap<&[u8], usize>) -> usize {
     cuts[1]
 }
 
-/// The printable characters in which byte-level tokens are written, one for each byte.
+/// Returns the printable characters in which byte-level tokens are written, one for each byte.
 fn shown_bytes() -> [char; 256] {
     let is_shown = |byte: u8| matches!(byte, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut others = 0x100..;

@@ -1,4 +1,4 @@
-//! What cuts text into tokens: the model's own tokenizer, or GPT-2's, whose table is part of the program.
+//! Tokenizers: the model's own, or GPT-2's, whose table is part of the program.
 
 mod chat;
 mod files;
@@ -23,42 +23,42 @@ use super::{Cutting, check_ids};
 use crate::caught::caught;
 use crate::error::{Result, io, wrong, wrong_data};
 
-/// The most tokens of a GPT-2 whose vocabulary was padded for speed.
+/// The largest vocabulary of a GPT-2, padded for speed.
 const PADDED: usize = 50432;
 
-/// Files of tokenizers that are not read.
+/// Tokenizer files of formats that are not supported.
 const OTHERS: [&str; 2] = ["tekken.json", "vocab.json"];
 
-/// Tokens that end a document, in tokenizers that do not say which of theirs does.
+/// Tokens that end a document, for tokenizers that do not name theirs.
 const ENDS: [&str; 5] = ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "[SEP]"];
 
-/// Tokens that begin a text, in tokenizers that have one.
+/// Tokens that begin a text, for tokenizers that have one.
 const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
 
-/// Texts, of which one has a token in most tokenizers.
+/// Texts, at least one of which is a token in most tokenizers.
 const LETTERS: [&str; 4] = ["a", "A", "0", "."];
 
-/// The error for a folder without a chat template.
+/// The error message for a folder without a chat template.
 pub const NO_TEMPLATE: &str = "has no chat template: expected a chat_template in tokenizer_config.json, or \
                                       chat_template.jinja, of a model that was trained to chat";
 
-/// Cuts text into ids.
+/// A tokenizer, which converts text to token ids.
 pub struct Tokenizer {
     kind: Kind,
-    /// Of its files, to tell it from others.
+    /// Checksum of the tokenizer's files, which identifies the tokenizer.
     pub(super) checksum: u32,
     /// The tokens that it puts before a text.
     begin: Vec<u32>,
-    /// The token that begins a text from nothing.
+    /// The token that begins a text generated from nothing.
     bos: Option<u32>,
     end: Option<u32>,
-    /// Whether [`encode`](Self::encode) tells sentences and documents apart.
+    /// If set, [`encode`](Self::encode) marks the ends of sentences and documents.
     pub(super) sentences: bool,
-    /// The texts of special tokens by their names, such as `eos_token`.
+    /// The texts of special tokens by name, such as `eos_token`.
     named: BTreeMap<&'static str, String>,
-    /// The files it was read from.
+    /// The files that it was read from.
     files: Vec<SideFile>,
-    /// The place of these, for messages.
+    /// The location of these files, for error messages.
     whose: String,
 }
 
@@ -74,11 +74,11 @@ impl core::fmt::Debug for Tokenizer {
 }
 
 impl Tokenizer {
-    /// The one that is asked for, or the model's, or GPT-2's; `text` is what it is for, for messages.
+    /// Finds the requested tokenizer, or the model's, or GPT-2's. `text` is the data that it is for, for error messages.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when a file cannot be used, or the model does not know all its tokens.
+    /// [`DataError`](crate::DataError) if a file cannot be used, or the tokenizer has tokens that the model does not know.
     pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self> {
         let (found, whose) = match cutting.tokenizer {
             Some(given) => match Self::read(given)? {
@@ -136,7 +136,7 @@ impl Tokenizer {
             return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files, whose });
         };
         let tokens = found.tokens();
-        // Some models have no row for a token that was added, such as BART's <mask>: it must not occur.
+        // Some models have no row for an added token, such as BART's <mask>: it must not occur.
         if found.tokens_of_model() > vocab_size {
             let problem = format!(
                 "has a tokenizer of {tokens} tokens, and the model knows {vocab_size}: use the tokenizer that the model was \
@@ -155,7 +155,7 @@ impl Tokenizer {
         Self { kind, checksum, begin, bos: None, end, sentences: false, named, files, whose: String::new() }
     }
 
-    /// The same, to tell sentences apart: each is followed by `[SEP]`, and each document by another.
+    /// Returns the same tokenizer, set to mark sentences: each is followed by `[SEP]`, and each document by another one.
     pub(super) fn for_sentences(mut self, path: &Path) -> Result<Self> {
         for token in SPECIAL {
             if self.id(token).is_none() {
@@ -168,11 +168,11 @@ impl Tokenizer {
         Ok(self)
     }
 
-    /// Writes its [`files`](Self::files) into a folder.
+    /// Writes its [`files`](Self::files) to a folder.
     ///
     /// # Errors
     ///
-    /// [`DataError`](crate::DataError) when they cannot be written, or are there.
+    /// [`DataError`](crate::DataError) if they exist, or cannot be written.
     pub fn save(&self, dir: &Path) -> Result<()> {
         std::fs::create_dir_all(dir).map_err(io("create", dir))?;
         for SideFile { name, bytes } in self.files() {
@@ -183,7 +183,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The number of a token.
+    /// Returns the id of a token.
     pub fn id(&self, token: &str) -> Option<u32> {
         match &self.kind {
             Kind::Gpt2 => self.end.filter(|_| token == ENDS[0]),
@@ -191,7 +191,7 @@ impl Tokenizer {
         }
     }
 
-    /// By their numbers, whether tokens go on with a word.
+    /// Returns, for each token id, whether the token continues a word.
     pub(super) fn going_on(&self) -> Vec<bool> {
         let mut all = vec![false; self.tokens()];
         if let Kind::File(tokenizer) = &self.kind {
@@ -202,7 +202,7 @@ impl Tokenizer {
         all
     }
 
-    /// The tokenizer in a file or folder, if there is one.
+    /// Reads the tokenizer in a file or folder, if there is one.
     fn read(path: &Path) -> Result<Option<Self>> {
         let Some(Read { tokenizer, named, files }) = files::read(path)? else { return Ok(None) };
         let end = match named.get("eos_token") {
@@ -214,8 +214,8 @@ impl Tokenizer {
         Ok(Some(Self { files, bos, named, ..Self::new(tokenizer, checksum, end) }))
     }
 
-    /// The files that transformers and this program read it from: those it was read from; GPT-2's; or, of one that was learned,
-    /// `tokenizer.json`, `vocab.txt` and `tokenizer_config.json`.
+    /// Returns the files from which transformers and this program read it: those it was read from; GPT-2's; or, for a
+    /// learned one, `tokenizer.json`, `vocab.txt` and `tokenizer_config.json`.
     pub fn files(&self) -> Vec<SideFile> {
         match &self.kind {
             Kind::Gpt2 => gpt2::files(),
@@ -224,7 +224,7 @@ impl Tokenizer {
         }
     }
 
-    /// How many tokens there are.
+    /// Returns the number of tokens.
     pub fn tokens(&self) -> usize {
         match &self.kind {
             Kind::Gpt2 => gpt2::TOKENS,
@@ -232,7 +232,7 @@ impl Tokenizer {
         }
     }
 
-    /// The number of tokens without those that were added.
+    /// Returns the number of tokens without added ones.
     fn tokens_of_model(&self) -> usize {
         match &self.kind {
             Kind::Gpt2 => gpt2::TOKENS,
@@ -244,12 +244,12 @@ impl Tokenizer {
         }
     }
 
-    /// The token that begins a text, if it has one.
+    /// Returns the token that begins a text, if there is one.
     pub fn begin(&self) -> Option<u32> {
         self.begin.first().copied().or_else(|| BEGINS.iter().find_map(|token| self.id(token)))
     }
 
-    /// The tokens that begin a text for a model with an encoder.
+    /// Returns the tokens that begin a text for a model with an encoder.
     pub fn begin_of(&self, settings: &Seq2SeqSettings) -> Vec<u32> {
         match settings.has_begin {
             true => self.begin().into_iter().collect(),
@@ -257,23 +257,23 @@ impl Tokenizer {
         }
     }
 
-    /// The token that a text made of nothing begins with (`bos_token`), if it has one.
+    /// Returns the token that begins a text generated from nothing (`bos_token`), if there is one.
     pub fn bos(&self) -> Option<u32> {
         self.bos
     }
 
-    /// The tokens that stand before a text that a model continues, such as Llama's beginning of text; none for GPT-2.
+    /// Returns the tokens before a text that a model continues, such as Llama's beginning of text; none for GPT-2.
     pub fn put_before(&self) -> &[u32] {
         if self.sentences { &[] } else { &self.begin }
     }
 
-    /// The token that fills up rows. Nothing looks at it: any does where none is named.
+    /// Returns the token that pads rows. No token attends to it, so any will do if none is named.
     pub fn pad(&self) -> u32 {
         let named = self.named.get("pad_token").map(String::as_str).into_iter().chain([SPECIAL[0], "<pad>"]);
         named.filter_map(|token| self.id(token)).next().unwrap_or(0)
     }
 
-    /// The tokens before a text or a pair of texts, between these, and after them: those of its template, or BERT's.
+    /// Returns the tokens before a text or a pair of texts, between the two, and after them: those of its template, or BERT's.
     pub(super) fn around(&self, pair: bool) -> Option<[Vec<u32>; 3]> {
         let by_template = |text: &&str| {
             let Kind::File(tokenizer) = &self.kind else { return None };
@@ -304,24 +304,24 @@ impl Tokenizer {
         LETTERS.iter().find_map(by_template).or_else(as_bert)
     }
 
-    /// The token that ends a document, if it has one.
+    /// Returns the token that ends a document, if there is one.
     pub fn end(&self) -> Option<u32> {
         self.end
     }
 
-    /// As [`encode`](Self::encode), for a model with so many tokens.
+    /// Encodes like [`encode`](Self::encode), and checks that all ids are below `vocab_size`.
     pub fn encode_within(&self, text: &str, vocab_size: usize) -> Result<Vec<u32>, String> {
         let ids = self.encode(text)?;
         check_ids(&ids, vocab_size)?;
         Ok(ids)
     }
 
-    /// The tokens of a text, without special ones but those that tell sentences apart. A line ends a sentence, an empty line a
-    /// document.
+    /// Returns the tokens of a text, without special ones except for those that mark sentences. A line ends a sentence, an
+    /// empty line a document.
     ///
     /// # Errors
     ///
-    /// What the tokenizer says.
+    /// The tokenizer's error.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, String> {
         if !self.sentences {
             return self.cut(text);
@@ -344,20 +344,21 @@ impl Tokenizer {
         Ok(all)
     }
 
-    /// The tokens of a conversation, behind which the model answers, by the folder's chat template.
+    /// Returns the tokens of a conversation in the folder's chat template, ready for the model's answer.
     ///
     /// # Errors
     ///
-    /// When there is no template, it cannot be rendered, or refuses the conversation.
+    /// If there is no template, or it cannot be rendered, or it refuses the conversation.
     pub fn encode_chat(&self, messages: &[Message]) -> Result<Vec<u32>, String> {
         self.encode(&self.chat(messages)?)
     }
 
-    /// The text of a conversation by the folder's chat template, as transformers' `apply_chat_template` with `add_generation_prompt`.
+    /// Returns the text of a conversation in the folder's chat template, like transformers' `apply_chat_template` with
+    /// `add_generation_prompt`.
     ///
     /// # Errors
     ///
-    /// As [`encode_chat`](Self::encode_chat).
+    /// Same as [`encode_chat`](Self::encode_chat).
     pub fn chat(&self, messages: &[Message]) -> Result<String, String> {
         let Some(template) = chat::template(&self.files) else {
             return Err(format!("the tokenizer's folder {NO_TEMPLATE}"));
@@ -365,27 +366,27 @@ impl Tokenizer {
         self.chat_template(&template)?.render(messages, true)
     }
 
-    /// The text of the folder's chat template, for [`chat_template`](Self::chat_template).
+    /// Returns the text of the folder's chat template, for [`chat_template`](Self::chat_template).
     pub(super) fn chat_template_text(&self) -> Option<String> {
         chat::template(&self.files)
     }
 
-    /// The chat template of this text.
+    /// Parses the text of a chat template.
     pub(super) fn chat_template<'t>(&'t self, text: &'t str) -> Result<ChatTemplate<'t>, String> {
         ChatTemplate::new(text, &self.named, &self.whose)
     }
 
-    /// The folder or file that it was read from, for messages.
+    /// Returns the folder or file that it was read from, for error messages.
     pub(super) fn whose(&self) -> &str {
         &self.whose
     }
 
-    /// Returns true if there is a chat template.
+    /// Returns whether there is a chat template.
     pub fn has_chat_template(&self) -> bool {
         chat::template(&self.files).is_some()
     }
 
-    /// The text of tokens, without special ones. What is no text is shown as U+FFFD.
+    /// Returns the text of tokens, without special ones. Invalid bytes become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
         match &self.kind {
             Kind::Gpt2 => {
@@ -409,11 +410,11 @@ impl Tokenizer {
         }
     }
 
-    /// The tokens of a conversation's text, with the bytes of the text that each is of (`get_offsets`).
+    /// Returns the tokens of a conversation's text, each with its byte range in the text (`get_offsets`).
     ///
     /// # Errors
     ///
-    /// As [`encode`](Self::encode).
+    /// Same as [`encode`](Self::encode).
     pub(super) fn encode_with_offsets(&self, text: &str) -> Result<tokenizers::Encoding, String> {
         match &self.kind {
             Kind::Gpt2 => Err(format!("{} {NO_TEMPLATE}", self.whose)),
@@ -422,7 +423,7 @@ impl Tokenizer {
     }
 }
 
-/// The library's encoding, or its error or panic as text.
+/// Returns the library's encoding, or its error or panic as text.
 fn encoding(cut: impl FnOnce() -> Result<tokenizers::Encoding, String>) -> Result<tokenizers::Encoding, String> {
     caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"))
 }
@@ -445,7 +446,7 @@ fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
     vec![file("vocab.txt", lines), file("tokenizer_config.json", format!("{config:#}\n")), file("tokenizer.json", json)]
 }
 
-/// The special tokens that a tokenizer's template has before the text.
+/// Returns the special tokens that a tokenizer's template puts before the text.
 fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
     for text in LETTERS {
         let Ok(Ok(around)) = caught(|| tokenizer.encode(text, true)) else { continue };
@@ -467,7 +468,7 @@ mod tests {
         Cutting { vocab_size, n_positions: 8, folders, ..Cutting::default() }
     }
 
-    /// Words of a small vocabulary.
+    /// Writes a tokenizer whose vocabulary is a few words.
     fn words(dir: &Path, words: &[&str]) {
         let vocab: serde_json::Map<_, _> =
             words.iter().enumerate().map(|(id, word)| (word.to_string(), id.into())).collect();
@@ -490,7 +491,7 @@ mod tests {
         assert_eq!(own.encode("a rose is a flower").unwrap(), [1, 2, 3, 1, 0]);
         std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "is"}}"#).unwrap();
         assert_eq!(Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap().end(), Some(3));
-        // Asked for.
+        // An explicitly given one.
         let given = Cutting { tokenizer: Some(dir.path()), ..cutting(50257, &[]) };
         assert_eq!(Tokenizer::find(text, &given).unwrap().tokens(), 5);
         let gpt2 = Tokenizer::find(text, &cutting(50257, &[])).unwrap();

@@ -1,5 +1,5 @@
-//! SentencePiece models (`tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`) as tokenizers of the library, put together as
-//! transformers puts them: Llama's, T5's and XLM-RoBERTa's.
+//! Converts SentencePiece models (`tokenizer.model`, `spiece.model`, `sentencepiece.bpe.model`) to tokenizers of the
+//! library, composed as in transformers: Llama's, T5's and XLM-RoBERTa's.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -20,19 +20,19 @@ use tokenizers::pre_tokenizers::whitespace::WhitespaceSplit;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, Tokenizer};
 
-/// The names of such files.
+/// The names of SentencePiece files.
 pub(super) const FILES: [&str; 3] = ["tokenizer.model", "spiece.model", "sentencepiece.bpe.model"];
 
-/// The character that stands for a blank.
+/// The character that represents a blank.
 const BLANK: char = '▁';
 
-/// Tokens that stand for what was cut out of a text, in T5's vocabulary behind those of the file, where `extra_ids` says no number.
+/// Default of `extra_ids`: the number of T5's sentinel tokens, which represent text cut out and follow the file's tokens.
 const SENTINELS: u64 = 100;
 
-/// The most of them.
+/// Limit of `extra_ids`.
 const MOST_SENTINELS: u64 = 1 << 16;
 
-/// A model, by the numbers of its fields, <https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto>.
+/// A model, with the field numbers of <https://github.com/google/sentencepiece/blob/master/src/sentencepiece_model.proto>.
 #[derive(Message)]
 struct Model {
     #[prost(message, repeated, tag = "1")]
@@ -69,15 +69,15 @@ struct Normalizer {
     charsmap: Vec<u8>,
 }
 
-/// Kinds of pieces: those of a text, and those that a text has by their names only.
+/// Kinds of pieces: `CONTROL` (special tokens) and `USER_DEFINED`.
 const CONTROL: i32 = 3;
 const OF_USER: i32 = 4;
 
-/// Models that find the most likely pieces, and that merge pairs.
+/// Kinds of models: unigram, which finds the most likely pieces, and BPE, which merges pairs.
 const UNIGRAM: i32 = 1;
 const MERGES: i32 = 2;
 
-/// Special tokens by their names.
+/// Special tokens by name.
 type Named = [(&'static str, &'static str)];
 
 const LLAMA: &Named = &[("unk_token", "<unk>"), ("bos_token", "<s>"), ("eos_token", "</s>")];
@@ -94,7 +94,7 @@ pub(super) const ROBERTA: &Named = &[
 
 const T5: &Named = &[("eos_token", "</s>"), ("unk_token", "<unk>"), ("pad_token", "<pad>")];
 
-/// The tokenizer in a file, and its special tokens. `class` is what transformers call it, or the type of the model.
+/// Reads the tokenizer in a file, and its special tokens. `class` is its class in transformers, or the type of the model.
 pub(super) fn read(
     path: &Path,
     class: &str,
@@ -130,7 +130,7 @@ pub(super) fn read(
     Ok((tokenizer, named))
 }
 
-/// Pairs of pieces are merged in the order of what they make.
+/// Builds Llama's tokenizer. Pairs of pieces are merged in the order of the pieces that they form.
 fn llama(model: &Model, settings: &Map<String, Value>) -> tokenizers::Result<Tokenizer> {
     let numbers: HashMap<&str, u32> = model.pieces.iter().map(|piece| piece.text.as_str()).zip(0..).collect();
     let mut merges = Vec::new();
@@ -156,7 +156,7 @@ fn llama(model: &Model, settings: &Map<String, Value>) -> tokenizers::Result<Tok
     Ok(tokenizer)
 }
 
-/// Treats blanks as transformers' LlamaTokenizer does, whatever a `tokenizer.json` says.
+/// Treats blanks like transformers' LlamaTokenizer, whatever a `tokenizer.json` says.
 pub(super) fn with_blanks(tokenizer: &mut Tokenizer, settings: &Map<String, Value>) -> tokenizers::Result<()> {
     let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
     let prefix = flag("add_prefix_space").unwrap_or(true);
@@ -192,7 +192,7 @@ fn t5(model: &Model, settings: &Map<String, Value>) -> tokenizers::Result<Tokeni
     Ok(tokenizer)
 }
 
-/// The first pieces of the file are others than the first tokens of the model.
+/// Builds XLM-RoBERTa's tokenizer. The first pieces of the file differ from the first tokens of the model.
 fn xlm_roberta(model: &Model) -> tokenizers::Result<Tokenizer> {
     let first = ["<s>", "<pad>", "</s>", "<unk>"].map(|token| (token.to_string(), 0.0));
     let own = model.pieces.iter().skip(3).map(|piece| (piece.text.clone(), f64::from(piece.score)));

@@ -1,8 +1,8 @@
-//! What the measurements share: arguments, numbers, times.
+//! Helpers shared by the benchmarks: arguments, numbers, times.
 
 use std::time::Instant;
 
-/// The number given at a place of the command line, or another.
+/// Returns a function that gives the number at a position of the command line, or a default.
 pub fn arguments() -> impl Fn(usize, usize) -> usize {
     let given: Vec<usize> = std::env::args().skip(1).map(|text| text.parse().expect("numbers")).collect();
     move |at, default| given.get(at).copied().unwrap_or(default)
@@ -21,7 +21,7 @@ pub fn pool(threads: usize) -> rayon::ThreadPool {
     rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("the system gives threads")
 }
 
-/// The median seconds of the work, after a warm-up of two rounds.
+/// Returns the median seconds of the work, after a warm-up of two rounds.
 pub fn median(pool: &rayon::ThreadPool, rounds: usize, work: &mut (dyn FnMut() + Send)) -> f64 {
     let time = |_| {
         let begin = Instant::now();

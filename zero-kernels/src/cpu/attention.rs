@@ -1,11 +1,10 @@
-//! Exact attention that never holds a matrix of all queries against all keys (FlashAttention-2,
+//! Exact attention that never holds the full matrix of queries against keys (FlashAttention-2,
 //! <https://arxiv.org/abs/2307.08691>), forward and backward.
 //!
-//! Queries and keys are taken in blocks whose scores fit a core's second-level cache. Forward keeps, for each query,
-//! the running maximum and the running sum of the softmax and rescales what the query has gathered when the maximum
-//! rises; backward recomputes a block's softmax from its scores and the log-sum-exp that forward left. Heads of queries,
-//! keys and values are read, and their gradients written, where they lie. A thread's blocks are in a buffer that it
-//! keeps for the next call.
+//! Queries and keys are processed in blocks whose scores fit a core's second-level cache. Forward keeps, for each query, the
+//! running maximum and the running sum of the softmax, and rescales the query's partial result when the maximum rises.
+//! Backward recomputes a block's softmax from its scores and forward's log-sum-exp. Heads of queries, keys and values are
+//! read, and their gradients written, in place. Each thread reuses the buffer of its blocks in the next call.
 
 mod backward;
 mod forward;
@@ -26,30 +25,30 @@ pub use rows::{Rows, RowsMut};
 /// Sizes of an attention over `batch` sequences.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Shape {
-    /// Sequences.
+    /// Number of sequences.
     pub batch: usize,
-    /// Heads of each's queries.
+    /// Number of query heads.
     pub heads: usize,
-    /// Heads of its keys and values, which divide those of the queries: neighbouring ones share one.
+    /// Number of heads of the keys and values, a divisor of `heads`: neighbouring query heads share one.
     pub kv_heads: usize,
-    /// Features of a head; d is `heads * head_width`, c is `kv_heads * head_width`.
+    /// Features per head; d is `heads * head_width`, c is `kv_heads * head_width`.
     pub head_width: usize,
-    /// Queries of a sequence.
+    /// Queries per sequence.
     pub queries: usize,
-    /// Keys, and values, of a sequence.
+    /// Keys, and values, per sequence.
     pub keys: usize,
-    /// Whether query i attends to keys 0 to i only; then there are as many keys as queries.
+    /// If set, query i attends only to keys 0 to i; there must be as many keys as queries.
     pub causal: bool,
-    /// With `causal`, the most keys that a query attends to: those up to its own.
+    /// If `causal`, the most keys that a query attends to, the last of which is its own.
     pub window: Option<usize>,
-    /// What a query's product with a key is multiplied by.
+    /// Factor of the product of a query and a key.
     pub scale: f32,
 }
 
-/// Attention of `q` over `k` and `v`.
+/// Computes attention of `q` over `k` and `v`.
 ///
-/// The scores are `scale * q k^T`, plus `key_mask` if given, which is finite: a query whose every key is masked by
-/// the same number gets what it would get without a mask. `lse` receives the log-sum-exp of each query's scores.
+/// The scores are `scale * q k^T`, plus `key_mask` if given. The mask must be finite: a query whose keys are all masked by
+/// the same number gets the same result as without a mask. `lse` receives the log-sum-exp of each query's scores.
 ///
 /// # Shapes
 ///
@@ -57,37 +56,37 @@ pub struct Shape {
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together, there are no keys, or `causal` with `queries` other than `keys`.
+/// If the lengths do not match, there are no keys, or `causal` is set with `queries` other than `keys`.
 pub fn forward(inputs: Inputs<'_>, out: &mut [f32], lse: &mut [f32]) {
     forward_in(BLOCKS, inputs, out, lse);
 }
 
-/// The gradients of [`forward`] for `q`, `k` and `v`, of their shapes but with strides of their own. They are overwritten.
+/// Computes the gradients of [`forward`] for `q`, `k` and `v`. They have the inputs' shapes and their own strides, and are overwritten.
 ///
 /// # Panics
 ///
-/// As of [`forward`].
+/// Same as [`forward`].
 pub fn backward(inputs: Inputs<'_>, results: Results<'_>, grads: [RowsMut<'_>; 3]) {
     backward_in(BLOCKS, inputs, results, grads);
 }
 
-/// Queries and keys that are taken at a time.
+/// Queries and keys per block.
 #[derive(Clone, Copy, Debug)]
 struct Blocks {
     queries: usize,
     keys: usize,
 }
 
-/// The fastest of those measured at 256 and 1024 causal queries of 64 features, for both directions: long blocks of
-/// keys spare rescaling and reading a query's result again, short ones of queries spare scores that a causal mask clears.
+/// The fastest of the sizes measured at 256 and 1024 causal queries of 64 features, for both directions. Long blocks of keys
+/// save rescaling and rereading a query's result; short blocks of queries save scores that a causal mask clears.
 const BLOCKS: Blocks = Blocks { queries: 128, keys: 512 };
 
 thread_local! {
-    /// A thread's blocks of scores. No work that another task could run inside of is done while it is borrowed.
+    /// A thread's blocks of scores. While it is borrowed, the thread does nothing that could run another task.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Runs `work` with `len` elements of scratch, whose content is arbitrary.
+/// Runs `work` with `len` elements of scratch memory, whose contents are arbitrary.
 fn with_scratch(len: usize, work: impl FnOnce(&mut [f32])) {
     SCRATCH.with_borrow_mut(|scratch| {
         if scratch.len() < len {
@@ -97,7 +96,7 @@ fn with_scratch(len: usize, work: impl FnOnce(&mut [f32])) {
     });
 }
 
-/// What both directions read.
+/// Inputs of both directions.
 #[derive(Clone, Copy)]
 pub struct Inputs<'a> {
     /// Sizes.
@@ -142,12 +141,12 @@ impl<'a> Inputs<'a> {
         self.shape.kv_heads * self.shape.head_width
     }
 
-    /// Heads of queries that share one of keys.
+    /// Returns the number of query heads that share a key head.
     fn group(&self) -> usize {
         self.shape.heads / self.shape.kv_heads.max(1)
     }
 
-    /// Some rows of a head of number `index`, of which sequences have `t`.
+    /// Returns rows `range` of head `index` of a sequence; sequences have `t` rows.
     fn head(&self, rows: Rows<'a>, t: usize, head: Head, index: usize, range: &Range<usize>) -> Matrix<'a> {
         let width = self.shape.head_width;
         let first = (head.sequence * t + range.start) * rows.stride + index * width;
@@ -171,41 +170,41 @@ impl<'a> Inputs<'a> {
         self.key_mask.map(|mask| &mask[first + keys.start..first + keys.end])
     }
 
-    /// The blocks of keys that some of `queries` attends to, in order.
+    /// Returns the blocks of keys that any of `queries` attends to, in order.
     fn blocks_of_keys(&self, queries: &Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let end = if self.shape.causal { queries.end } else { self.shape.keys };
         (self.first_block(queries.start, block)..end).step_by(block).map(move |first| first..end.min(first + block))
     }
 
-    /// The first key of the first block that the query of number `query`, or one after it, attends to.
+    /// Returns the first key of the first block that query `query`, or a later one, attends to.
     fn first_block(&self, query: usize, block: usize) -> usize {
         self.shape.window.map_or(0, |window| (query + 1).saturating_sub(window) / block * block)
     }
 
-    /// Where the block of `queries` and `keys` lies.
+    /// Returns the position of the block of `queries` and `keys`.
     fn horizon(&self, queries: &Range<usize>, keys: &Range<usize>) -> Horizon {
         Horizon { causal: self.shape.causal, window: self.shape.window, query: queries.start, key: keys.start }
     }
 
-    /// Multiplications of one of the products.
+    /// Returns the number of multiplications of one of the products.
     fn work(&self) -> usize {
         let Shape { batch, queries, keys, .. } = self.shape;
         batch * queries * keys * self.d()
     }
 }
 
-/// What backward reads besides.
+/// Additional inputs of backward.
 #[derive(Clone, Copy)]
 pub struct Results<'a> {
-    /// As [`forward`] wrote it.
+    /// The result of [`forward`].
     pub out: &'a [f32],
-    /// As [`forward`] wrote it.
+    /// The log-sum-exp that [`forward`] wrote.
     pub lse: &'a [f32],
-    /// The gradient of `out`, of its shape.
+    /// The gradient of `out`, with the same shape.
     pub g: &'a [f32],
 }
 
-/// Panics unless `rows` rows of `d` elements lie within `len`, `stride` apart, and beside each other in `width`.
+/// Panics unless `rows` rows of `d` elements, `stride` apart, lie within `len`, and `d` is at most `width`.
 fn check_rows(name: &str, len: usize, [d, width, stride]: [usize; 3], rows: usize) {
     assert!(width >= d, "attention: rows of `{name}` have {width} elements, expected at least {d}");
     let needed = match rows.checked_sub(1) {
@@ -218,14 +217,14 @@ fn check_rows(name: &str, len: usize, [d, width, stride]: [usize; 3], rows: usiz
     );
 }
 
-/// A head of a sequence's queries.
+/// A query head of a sequence.
 #[derive(Clone, Copy)]
 struct Head {
     sequence: usize,
     index: usize,
 }
 
-/// Where a block of scores lies against the diagonal.
+/// The position of a block of scores relative to the causal diagonal.
 #[derive(Clone, Copy)]
 struct Horizon {
     causal: bool,
@@ -235,7 +234,7 @@ struct Horizon {
 }
 
 impl Horizon {
-    /// Which of the block's `keys` its query of number `row` attends to.
+    /// Returns which of the block's `keys` the query in its row `row` attends to.
     #[inline(always)]
     fn seen(self, row: usize, keys: usize) -> Range<usize> {
         let until = |end: usize| keys.min(end.saturating_sub(self.key));

@@ -1,7 +1,7 @@
 //! A linear layer and the cross-entropy of its result, without ever holding all logits.
 //!
-//! Rows are taken some at a time: their logits, the softmax in their place, and the products that the gradients are
-//! sums of. The buffer of one such chunk is all that is allocated, for the length of a call.
+//! For each chunk of rows it computes the logits, the softmax in place of these, and the products that are summed to the
+//! gradients. The only allocation is the buffer of one chunk, for the duration of a call.
 
 use half::bf16;
 
@@ -14,32 +14,33 @@ use super::product_bf16::{self, MatrixBf16, Out};
 use super::reduce::{largest, replace_and_sum, sum_over};
 use super::{buffer, check_rows};
 
-/// Rows that a chunk has at least: each reads the weights twice and their gradient once more.
+/// Fewest rows per chunk: each chunk reads the weights twice and their gradient once.
 const LEAST_ROWS: usize = 64;
 
 /// Sizes of a classification.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows that are classified, n.
+    /// Number of rows that are classified, n.
     pub rows: usize,
-    /// Features of a row, d.
+    /// Features per row, d.
     pub width: usize,
-    /// Classes, v.
+    /// Number of classes, v.
     pub vocabulary: usize,
 }
 
-/// The mean over rows, in nats, of `-ln softmax(x w^T)[target]`, and its gradients if `grads` are given.
+/// Returns the mean over rows, in nats, of `-ln softmax(x w^T)[target]`, and writes its gradients if `grads` are given.
 ///
-/// Rows whose target is `ignored` do not count. With no row left the loss and the gradients are 0. Operands in bfloat16 are
-/// multiplied as they are; logits, sums and gradients are f32.
+/// Rows whose target is `ignored` do not count. If no row is left, the loss and the gradients are 0. Operands in bfloat16
+/// are multiplied in bfloat16; logits, sums and gradients are f32.
 ///
 /// # Shapes
 ///
-/// `x` and the first of `grads`: `[n, d]`; `w` and the second of `grads`: `[v, d]`, or empty, and then not made; `targets`: `[n]`.
+/// `x` and the first of `grads`: `[n, d]`; `w` and the second of `grads`: `[v, d]`, or empty, and then not computed;
+/// `targets`: `[n]`.
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together, or a target that is not `ignored` is outside of `0..v`.
+/// If the lengths do not match, or a target that is not `ignored` is outside of `0..v`.
 pub fn forward_backward<T: Operand>(
     shape: Shape,
     x: &[T],
@@ -52,18 +53,18 @@ pub fn forward_backward<T: Operand>(
     by_chunks(rows, shape, x, w, targets, ignored, grads)
 }
 
-/// A type that products can be made of.
+/// An operand type of products.
 pub trait Operand: Copy {
-    /// `a b`, added to `out` or in its place.
+    /// Computes `a b`, and adds it to `out` or overwrites `out`.
     #[doc(hidden)]
     fn product(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>);
-    /// Logits that a chunk has at most, unless that were too few rows.
+    /// Most logits per chunk, unless that gives too few rows.
     #[doc(hidden)]
     const CHUNK: usize;
-    /// Makes operands of numbers, in their place: the first of the row's memory.
+    /// Converts numbers to operands in place, at the start of the row's memory.
     #[doc(hidden)]
     fn round(row: &mut [f32]);
-    /// Rows of `columns` numbers, of which [`Operand::round`] has made operands.
+    /// Returns the rows of `columns` operands that [`Operand::round`] has made.
     #[doc(hidden)]
     fn rounded(rows: &[f32], columns: usize) -> Matrix<'_, Self>;
 }
@@ -84,8 +85,8 @@ impl Operand for f32 {
 }
 
 impl Operand for bf16 {
-    // 52 MiB: 256 rows and a vocabulary of 50257. Each chunk reads and writes the gradient of the weights, which takes longer than
-    // its products.
+    // 52 MiB: 256 rows and a vocabulary of 50257. Each chunk reads and writes the gradient of the weights, which takes
+    // longer than its products.
     const CHUNK: usize = 13 << 20;
 
     fn product(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
@@ -143,7 +144,7 @@ fn by_chunks<T: Operand>(
         }
         return 0.0;
     }
-    // Equal chunks rather than a small last one, which the products would be slow for.
+    // Equal chunks: a small last one would make its products slow.
     let chunks = n.div_ceil(rows);
     let rows = n.div_ceil(chunks);
     let mut logits = buffer(rows * v);
@@ -168,7 +169,7 @@ fn by_chunks<T: Operand>(
     (losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / count as f64) as f32
 }
 
-/// Writes the rows' losses and, given the `share` of a row in the mean, the gradient of the mean over their logits, as operands.
+/// Writes the rows' losses and, if the `share` of a row in the mean is given, the gradient of the mean for their logits, as operands.
 fn softmax<T: Operand>(
     logits: &mut [f32],
     targets: &[i64],
@@ -188,7 +189,7 @@ fn softmax<T: Operand>(
 }
 
 vectorised! {
-    /// Without a target a row counts for nothing.
+    /// A row without a target does not count.
     fn softmax_of_row<'a>(logits: &'a mut [f32], target: Option<usize>, loss: &'a mut f32, share: Option<f32>) {
         let Some(target) = target else {
             *loss = 0.0;
@@ -221,7 +222,7 @@ mod tests {
 
     const IGNORED: Option<i64> = Some(-100);
 
-    /// Loss, gradient of x, gradient of w.
+    /// Returns the loss, the gradient of x and the gradient of w.
     fn reference(shape: Shape, x: &[f64], w: &[f64], targets: &[i64]) -> (f64, Vec<f64>, Vec<f64>) {
         let Shape { rows: n, width: d, vocabulary: v } = shape;
         let count = targets.iter().filter(|target| Some(**target) != IGNORED).count().max(1) as f64;

@@ -1,16 +1,16 @@
-//! Dropout (<https://jmlr.org/papers/v15/srivastava14a.html>): what is kept follows from the key of the draw and an element's place, so
-//! no mask is held from the forward pass to the backward pass.
+//! Dropout (<https://jmlr.org/papers/v15/srivastava14a.html>). The key of the draw and an element's position decide whether
+//! it is kept, so no mask is stored between the forward and the backward pass.
 
 use crate::options::AttentionDropout;
 
 use super::check;
 use super::parallel::{TASK, spread};
 
-/// Each element of `x` times its share of `dropout`; of a gradient of that, its gradient.
+/// Multiplies each element of `x` by its factor of `dropout`. Applied to the result's gradient, it computes the gradient of `x`.
 ///
 /// # Panics
 ///
-/// When the slices differ in length.
+/// If the lengths differ.
 pub fn apply(dropout: AttentionDropout, x: &[f32], out: &mut [f32]) {
     check("dropout", "out", out.len(), x.len());
     let tasks: Vec<_> = x.chunks(TASK).zip(out.chunks_mut(TASK)).enumerate().collect();
@@ -18,7 +18,7 @@ pub fn apply(dropout: AttentionDropout, x: &[f32], out: &mut [f32]) {
 }
 
 vectorised! {
-    /// Elements from `first` on.
+    /// Processes the elements from `first` on.
     fn part<'a>(dropout: AttentionDropout, first: u64, x: &'a [f32], out: &'a mut [f32]) {
         for (place, (x, out)) in (first..).zip(x.iter().zip(out)) {
             *out = x * dropout.share(place);

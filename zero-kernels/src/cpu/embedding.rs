@@ -1,11 +1,11 @@
-//! Rows of a table by number, and the scatter-add of their gradients.
+//! Lookup of a table's rows by number, and the scatter-add of their gradients.
 
 use super::check_rows;
 use super::half::{Half, Plain};
 use super::parallel::{rows_of_task, spread};
 use super::reduce::add;
 
-/// Row `ids[i]` of the table into row i of `out`.
+/// Copies row `ids[i]` of the table to row i of `out`.
 ///
 /// # Shapes
 ///
@@ -13,7 +13,7 @@ use super::reduce::add;
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together, or an id is outside of `0..v`.
+/// If the lengths do not match, or an id is outside of `0..v`.
 pub fn forward<T: Plain>(table: &[T], ids: &[i64], out: &mut [T]) {
     if ids.is_empty() {
         assert!(out.is_empty(), "embedding: `out` has {} elements, expected none for no ids", out.len());
@@ -43,7 +43,7 @@ pub fn forward<T: Plain>(table: &[T], ids: &[i64], out: &mut [T]) {
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together, or an id is outside of `0..v`.
+/// If the lengths do not match, or an id is outside of `0..v`.
 pub fn backward(ids: &[i64], g: &[f32], d: usize, dtable: &mut [f32]) {
     check_rows("embedding", "g", g.len(), ids.len(), d);
     check(ids, dtable.len(), d);
@@ -56,15 +56,15 @@ pub fn backward(ids: &[i64], g: &[f32], d: usize, dtable: &mut [f32]) {
     });
 }
 
-/// The numbers of the rows by id, each id's in order.
+/// Returns the numbers of the rows sorted by id, in order within each id.
 fn order(ids: &[i64]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..ids.len()).collect();
     order.sort_by_key(|i| ids[*i]);
     order
 }
 
-/// Parts of the ordered rows of about a task's size, each with the part of the table that it alone adds to and the id
-/// which that begins with. No id's rows are split.
+/// Splits the sorted rows into parts of about a task's size. Each comes with the first id and the slice of the part of the
+/// table that it alone adds to. No id's rows are split.
 fn segments<'a>(
     ids: &[i64],
     order: &'a [usize],
@@ -106,11 +106,11 @@ vectorised! {
     }
 }
 
-/// As [`backward`], into a table in 16 bit: the rows of an id are added in f32 and rounded once, over what the table held.
+/// Computes [`backward`] into a table in 16 bits: the rows of an id are added in f32 and rounded once, overwriting the id's row.
 ///
 /// # Panics
 ///
-/// As [`backward`].
+/// Same as [`backward`].
 pub fn backward_of<H: Half>(ids: &[i64], g: &[f32], d: usize, dtable: &mut [H]) {
     check_rows("embedding", "g", g.len(), ids.len(), d);
     check(ids, dtable.len(), d);

@@ -8,7 +8,7 @@ use super::math::{erf, exp};
 use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::add_partials;
 
-/// `gelu(x + bias)`.
+/// Computes `gelu(x + bias)`.
 ///
 /// # Shapes
 ///
@@ -16,13 +16,13 @@ use super::reduce::add_partials;
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn forward<T: Number>(kind: Gelu, x: &[T], bias: Option<&[f32]>, out: &mut [T]) {
     check("gelu", "out", out.len(), x.len());
     if x.is_empty() {
         return;
     }
-    // Without a bias any length will do for a row.
+    // Without a bias, any row length works.
     let f = bias.map_or(x.len().min(1 << 10), <[f32]>::len);
     check_rows(x.len(), f, bias.is_some());
     let rows = rows_of_task(f);
@@ -30,16 +30,16 @@ pub fn forward<T: Number>(kind: Gelu, x: &[T], bias: Option<&[f32]>, out: &mut [
     spread(x.len(), tasks, |(x, out)| forward_rows(kind, x, bias, f, out));
 }
 
-/// The gradients of [`forward`] for the gradient `g` of its result.
+/// Computes the gradients of [`forward`] for the gradient `g` of its result.
 ///
 /// # Shapes
 ///
-/// `x`, `g`, `dx`: `[n, f]`; `bias`, `dbias`: `[f]`. In bfloat16 each element of `dx` is rounded once, and
-/// `dbias` adds up what they were before.
+/// `x`, `g`, `dx`: `[n, f]`; `bias`, `dbias`: `[f]`. In bfloat16 each element of `dx` is rounded once, and `dbias` sums the
+/// unrounded values.
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn backward<T: Number>(
     kind: Gelu,
     x: &[T],
@@ -78,14 +78,14 @@ fn check_rows(len: usize, f: usize, biased: bool) {
 vectorised! {
     /// Without a bias the last row may be shorter.
     fn forward_rows<'a, T: Number>(kind: Gelu, x: &'a [T], bias: Option<&'a [f32]>, f: usize, out: &'a mut [T]) {
-        // A function of its own type for each formula, so that each gets a loop without a choice in it.
+        // A function of its own type for each formula, so that each gets a loop without a branch.
         match kind {
             Gelu::Tanh => values(x, bias, f, out, |x| x.max(-LIMIT) * tanh_share(x.clamp(-LIMIT, LIMIT))),
             Gelu::Erf => values(x, bias, f, out, |x| x.max(-LIMIT) * erf_share(x)),
         }
     }
 
-    /// `dbias` is the block's partial sum, zero at first, empty if it is not asked for.
+    /// `dbias` is the block's partial sum, zero at first; it is empty if not requested.
     fn backward_block<'a, T: Number>(
         kind: Gelu,
         x: &'a [T],
@@ -161,14 +161,14 @@ fn slopes<T: Number>(
     }
 }
 
-/// Where both formulas' shares are 0 and 1 to the last bit; beyond it the cube of a large input would overflow.
+/// Magnitude from which `gelu(x) / x` is 0 or 1 to the last bit in both formulas; beyond it the cube of a large input would overflow.
 const LIMIT: f32 = 16.0;
 
 /// `2 * sqrt(2 / pi)`, and that times 0.044715.
 const SCALE: f32 = 1.595_769;
 const CUBIC: f32 = 0.071_354_814;
 
-/// `(1 + tanh(u)) / 2` as the logistic function of `2u`, which also keeps its digits where it is close to 0.
+/// Returns `(1 + tanh(u)) / 2` as the logistic function of `2u`, which also keeps its digits near 0.
 #[inline(always)]
 fn tanh_share(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x * (x * x).mul_add(CUBIC, SCALE)))
@@ -204,7 +204,7 @@ mod tests {
 
     const KINDS: [Gelu; 2] = [Gelu::Tanh, Gelu::Erf];
 
-    /// Value and slope.
+    /// Returns value and slope.
     fn reference(kind: Gelu, x: f64) -> (f64, f64) {
         use std::f64::consts::{FRAC_1_SQRT_2, PI};
         match kind {

@@ -1,4 +1,4 @@
-//! Conversions between f32 and 16 bit, of whole slices.
+//! Conversions of slices between f32 and 16 bits.
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -6,18 +6,18 @@ use half::{bf16, f16};
 use super::parallel::{TASK, spread};
 use super::{buffer, buffer_of};
 
-/// A float, of which memory that was never written holds one.
+/// A float type for which any bits are a valid value, so that uninitialised memory can be used.
 ///
 /// # Safety
 ///
-/// Any bits are one.
+/// Any bits must be a valid value.
 pub unsafe trait Plain: Copy + Send + Sync + 'static {
     /// Zero.
     #[doc(hidden)]
     const ZERO: Self;
 }
 
-// SAFETY: any bits are a float of 32 bit.
+// SAFETY: any bits are a 32-bit float.
 unsafe impl Plain for f32 {
     const ZERO: Self = 0.0;
 }
@@ -27,16 +27,16 @@ unsafe impl Plain for bf16 {
     const ZERO: Self = bf16::ZERO;
 }
 
-// SAFETY: any bits are a float of half precision.
+// SAFETY: any bits are a half-precision float.
 unsafe impl Plain for f16 {
     const ZERO: Self = f16::ZERO;
 }
 
-/// A float that loops read and write one by one and compute with in fp32, so that the compiler vectorises them; for f16 it does not.
+/// A float that loops load and store one by one, and compute with in fp32. The compiler vectorises such loops, but not for f16.
 pub trait Number: Plain {
-    /// In fp32.
+    /// Converts to fp32.
     fn load(self) -> f32;
-    /// Rounded to nearest even.
+    /// Converts from fp32, rounding to nearest even.
     fn store(value: f32) -> Self;
 }
 
@@ -104,19 +104,19 @@ vectorised! {
     }
 }
 
-/// As [`bf16::to_f32`], without its branches.
+/// Converts like [`bf16::to_f32`], without its branches.
 #[inline(always)]
 pub(crate) fn wide(value: bf16) -> f32 {
     f32::from_bits(u32::from(value.to_bits()) << 16)
 }
 
-/// As [`bf16::from_f32`], without its branches: loops of it are vectorised.
+/// Converts like [`bf16::from_f32`], without its branches, so that loops are vectorised.
 #[inline(always)]
 pub(crate) fn nearest(value: f32) -> bf16 {
     let bits = value.to_bits();
-    // Half of the last place that stays, less one where that place is even.
+    // Half of the last place that is kept, less one if that place is even.
     let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-    // A quiet NaN: rounding could carry one into an infinity.
+    // A quiet NaN: rounding could turn a NaN into an infinity.
     let nan = (bits >> 16) | 0x40;
     bf16::from_bits(if value.is_nan() { nan } else { rounded } as u16)
 }
@@ -133,7 +133,7 @@ pub fn widened<H: Half>(from: &[H]) -> Vec<f32> {
 ///
 /// # Panics
 ///
-/// When they differ in length.
+/// If the lengths differ.
 pub fn narrow_into<H: Half>(from: &[f32], to: &mut [H]) {
     assert_eq!(from.len(), to.len(), "a conversion keeps the number of elements");
     let tasks = from.chunks(TASK).zip(to.chunks_mut(TASK)).collect();

@@ -1,12 +1,12 @@
 //! Layer normalisation over the last dimension (<https://arxiv.org/abs/1607.06450>), forward and backward.
 //!
-//! A row is read from memory once: what its sums and its result need fits the first-level cache.
+//! A row is read from memory once: the data for its sums and its result fits the first-level cache.
 
 use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::{add_partials, sum_over};
 use super::{check, check_rows};
 
-/// `(x - mean) * rstd * gamma + beta` for every row, and what its gradient needs.
+/// Computes `(x - mean) * rstd * gamma + beta` for every row, and the statistics that the gradient needs.
 ///
 /// The variance is that of the population; `rstd` is `1 / sqrt(variance + epsilon)`.
 ///
@@ -16,7 +16,7 @@ use super::{check, check_rows};
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn forward(
     x: &[f32],
     gamma: &[f32],
@@ -41,7 +41,7 @@ pub fn forward(
     spread(x.len(), tasks, |((x, out), (mean, rstd))| forward_rows(x, gamma, beta, epsilon, out, mean, rstd));
 }
 
-/// The gradients of [`forward`] for the gradient `g` of its result.
+/// Computes the gradients of [`forward`] for the gradient `g` of its result.
 ///
 /// # Shapes
 ///
@@ -49,7 +49,7 @@ pub fn forward(
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 #[allow(clippy::too_many_arguments)] // What the operation reads and writes, each once.
 pub fn backward(
     x: &[f32],
@@ -122,7 +122,7 @@ vectorised! {
         }
     }
 
-    /// `dgamma` and `dbeta` are the block's partial sums, zero at first, the latter empty if it is not asked for.
+    /// `dgamma` and `dbeta` are the block's partial sums, zero at first; `dbeta` is empty if not requested.
     #[allow(clippy::too_many_arguments)] // As of `backward`.
     fn backward_block<'a>(
         x: &'a [f32],
@@ -139,7 +139,7 @@ vectorised! {
         let rows = x.chunks_exact(d).zip(g.chunks_exact(d)).zip(dx.chunks_exact_mut(d)).zip(mean.iter().zip(rstd));
         for (((x, g), dx), (mean, rstd)) in rows {
             let (m, r) = (*mean, *rstd);
-            // Both are over the normalised value's gradient, g * gamma.
+            // Both are means over the normalised value's gradient, g * gamma.
             let average = sum_over([g, gamma], |[g, gamma], sum| g.mul_add(gamma, sum)) * share;
             let along = sum_over([x, g, gamma], |[x, g, gamma], sum| (g * gamma).mul_add((x - m) * r, sum)) * share;
             for ((((dx, x), g), gamma), dgamma) in dx.iter_mut().zip(x).zip(g).zip(gamma).zip(dgamma.iter_mut()) {
@@ -161,7 +161,7 @@ mod tests {
 
     const EPSILON: f32 = 1e-5;
 
-    /// Result, mean and rstd.
+    /// Returns result, mean and rstd.
     fn reference(x: &[f64], gamma: &[f64], beta: &[f64]) -> [Vec<f64>; 3] {
         let d = gamma.len();
         let mut result = [vec![], vec![], vec![]];

@@ -1,13 +1,13 @@
 //! A linear layer: product, bias and residual in one result.
 //!
-//! gemm adds to what its destination holds, so bias and residual are what the result begins with.
+//! gemm adds to the contents of its destination, so the result is initialised with bias and residual.
 
 use super::parallel::{BLOCK, gemm_threads, rows_of_task, spread};
 use super::product::{Matrix, Write, multiply};
 use super::reduce::{add, add_partials};
 use super::{buffer, check_rows};
 
-/// `x * w + bias + residual`.
+/// Computes `x * w + bias + residual`.
 ///
 /// # Shapes
 ///
@@ -15,7 +15,7 @@ use super::{buffer, check_rows};
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [f32]) {
     let (k, m) = (w.rows(), w.columns());
     let n = rows("out", out.len(), m);
@@ -33,7 +33,7 @@ pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<
     multiply_rows(out, write, Matrix::new(x, n, k), w);
 }
 
-/// The gradient of [`forward`] for `x`, given that of its result: `g` times the transpose of `w`.
+/// Computes the gradient of [`forward`] for `x`, given that of its result: `g` times the transpose of `w`.
 ///
 /// # Shapes
 ///
@@ -41,7 +41,7 @@ pub fn forward(x: &[f32], w: Matrix<'_>, bias: Option<&[f32]>, residual: Option<
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
     let (k, m) = (w.rows(), w.columns());
     let n = rows("dx", dx.len(), k);
@@ -49,7 +49,7 @@ pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
     multiply_rows(dx, Write::Over, Matrix::new(g, n, m), w.transposed());
 }
 
-/// The gradient of [`forward`] for `w` of `k` rows: the transpose of `x` times `g`.
+/// Computes the gradient of [`forward`] for `w` of `k` rows: the transpose of `x` times `g`.
 ///
 /// # Shapes
 ///
@@ -57,7 +57,7 @@ pub fn backward_x(g: &[f32], w: Matrix<'_>, dx: &mut [f32]) {
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn backward_w(x: &[f32], g: &[f32], k: usize, dw: &mut [f32]) {
     let n = rows("x", x.len(), k);
     let m = dw.len().checked_div(k).unwrap_or(0);
@@ -66,7 +66,7 @@ pub fn backward_w(x: &[f32], g: &[f32], k: usize, dw: &mut [f32]) {
     multiply(dw, Write::Over, Matrix::new(x, n, k).transposed(), Matrix::new(g, n, m), 1.0, gemm_threads());
 }
 
-/// The gradient of [`forward`] for `bias`: the sum of the rows of `g`.
+/// Computes the gradient of [`forward`] for `bias`: the sum of the rows of `g`.
 ///
 /// # Shapes
 ///
@@ -74,7 +74,7 @@ pub fn backward_w(x: &[f32], g: &[f32], k: usize, dw: &mut [f32]) {
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn backward_bias(g: &[f32], db: &mut [f32]) {
     let m = db.len();
     rows("g", g.len(), m);
@@ -87,11 +87,13 @@ pub fn backward_bias(g: &[f32], db: &mut [f32]) {
     add_partials(&partials, db);
 }
 
-/// `a * b` into `out`, by way of its transpose where that is faster: with the same bits, as gemm parts the depth by its length alone.
+/// Computes `a * b` into `out`, through its transpose if that is faster. The bits are the same, since gemm splits the depth
+/// by its length alone.
 ///
-/// gemm copies the right matrix of a row-major result, across its columns. Where those are what is contiguous, that takes as long as half of the
-/// product with a hundred rows of `a`. Of the transposed product it copies the other matrix, and this one it reads as it lies. With more rows that
-/// gains where columns are a multiple of a page apart: what is read together shares a few sets of the cache then.
+/// gemm copies the right matrix of a row-major result, across its columns. If the columns are contiguous, the copy takes
+/// half as long as the product with a hundred rows of `a`. For the transposed product gemm copies the other matrix, and
+/// reads this one in place. With more rows that is faster if columns are a multiple of a page apart, because data read
+/// together then shares a few sets of the cache.
 pub(super) fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, k, m) = (a.rows(), a.columns(), b.columns());
     if n == 1 && a.column_stride == 1 && [b.row_stride, b.column_stride].contains(&1) {
@@ -106,7 +108,7 @@ pub(super) fn multiply_rows(out: &mut [f32], write: Write, a: Matrix<'_>, b: Mat
     }
 }
 
-/// [`multiply`] by way of the transpose.
+/// Computes [`multiply`] through the transpose.
 fn multiply_turned(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
     let (n, m) = (a.rows(), b.columns());
     let mut turned = buffer(n * m);
@@ -117,13 +119,13 @@ fn multiply_turned(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) 
     turn_rows(&turned, m, n, out);
 }
 
-/// The transpose of `from`, `[n, m]`, into `out`.
+/// Writes the transpose of `from`, `[n, m]`, to `out`.
 fn turn_rows(from: &[f32], n: usize, m: usize, out: &mut [f32]) {
     let tasks: Vec<_> = out.chunks_mut(TILE * n).enumerate().collect();
     spread(n * m, tasks, |(block, out)| turn(from, m, block * TILE, n, out));
 }
 
-/// `x * b` into `out`, or added to it. gemm goes through a matrix for one row on one thread, an element at a time.
+/// Computes `x * b` into `out`, or adds it to `out`. For a single row, gemm reads the matrix on one thread, element by element.
 fn multiply_row(out: &mut [f32], write: Write, x: &[f32], b: Matrix<'_>) {
     let (k, m) = (b.rows(), b.columns());
     let width = if b.column_stride == 1 { ROW_PART } else { ROW_PART.div_ceil(k.max(1)) };
@@ -140,10 +142,10 @@ fn multiply_row(out: &mut [f32], write: Write, x: &[f32], b: Matrix<'_>) {
     });
 }
 
-/// Columns of a task of [`multiply_row`] where they are contiguous, else elements.
+/// Columns per task of [`multiply_row`] if they are contiguous, otherwise elements.
 const ROW_PART: usize = 1 << 10;
 
-/// Partial sums of a dot product. Fixed, as they decide its bits.
+/// Partial sums of a dot product. Fixed, since they determine its bits.
 const LANES: usize = 64;
 
 vectorised! {
@@ -164,7 +166,7 @@ vectorised! {
         }
     }
 
-    /// Adds the products of `x` with columns of `b`, which are contiguous and `stride` elements apart.
+    /// Adds the products of `x` with the columns of `b`, which are contiguous and `stride` elements apart.
     fn add_products<'a>(x: &'a [f32], b: &'a [f32], stride: usize, out: &'a mut [f32]) {
         for (j, out) in out.iter_mut().enumerate() {
             let column = &b[j * stride..][..x.len()];
@@ -181,14 +183,14 @@ vectorised! {
     }
 }
 
-/// Rows up to which a product is turned wherever columns of its right matrix are contiguous.
+/// Rows up to which a product is transposed if columns of its right matrix are contiguous.
 const FEW_ROWS: usize = 256;
 
-/// Rows, and columns, of a tile of [`turn`]: a cache line of each.
+/// Rows, and columns, per tile of [`turn`]: a cache line of each.
 const TILE: usize = 16;
 
 vectorised! {
-    /// Up to [`TILE`] rows of `out` (`[n, m]`) from number `first` on, from columns of `from` (`[m, n]`).
+    /// Writes up to [`TILE`] rows of `out` (`[n, m]`), from row `first` on, from columns of `from` (`[m, n]`).
     fn turn<'a>(from: &'a [f32], n: usize, first: usize, m: usize, out: &'a mut [f32]) {
         let rows = out.len() / m;
         for column in (0..m).step_by(TILE) {
@@ -206,7 +208,7 @@ vectorised! {
         }
     }
 
-    /// Some rows of what a result begins with.
+    /// Initialises rows of a result with bias and residual.
     fn begin<'a>(bias: Option<&'a [f32]>, residual: Option<&'a [f32]>, m: usize, out: &'a mut [f32]) {
         match (bias, residual) {
             (Some(bias), Some(residual)) => {
@@ -228,7 +230,7 @@ vectorised! {
     }
 }
 
-/// The number of rows of `width` that `len` elements are.
+/// Returns the number of rows of `width` in `len` elements.
 fn rows(name: &str, len: usize, width: usize) -> usize {
     let n = len.checked_div(width).unwrap_or(0);
     assert_eq!(len, n * width, "linear: `{name}` has {len} elements, which are not whole rows of {width}");
@@ -299,7 +301,7 @@ mod tests {
 
     #[test]
     fn the_number_of_threads_changes_no_bit() {
-        // By way of the transpose, and with columns that are parted.
+        // Through the transpose, and with columns that are split.
         for m in [1024, 1000] {
             let (n, k) = (129, 270);
             let (x, w, g) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 5));

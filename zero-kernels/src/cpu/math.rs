@@ -1,9 +1,9 @@
-//! Elementary functions that vectorise: selects in place of branches, no tables, fused multiply-adds.
+//! Elementary functions that vectorise: selects instead of branches, no tables, fused multiply-adds.
 //!
-//! They are `#[inline(always)]` so that they are compiled for the instruction set of the dispatched code that calls
-//! them. On a processor without fused multiply-add they are right, but slow.
+//! They are `#[inline(always)]`, so that they are compiled for the instruction set of the dispatched code that calls them.
+//! Without hardware fused multiply-add they are correct, but slow.
 
-/// `e^x` to about one unit in the last place; 0 where the result is below the smallest normal number.
+/// Returns `e^x` to about one unit in the last place; 0 if the result is below the smallest normal number.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
     /// Logarithms of the smallest normal and of the largest number.
@@ -16,7 +16,7 @@ pub fn exp(x: f32) -> f32 {
     if x < LOWEST { 0.0 } else { y }
 }
 
-/// The hyperbolic tangent to about two units in the last place, relative to itself.
+/// Returns the hyperbolic tangent to about two units in the last place, relative to itself.
 #[inline(always)]
 pub fn tanh(x: f32) -> f32 {
     /// Beyond this 1 - tanh is under half a unit in the last place.
@@ -30,7 +30,7 @@ pub fn tanh(x: f32) -> f32 {
     (-e / (2.0 + e)).copysign(x)
 }
 
-/// The error function, 1.8e-7 off at most.
+/// Returns the error function, with an error of 1.8e-7 at most.
 #[inline(always)]
 pub fn erf(x: f32) -> f32 {
     /// From here on the function is 1 in f32.
@@ -44,7 +44,7 @@ pub fn erf(x: f32) -> f32 {
         small = small.mul_add(s, c);
     }
     // Minimax fit of ln(1 - erf(x)) over [1, END], weighted by 1 - erf(x): 1.6e-8 before rounding. The rest that is
-    // taken from 1 is small, and so is its error.
+    // subtracted from 1 is small, and so is its error.
     let mut rest = -1.150_419_5e-3f32;
     for c in [1.477_81e-2, -8.863_412e-2, -0.654_489_04, -1.117_438_4, -2.671_718e-3] {
         rest = rest.mul_add(a, c);
@@ -53,7 +53,7 @@ pub fn erf(x: f32) -> f32 {
     y.copysign(x)
 }
 
-/// `n` and `p` with `e^x = 2^n (1 + p)`, `n` in the low bits of an integer of which the upper nine are to be dropped.
+/// Returns `n` and `p` with `e^x = 2^n (1 + p)`; `n` is in the low bits of an integer whose upper nine bits must be dropped.
 ///
 /// Both are meaningless outside `[-103, 89]`, where the caller selects another value; a NaN stays a NaN.
 #[inline(always)]

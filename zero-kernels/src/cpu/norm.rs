@@ -4,18 +4,18 @@ use super::half::Half;
 use super::parallel::spread;
 use super::reduce::sum_over;
 
-/// Elements of a partial sum. Fixed, so that a sum's bits do not depend on the number of threads.
+/// Elements per partial sum. Fixed, so that a sum's bits do not depend on the number of threads.
 const BLOCK: usize = 1 << 14;
 
 /// Elements whose squares are added in f32 before their sums are added in f64.
 const SHORT: usize = 1 << 10;
 
-/// The sum of the squares of `x`: short stretches in f32, their sums in f64, in the order of the elements.
+/// Returns the sum of the squares of `x`: short parts in f32, their sums in f64, in the order of the elements.
 pub fn sum_of_squares(x: &[f32]) -> f64 {
     by_blocks(x, squares)
 }
 
-/// As [`sum_of_squares`] of numbers in 16 bit, whose squares are those of the f32 that they are.
+/// Returns the [`sum_of_squares`] of 16-bit numbers, converted to f32 first.
 pub fn sum_of_squares_of<H: Half>(x: &[H]) -> f64 {
     by_blocks(x, |x| {
         let mut wide = [0f32; SHORT];
@@ -37,8 +37,7 @@ fn by_blocks<T: Sync>(x: &[T], squares: impl Fn(&[T]) -> f64 + Sync + Send) -> f
 }
 
 vectorised! {
-    // A loop: the closure of an iterator's adapter would be compiled for the baseline processor, where a fused
-    // multiplication is a call.
+    // A loop: an iterator adapter's closure would be compiled for the baseline CPU, where a fused multiply-add is a function call.
     fn squares<'a>(x: &'a [f32]) -> f64 {
         let mut total = 0.0;
         for short in x.chunks(SHORT) {
@@ -48,22 +47,22 @@ vectorised! {
     }
 }
 
-/// A sum of squares in twice double precision: terms are exact, and what is lost between them is far from reaching a number
-/// of 32 bit that is made of it. So that has the same bits in whatever pieces the elements are added.
+/// A sum of squares in twice double precision. The terms are exact, and the error of their sum is far too small to change an
+/// f32 computed from it. Hence that f32 has the same bits however the elements are split.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Squares {
     /// The sum, rounded to double precision.
     pub high: f64,
-    /// What is missing there.
+    /// The rounding error of `high`.
     pub low: f64,
 }
 
-/// Sums that are added beside one another.
+/// Number of independent sums.
 const LANES: usize = 32;
 
 impl Squares {
-    /// The sum of the squares of `x`, by the instructions that the caller is compiled for.
-    // Loops, as in `squares`, over two arrays: vectors of sums.
+    /// Returns the sum of the squares of `x`, with the instruction set that the caller is compiled for.
+    // Loops, as in `squares`, over two arrays, which become vectors of sums.
     #[inline(always)]
     pub fn of(x: &[f32]) -> Self {
         let (mut high, mut low) = ([0f64; LANES], [0f64; LANES]);
@@ -81,7 +80,7 @@ impl Squares {
         sum
     }
 
-    /// Both together: D. Knuth, *The Art of Computer Programming*, volume 2, section 4.2.2, theorem B.
+    /// Returns the sum of both: D. Knuth, *The Art of Computer Programming*, volume 2, section 4.2.2, theorem B.
     #[inline(always)]
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
@@ -91,7 +90,7 @@ impl Squares {
         Self { high, low: self.low + other.low + low }
     }
 
-    /// The sum, in double precision.
+    /// Returns the sum in double precision.
     pub fn value(self) -> f64 {
         self.high + self.low
     }

@@ -1,4 +1,4 @@
-//! Products of strided matrices, over the `gemm` crate.
+//! Products of strided matrices, on top of the `gemm` crate.
 
 use gemm::Parallelism;
 use rayon::prelude::*;
@@ -16,21 +16,21 @@ pub struct Matrix<'a, T = f32> {
 }
 
 impl<'a, T> Matrix<'a, T> {
-    /// A row-major matrix without gaps.
+    /// Creates a row-major matrix without gaps.
     ///
     /// # Panics
     ///
-    /// When `data` does not have `rows * columns` elements.
+    /// If `data` does not have `rows * columns` elements.
     pub fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
         assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
     }
 
-    /// A matrix whose element (i, j) is `data[i * row_stride + j * column_stride]`.
+    /// Creates a matrix whose element (i, j) is `data[i * row_stride + j * column_stride]`.
     ///
     /// # Panics
     ///
-    /// When the last element lies outside of `data`.
+    /// If the last element lies outside of `data`.
     pub fn strided(data: &'a [T], rows: usize, columns: usize, row_stride: usize, column_stride: usize) -> Self {
         if rows > 0 && columns > 0 {
             let last = (rows - 1)
@@ -47,7 +47,7 @@ impl<'a, T> Matrix<'a, T> {
         Self { data, rows, columns, row_stride, column_stride }
     }
 
-    /// The transpose, a view of the same elements.
+    /// Returns the transpose, a view of the same elements.
     pub fn transposed(self) -> Self {
         Self {
             data: self.data,
@@ -58,39 +58,39 @@ impl<'a, T> Matrix<'a, T> {
         }
     }
 
-    /// The number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         self.rows
     }
 
-    /// The number of columns.
+    /// Returns the number of columns.
     pub fn columns(&self) -> usize {
         self.columns
     }
 }
 
-/// Columns that a thread takes at least. With fewer gemm may part the depth otherwise, which bits depend on.
+/// Fewest columns per thread. With fewer, gemm may split the depth differently, which changes bits.
 const LEAST_COLUMNS: usize = 96;
 
-/// Columns of a vector: parts begin at a multiple.
+/// Columns per vector: parts begin at a multiple of it.
 const VECTOR: usize = 16;
 
-/// Multiplications from which columns are parted.
+/// Number of multiplications from which the columns are split.
 const WORTH_SPREADING: usize = 1 << 21;
 
 impl Matrix<'_> {
-    /// Some of its columns.
+    /// Returns `columns` of the columns, from `first` on.
     fn columns_from(self, first: usize, columns: usize) -> Self {
         Self { data: &self.data[first * self.column_stride..], columns, ..self }
     }
 
-    /// Whether its columns are contiguous and a multiple of 4 KiB apart.
+    /// Returns whether the columns are contiguous and a multiple of 4 KiB apart.
     pub(super) fn has_columns_pages_apart(&self) -> bool {
         self.row_stride == 1 && self.column_stride.is_multiple_of(1 << 10)
     }
 }
 
-/// What becomes of the elements that a product is written to.
+/// Treatment of the elements that a product is written to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Write {
     /// They are overwritten, and may be uninitialised.
@@ -100,23 +100,22 @@ pub enum Write {
 }
 
 impl Write {
-    /// [`Write::Over`] for the first of several products into one place, [`Write::Add`] for the others.
+    /// Returns [`Write::Over`] for the first of several products into the same elements, [`Write::Add`] for the others.
     pub(super) fn first(first: bool) -> Self {
         if first { Self::Over } else { Self::Add }
     }
 }
 
-/// `scale * a * b` into `out`, row-major without gaps.
+/// Computes `scale * a * b` into `out`, row-major without gaps.
 pub(super) fn multiply(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>, scale: f32, threads: Parallelism) {
     assert_eq!(out.len(), a.rows * b.columns, "a product of {} x {}", a.rows, b.columns);
     // SAFETY: `out` is borrowed for this call alone and holds every element, by the length just checked.
     unsafe { multiply_into(out.as_mut_ptr(), b.columns, write, a, b, scale, threads) }
 }
 
-/// `scale * a * b` into the rows that start `stride` elements apart at `out`.
+/// Computes `scale * a * b` into the rows that start `stride` elements apart at `out`.
 ///
-/// gemm itself exchanges and transposes the operands of a row-major result, so asking for the transpose would change
-/// nothing.
+/// gemm swaps and transposes the operands of a row-major result itself, so requesting the transpose would change nothing.
 ///
 /// # Safety
 ///
@@ -135,10 +134,10 @@ pub(super) unsafe fn multiply_into(
     if let Parallelism::Rayon(threads) = threads
         && b.column_stride != 1
     {
-        // gemm copies them, and a few hundred of them on one thread.
+        // gemm copies them, up to a few hundred of them on one thread.
         let parts = threads.min(b.columns / LEAST_COLUMNS);
         if parts > 1 && a.rows * b.columns * a.columns >= WORTH_SPREADING {
-            // SAFETY: the caller's word; it is used in this call alone.
+            // SAFETY: guaranteed by the caller; it is used in this call alone.
             let out = unsafe { SharedRows::from_raw(out, stride) };
             let begin = |part: usize| {
                 if part < parts { (part * b.columns / parts).next_multiple_of(VECTOR) } else { b.columns }
@@ -147,7 +146,7 @@ pub(super) unsafe fn multiply_into(
                 let first = begin(part);
                 let (out, _) = out.part(0, first).raw_parts();
                 let columns = b.columns_from(first, begin(part + 1) - first);
-                // SAFETY: the caller's word; parts of the columns do not overlap.
+                // SAFETY: guaranteed by the caller; parts of the columns do not overlap.
                 unsafe { multiply_into(out, stride, write, a, columns, scale, Parallelism::None) }
             });
             return;
@@ -155,8 +154,8 @@ pub(super) unsafe fn multiply_into(
     }
     let [stride, a_rs, a_cs, b_rs, b_cs] =
         [stride, a.row_stride, a.column_stride, b.row_stride, b.column_stride].map(|stride| stride as isize);
-    // SAFETY: a view's elements lie in its slice, which its constructors checked; the caller vouches for `out`, which
-    // is not read under `Write::Over`.
+    // SAFETY: a view's elements lie in its slice, which its constructors checked; the caller guarantees `out`, which is not
+    // read under `Write::Over`.
     unsafe {
         gemm::gemm(
             a.rows,

@@ -1,26 +1,24 @@
 //! Products of bfloat16 matrices, accumulated in f32.
 //!
-//! In go strided views of the caller's slices, out comes a row-major slice that the caller allocated. What is copied,
-//! into the order that the kernel reads, lies in buffers that each thread keeps. Work is spread over the rayon pool
-//! that the call is made in.
+//! Inputs are strided views of the caller's slices; the output is a row-major slice that the caller allocates. Operands are
+//! copied, in the order that the kernel reads, to buffers that each thread keeps. Work is spread over the caller's rayon pool.
 //!
 //! # Numerics
 //!
-//! Every element is a sum of f32 over the whole depth, to which bias and residual are added in f32, and which is then
-//! rounded to bfloat16 once, to nearest even. The number of threads changes no bit.
+//! Every element is a sum in f32 over the full depth. Bias and residual are added in f32, and the result is rounded to
+//! bfloat16 once, to nearest even. The number of threads changes no bit.
 //!
-//! Where the processor has AVX512_BF16, its `vdpbf16ps` adds the products of two neighbours in depth, the odd one
-//! first, to an f32. A product of two bfloat16 is exact; each of the two additions rounds to nearest even, whatever the
-//! rounding mode; denormal inputs count as zero and denormal sums become zero. Bias, residual and the last rounding
-//! keep denormals. The order of the additions depends on the depth alone, so an element has the same bits in a larger
-//! matrix, or in one that is stored otherwise.
+//! On CPUs with AVX512_BF16, `vdpbf16ps` adds the products of two neighbours in depth to an f32, the odd one first. A product
+//! of two bfloat16 is exact; each of the two additions rounds to nearest even, whatever the rounding mode; denormal inputs
+//! count as zero and denormal sums become zero. Bias, residual and the last rounding keep denormals. The order of the additions
+//! depends only on the depth, so an element has the same bits in a larger matrix, or in one that is stored differently.
 //!
-//! Where it has tiles too (AMX), `tdpbf16ps` adds for 32 neighbours in depth the products of the even ones, in order, and of the odd
-//! ones, then both sums, and these to what was summed before; denormals are zero as above. These bits too depend on the depth
-//! alone; they are others.
+//! On CPUs that also have tiles (AMX), `tdpbf16ps` takes 32 neighbours in depth. It sums the products of the even ones, in
+//! order, and those of the odd ones, adds the two sums, and adds the result to the previous sum; denormals are zero as
+//! above. These bits differ from those of `vdpbf16ps`, but also depend only on the depth.
 //!
-//! Elsewhere operands are widened as they are packed, and multiplied and added in the order of `vdpbf16ps`: the bits are its, but for
-//! denormals, which are kept.
+//! On other CPUs, operands are converted to f32 as they are packed, and multiplied and added in the order of `vdpbf16ps`.
+//! The bits are the same, except that denormals are kept.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
@@ -42,7 +40,7 @@ use target::Target;
 /// A strided view of a bfloat16 matrix.
 pub type MatrixBf16<'a> = Matrix<'a, bf16>;
 
-/// What is added to a product before it is rounded.
+/// Terms that are added to a product before it is rounded.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Begin<'a> {
     /// `[m]`, added to every row.
@@ -51,21 +49,21 @@ pub struct Begin<'a> {
     pub residual: Option<&'a [bf16]>,
 }
 
-/// Where a product goes: `[n, m]`, row-major without gaps.
+/// The output of a product: `[n, m]`, row-major without gaps.
 #[derive(Debug)]
 pub enum Out<'a> {
     /// Overwritten by the rounded product.
     Bf16 {
-        /// `[n, m]`; what it held is not read.
+        /// `[n, m]`; its old contents are not read.
         data: &'a mut [bf16],
-        /// What the product begins with.
+        /// Terms that are added to the product.
         begin: Option<Begin<'a>>,
     },
-    /// Written in the precision of the sums.
+    /// Written in f32, the precision of the sums.
     F32 {
         /// `[n, m]`.
         data: &'a mut [f32],
-        /// Whether the product is added to what `data` holds, or overwrites it unread.
+        /// If set, the product is added to `data`; otherwise it overwrites `data` unread.
         add: bool,
     },
 }
@@ -91,7 +89,7 @@ impl<'a> Out<'a> {
     }
 }
 
-/// `a * b` into `out`, on the threads of the pool that the call is made in, or on this one under `Parallelism::None`.
+/// Computes `a * b` into `out`, on the threads of the caller's pool, or on this one under `Parallelism::None`.
 ///
 /// # Shapes
 ///
@@ -99,7 +97,7 @@ impl<'a> Out<'a> {
 ///
 /// # Panics
 ///
-/// When the shapes do not fit together.
+/// If the shapes do not match.
 ///
 /// # Example
 ///
@@ -127,7 +125,7 @@ pub fn multiply(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Par
     widened::multiply(pulp::Arch::new(), target, a, b, threads);
 }
 
-/// What this processor multiplies bfloat16 matrices by, in words for a plan.
+/// Returns the name of the instructions with which this CPU multiplies bfloat16 matrices, for display.
 pub fn instructions() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     if amx::Amx::detect().is_some() {
@@ -138,9 +136,9 @@ pub fn instructions() -> &'static str {
     "fp32, to which they are widened"
 }
 
-/// Runs `work` on every task: those of the pool where `threads` and the number of multiplications say so.
+/// Runs `work` on every task, on the pool's threads if `threads` allows it and there are enough multiplications.
 fn spread<T: Send>(multiplications: usize, threads: Parallelism, tasks: Vec<T>, work: impl Fn(T) + Sync + Send) {
-    /// Multiplications in the time that element-wise work takes for one element.
+    /// Multiplications that take as long as element-wise work on one element.
     const PER_ELEMENT: usize = 16;
     match threads {
         Parallelism::None => tasks.into_iter().for_each(work),
@@ -148,7 +146,7 @@ fn spread<T: Send>(multiplications: usize, threads: Parallelism, tasks: Vec<T>, 
     }
 }
 
-/// `0..len` in parts of `size`, the last one possibly smaller.
+/// Splits `0..len` into parts of `size`, the last one possibly smaller.
 fn parts(len: usize, size: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..len).step_by(size).map(move |begin| begin..len.min(begin + size))
 }

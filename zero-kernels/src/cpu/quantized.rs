@@ -1,7 +1,7 @@
-//! Products with a quantised weight (see [`crate::quantized`]).
+//! Products with a quantized weight (see [`crate::quantized`]).
 //!
-//! Of a few rows, the weight is read once, as it lies, and each block is used for all rows while it is in registers: a token then
-//! costs the bytes of the quantised weight. Of more rows the weight is widened first.
+//! For a few rows, the weight is read once, without a copy, and each block is used for all rows while it is in registers: a
+//! token then costs the bytes of the quantized weight. For more rows, the weight is dequantized first.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ use super::parallel::{TASK, spread};
 use super::reduce::add;
 use crate::quantized::{BLOCK, Quantized};
 
-/// The most rows that [`forward`] takes.
+/// The most rows that [`forward`] accepts.
 pub const FEW: usize = 16;
 
-/// Blocks of a row of the weight that a task takes.
+/// Blocks of a row of the weight per task.
 const PART: usize = 4;
 
-/// The weight `[_, width]` that quantised rows stand for.
+/// Decodes quantized rows into the weight `[_, width]`.
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn dequantized(how: Quantized, rows: &[u8], out: &mut [f32]) {
     let bytes = 2 * how.format.words(how.width);
     let d = rows.len() / bytes.max(1);
@@ -31,7 +31,7 @@ pub fn dequantized(how: Quantized, rows: &[u8], out: &mut [f32]) {
     spread(d * how.width, tasks, |(rows, out)| widen(how, rows, out));
 }
 
-/// `x * w + bias + residual` of up to [`FEW`] rows.
+/// Computes `x * w + bias + residual` for up to [`FEW`] rows.
 ///
 /// # Shapes
 ///
@@ -39,7 +39,7 @@ pub fn dequantized(how: Quantized, rows: &[u8], out: &mut [f32]) {
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn forward(how: Quantized, x: &[f32], w: &[u8], bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [f32]) {
     let f = how.width;
     let n = out.len() / f.max(1);
@@ -51,7 +51,7 @@ pub fn forward(how: Quantized, x: &[f32], w: &[u8], bias: Option<&[f32]>, residu
     check_rows("quantized", "out", out.len(), n, f);
     check_rows("quantized", "bias", bias.map_or(f, <[f32]>::len), 1, f);
     check_rows("quantized", "residual", residual.map_or(n * f, <[f32]>::len), n, f);
-    // A part of the columns each, as far as blocks go; the last is wider than what is left of it.
+    // One task per range of columns, split at blocks; the last range is padded.
     let width = PART * BLOCK;
     let mut parts = vec![0f32; f.div_ceil(width) * n * width];
     let tasks: Vec<_> = parts.chunks_mut((n * width).max(1)).enumerate().collect();
@@ -76,7 +76,7 @@ pub fn forward(how: Quantized, x: &[f32], w: &[u8], bias: Option<&[f32]>, residu
 }
 
 vectorised! {
-    /// Quantised rows as numbers.
+    /// Decodes quantized rows.
     fn widen<'a>(how: Quantized, rows: &'a [u8], out: &'a mut [f32]) {
         let mut decoded = [0f32; BLOCK];
         let bytes = 2 * how.format.words(how.width);
@@ -88,7 +88,7 @@ vectorised! {
         }
     }
 
-    /// Adds the products of rows of `x` `[n, d]` with the blocks in bytes `part` of each row of `w` to `sums`
+    /// Adds the products of the rows of `x` `[n, d]` with the blocks in bytes `part` of each row of `w` to `sums`
     /// `[n, PART * BLOCK]`.
     fn add_products<'a>(
         how: Quantized,

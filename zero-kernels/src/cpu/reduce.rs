@@ -4,16 +4,17 @@
 
 use super::parallel::spread;
 
-/// Independent partial results of a reduction over a row, so that it vectorises: a register of the widest set.
+/// Independent partial results of a reduction over a row, so that it vectorises: one register of the widest instruction set.
 const LANES: usize = 16;
 
-/// A row's whole registers are taken in twos, each with its own partial results: an addition takes as long as four.
+/// Full registers of a row are processed in pairs, each with its own partial results: one dependent addition takes as long
+/// as four independent ones.
 const STEP: usize = 2 * LANES;
 
 // The loops below keep to a form that the compiler turns into vectors: fixed lengths, lanes never indexed by a
 // variable that it cannot unroll, and what is left of a row apart from them.
 
-/// The sum of the lanes, in a fixed tree.
+/// Returns the sum of the lanes, in a fixed tree.
 #[inline(always)]
 fn sum_lanes(a: [f32; LANES], b: [f32; LANES], rest: f32) -> f32 {
     let mut sum = [0f32; LANES];
@@ -31,13 +32,13 @@ fn sum_lanes(a: [f32; LANES], b: [f32; LANES], rest: f32) -> f32 {
     (quarter[0] + quarter[2]) + (quarter[1] + quarter[3]) + rest
 }
 
-/// The larger, as a select: `f32::max` also handles NaN, for which it compiles to more instructions.
+/// Returns the larger number, as a select: `f32::max` also handles NaN, and compiles to more instructions.
 #[inline(always)]
 pub(super) fn larger(a: f32, b: f32) -> f32 {
     if b > a { b } else { a }
 }
 
-/// Folds `term` over the elements of rows of one length, in lanes.
+/// Folds `term` over the elements of rows of equal length, in lanes.
 #[inline(always)]
 pub(super) fn sum_over<const ROWS: usize>(rows: [&[f32]; ROWS], term: impl Fn([f32; ROWS], f32) -> f32) -> f32 {
     let (mut a, mut b) = ([0f32; LANES], [0f32; LANES]);
@@ -58,10 +59,10 @@ pub(super) fn sum_over<const ROWS: usize>(rows: [&[f32]; ROWS], term: impl Fn([f
     sum_lanes(a, b, rest)
 }
 
-/// Puts `f` of each value of a row in its place, and returns their sum.
+/// Replaces each value of a row by `f` of it, and returns their sum.
 #[inline(always)]
 pub(super) fn replace_and_sum(row: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
-    // Two passes over what the first-level cache holds: together they would not be vectorised.
+    // Two passes over data in the first-level cache: a single one would not be vectorised.
     let mut sum = 0.0;
     for part in row.chunks_mut(1 << 11) {
         part.iter_mut().for_each(|value| *value = f(*value));
@@ -70,7 +71,7 @@ pub(super) fn replace_and_sum(row: &mut [f32], f: impl Fn(f32) -> f32) -> f32 {
     sum
 }
 
-/// The largest value of a row.
+/// Returns the largest value of a row.
 #[inline(always)]
 pub(super) fn largest(row: &[f32]) -> f32 {
     let (mut a, mut b) = ([f32::NEG_INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
@@ -87,7 +88,7 @@ pub(super) fn largest(row: &[f32]) -> f32 {
     a.into_iter().chain(b).fold(rest, larger)
 }
 
-/// Columns that a task of [`add_partials`] takes.
+/// Columns per task of [`add_partials`].
 const COLUMNS: usize = 1 << 10;
 
 /// Writes the sum of the rows of `partials` (`[blocks, out.len()]`), in order, to `out`.

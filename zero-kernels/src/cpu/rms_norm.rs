@@ -4,7 +4,7 @@ use super::parallel::{BLOCK, rows_of_task, spread};
 use super::reduce::{add_partials, sum_over};
 use super::{check, check_rows};
 
-/// `x * rrms * gamma` for every row, with `rrms = 1 / sqrt(mean(x^2) + epsilon)`, which its gradient needs.
+/// Computes `x * rrms * gamma` for every row, with `rrms = 1 / sqrt(mean(x^2) + epsilon)`, which the gradient needs.
 ///
 /// # Shapes
 ///
@@ -12,7 +12,7 @@ use super::{check, check_rows};
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn forward(x: &[f32], gamma: &[f32], epsilon: f32, out: &mut [f32], rrms: &mut [f32]) {
     let (n, d) = (rrms.len(), gamma.len());
     check_rows("rms norm", "x", x.len(), n, d);
@@ -25,7 +25,7 @@ pub fn forward(x: &[f32], gamma: &[f32], epsilon: f32, out: &mut [f32], rrms: &m
     spread(x.len(), tasks, |((x, out), rrms)| forward_rows(x, gamma, epsilon, out, rrms));
 }
 
-/// The gradients of [`forward`] for the gradient `g` of its result.
+/// Computes the gradients of [`forward`] for the gradient `g` of its result.
 ///
 /// # Shapes
 ///
@@ -33,7 +33,7 @@ pub fn forward(x: &[f32], gamma: &[f32], epsilon: f32, out: &mut [f32], rrms: &m
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn backward(x: &[f32], gamma: &[f32], rrms: &[f32], g: &[f32], dx: &mut [f32], dgamma: &mut [f32]) {
     let (n, d) = (rrms.len(), gamma.len());
     check_rows("rms norm", "x", x.len(), n, d);
@@ -94,7 +94,7 @@ mod tests {
 
     const EPSILON: f32 = 1e-5;
 
-    /// Result and rrms.
+    /// Returns result and rrms.
     fn reference(x: &[f64], gamma: &[f64]) -> [Vec<f64>; 2] {
         let d = gamma.len();
         let mut result = [vec![], vec![]];

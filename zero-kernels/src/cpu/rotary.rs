@@ -1,9 +1,9 @@
-//! Rotary positions (<https://arxiv.org/abs/2104.09864>): pairs of elements, half a head apart, turned by angles.
+//! Rotary positions (<https://arxiv.org/abs/2104.09864>): pairs of elements, half a head apart, are rotated by angles.
 
 use super::check;
 use super::parallel::{rows_of_task, spread};
 
-/// Turns every row of `x`, whose row `r` has the angles of row `r % t`; `back` turns the other way.
+/// Rotates every row of `x`; row `r` has the angles of row `r % t`. `back` rotates in the other direction.
 ///
 /// # Shapes
 ///
@@ -11,7 +11,7 @@ use super::parallel::{rows_of_task, spread};
 ///
 /// # Panics
 ///
-/// When the lengths do not fit together.
+/// If the lengths do not match.
 pub fn turn(x: &[f32], [cos, sin]: [&[f32]; 2], half: usize, d: usize, back: bool, out: &mut [f32]) {
     check("rotary positions", "out", out.len(), x.len());
     check("rotary positions", "sin", sin.len(), cos.len());
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use crate::cpu::testing::{assert_close, assert_panics, numbers, same_bits};
 
-    /// Cosines and sines of rows.
+    /// Returns cosines and sines of rows.
     fn angles(t: usize, half: usize) -> [Vec<f32>; 2] {
         let angle = |i: usize| (i / half) as f64 * 100f64.powf(-((i % half) as f64) / half as f64);
         [f64::cos, f64::sin].map(|of| (0..t * half).map(|i| of(angle(i)) as f32).collect())

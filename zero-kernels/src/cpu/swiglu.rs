@@ -4,11 +4,11 @@ use super::check;
 use super::math::exp;
 use super::parallel::{TASK, spread};
 
-/// `gate / (1 + exp(-gate)) * up`.
+/// Computes `gate / (1 + exp(-gate)) * up`.
 ///
 /// # Panics
 ///
-/// When the slices differ in length.
+/// If the lengths differ.
 pub fn forward(gate: &[f32], up: &[f32], out: &mut [f32]) {
     check("swiglu", "up", up.len(), gate.len());
     check("swiglu", "out", out.len(), gate.len());
@@ -16,11 +16,11 @@ pub fn forward(gate: &[f32], up: &[f32], out: &mut [f32]) {
     spread(gate.len(), tasks, |((gate, up), out)| forward_part(gate, up, out));
 }
 
-/// The gradients of [`forward`] for the gradient `g` of its result.
+/// Computes the gradients of [`forward`] for the gradient `g` of its result.
 ///
 /// # Panics
 ///
-/// When the slices differ in length.
+/// If the lengths differ.
 pub fn backward(gate: &[f32], up: &[f32], g: &[f32], dgate: &mut [f32], dup: &mut [f32]) {
     for (name, len) in [("up", up.len()), ("g", g.len()), ("dgate", dgate.len()), ("dup", dup.len())] {
         check("swiglu", name, len, gate.len());
@@ -31,7 +31,7 @@ pub fn backward(gate: &[f32], up: &[f32], g: &[f32], dgate: &mut [f32], dup: &mu
     spread(gate.len(), tasks, |(((gate, up), g), (dgate, dup))| backward_part(gate, up, g, dgate, dup));
 }
 
-/// `1 / (1 + exp(-x))`, which is 0 where the exponential is infinite.
+/// Returns `1 / (1 + exp(-x))`, which is 0 if the exponential is infinite.
 #[inline(always)]
 fn share(x: f32) -> f32 {
     1.0 / (1.0 + exp(-x))

@@ -1,4 +1,4 @@
-//! What the kernels' tests share.
+//! Helpers shared by the kernels' tests.
 
 #[path = "../../tests/shared/mod.rs"]
 mod shared;
@@ -18,7 +18,7 @@ pub(super) fn same_bits(work: impl Fn() -> Vec<f32> + Send + Sync) -> Vec<f32> {
     two
 }
 
-/// Central differences of `loss` at `x`, for up to 40 of its entries, against `gradient`.
+/// Checks `gradient` against central differences of `loss` at `x`, for up to 40 entries.
 pub(super) fn assert_differences(what: &str, x: &[f32], gradient: &[f32], loss: impl Fn(&[f64]) -> f64) {
     let scale = gradient.iter().fold(1f64, |scale, value| scale.max(f64::from(value.abs())));
     let mut x = wide(x);

@@ -1,9 +1,9 @@
-//! Numbers of 32 or 16 bit where they lie.
+//! Borrowed numbers of 32 or 16 bits.
 
 use crate::cpu::half::Half;
 use crate::cpu::norm;
 
-/// Elements of a tensor where they lie.
+/// Borrowed elements of a tensor.
 #[derive(Debug, Clone, Copy)]
 pub enum Elements<'a> {
     /// 32-bit floats.
@@ -15,7 +15,7 @@ pub enum Elements<'a> {
 }
 
 impl Elements<'_> {
-    /// The elements `range`.
+    /// Returns the elements `range`.
     pub fn slice(self, range: std::ops::Range<usize>) -> Self {
         match self {
             Elements::F32(x) => Elements::F32(&x[range]),
@@ -24,7 +24,7 @@ impl Elements<'_> {
         }
     }
 
-    /// Copies them to `to`, which is as long.
+    /// Converts the elements to fp32 in `to`, which has the same length.
     pub fn widen_into(self, to: &mut [f32]) {
         match self {
             Elements::F32(x) => to.copy_from_slice(x),
@@ -33,7 +33,7 @@ impl Elements<'_> {
         }
     }
 
-    /// The sum of their squares, in one pass.
+    /// Returns the sum of the elements' squares, in one pass.
     pub fn sum_of_squares(self) -> f64 {
         match self {
             Elements::F32(x) => norm::sum_of_squares(x),

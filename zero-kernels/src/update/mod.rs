@@ -1,4 +1,4 @@
-//! Updates of parameters by their gradients: one pass over slices in the host's memory.
+//! Updates of parameters by their gradients: one pass over slices in host memory.
 
 mod elements;
 mod pass;

@@ -1,4 +1,4 @@
-//! One parallel pass over this rank's piece of a parameter, its gradient and its state, in host memory.
+//! One parallel pass over this rank's shard of a parameter, its gradient and its state, in host memory.
 
 use std::ops::Range;
 
@@ -12,13 +12,13 @@ use super::state::{State, round_both, widened};
 use crate::cpu::half::{nearest, wide};
 use crate::cpu::norm::Squares;
 
-/// Elements that a thread takes at a time: a handful of arrays of it fit a core's second-level cache.
+/// Elements per task: a handful of arrays of this length fit a core's second-level cache.
 const CHUNK: usize = 1 << 13;
 
 /// Elements of an update that are held at a time.
 const SHORT: usize = 1 << 10;
 
-/// The 16-bit copy of a parameter, written.
+/// The 16-bit copy of a parameter, an output.
 pub enum Target<'a> {
     /// IEEE half precision.
     F16(&'a mut [f16]),
@@ -26,17 +26,17 @@ pub enum Target<'a> {
     Bf16(&'a mut [bf16]),
 }
 
-/// Sums of the squares of a parameter and of its update.
+/// Sums of squares of a parameter and of its update.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Norms {
-    /// Of the parameter.
+    /// Sum for the parameter.
     pub parameter: Squares,
-    /// Of its update.
+    /// Sum for its update.
     pub update: Squares,
 }
 
 impl Norms {
-    /// The sum.
+    /// Returns the sum of both.
     #[must_use]
     pub fn plus(self, other: Self) -> Self {
         Self { parameter: self.parameter.plus(other.parameter), update: self.update.plus(other.update) }
@@ -47,15 +47,15 @@ impl Norms {
 pub struct Average<'a> {
     /// The average, as long as the parameter.
     pub values: &'a mut [f32],
-    /// The share of the average that an update keeps.
+    /// The weight of the old average in an update.
     pub decay: f64,
-    /// True if `values` mean nothing yet: the average begins with the parameter.
+    /// Set if `values` are uninitialized: the average then starts with the parameter.
     pub fresh: bool,
 }
 
 impl Average<'_> {
-    /// Moves the average towards `p`, by the formula of PyTorch's `lerp`. Each operation is rounded, so that all processors give the
-    /// same bits; PyTorch joins the product and the sum.
+    /// Moves the average towards `p`, by the formula of PyTorch's `lerp`. Each operation is rounded, so that all CPUs give
+    /// the same bits; PyTorch fuses the product and the sum.
     #[inline(always)]
     fn follow(self, p: &[f32]) {
         let weight = (1.0 - self.decay) as f32;
@@ -72,27 +72,27 @@ impl Average<'_> {
     }
 }
 
-/// The arrays of a stretch of the piece, equally long but for a gradient and states that the pass does not read, which are
-/// empty.
+/// The arrays of a contiguous part of the shard. All have the same length, except that a gradient and states that the pass
+/// does not read are empty.
 pub struct Stretch<'a> {
-    /// The parameter, or its master.
+    /// The parameter, or its master copy.
     pub p: &'a mut [f32],
     /// The gradient.
     pub g: Elements<'a>,
     /// The rule's first state.
     pub a: State<'a>,
-    /// Its second.
+    /// The rule's second state.
     pub b: State<'a>,
-    /// The parameter in 16 bit, written behind it.
+    /// The 16-bit copy of the parameter, written after the update.
     pub copy: Option<Target<'a>>,
-    /// The parameter's moving average, which the pass that takes the step moves on.
+    /// The parameter's moving average, updated by the pass that updates the parameter.
     pub average: Option<Average<'a>>,
-    /// The place of the first element in its parameter: how states in bfloat16 are rounded follows from it.
+    /// The position of the first element in its parameter, on which the rounding of states in bfloat16 depends.
     pub first: usize,
 }
 
-/// Updates a stretch of any length by `kernel`, with the gradient multiplied by `scale` first, on all threads of the pool. A
-/// first pass gives the sums over the elements `counted`.
+/// Updates a stretch of any length by `kernel`, on all threads of the pool. The gradient is multiplied by `scale` first. A
+/// first pass returns the sums over the elements `counted`.
 pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
     let Stretch { p, g, a, b, copy, mut average, first } = stretch;
     let mut copies = copy.map(Target::chunks);
@@ -116,13 +116,13 @@ pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Ra
     sums.into_iter().fold(Norms::default(), Norms::plus)
 }
 
-/// What of `range` is among the `len` elements from `first` on, from there.
+/// Returns the part of `range` within the `len` elements from `first` on, relative to `first`.
 #[inline(always)]
 fn part(range: &Range<usize>, first: usize, len: usize) -> Range<usize> {
     range.start.saturating_sub(first).min(len)..range.end.saturating_sub(first).min(len)
 }
 
-/// A chunk's update. A closure would be compiled for the baseline processor; this is inlined into what is dispatched to.
+/// A chunk's update. It is inlined into the dispatched code; a closure would be compiled for the baseline CPU.
 struct Task<'a> {
     kernel: Kernel,
     scale: f32,
@@ -154,7 +154,7 @@ fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) ->
     }
 }
 
-/// A pass over a parameter, its gradient and its states, which are rounded to where they are kept once they have moved on.
+/// Runs a pass over a parameter, its gradient and its states. The updated states are rounded into `kept`, if given.
 #[inline(always)]
 fn in_fp32(
     kernel: Kernel,
@@ -169,7 +169,7 @@ fn in_fp32(
         (Sweep::Second { .. }, _) => {}
         (_, Elements::F32(g)) if scale == 1.0 => kernel.apply(p, g, a, b),
         (_, other) => {
-            // Here only: clearing it would cost what a chunk's arithmetic does.
+            // Only here, since clearing it costs as much as a chunk's arithmetic.
             let mut converted = [0f32; CHUNK];
             kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
         }
@@ -224,7 +224,7 @@ fn chunks_of<'a>(all: Elements<'a>) -> Box<dyn Iterator<Item = Elements<'a>> + '
     }
 }
 
-/// A chunk of a gradient in fp32, multiplied by `scale`.
+/// Returns a chunk of a gradient in fp32, multiplied by `scale`.
 #[inline(always)]
 fn scaled_into<'a>(chunk: Elements<'_>, buffer: &'a mut [f32], scale: f32) -> &'a [f32] {
     let len = match chunk {

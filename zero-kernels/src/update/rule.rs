@@ -2,7 +2,7 @@
 
 use crate::rule::Rule;
 
-/// A rule with the numbers of one step.
+/// A rule with the parameters of one step.
 #[derive(Debug, Clone, Copy)]
 pub struct Kernel {
     /// The rule.
@@ -11,39 +11,39 @@ pub struct Kernel {
     pub lr: f64,
     /// Number of the step, from 1.
     pub time: usize,
-    /// State is not read: it begins with this step.
+    /// If set, the state is not read: it starts with this step.
     pub fresh: bool,
-    /// What the next pass does.
+    /// The next pass.
     pub pass: Sweep,
 }
 
-/// What a pass over memory does: a rule with a trust ratio takes two, as the ratio is of the whole parameter.
+/// A kind of pass over memory. A rule with a trust ratio takes two, since the ratio depends on the full parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sweep {
-    /// All of it.
+    /// Does everything.
     Only,
-    /// Moves the states on, and adds up squares.
+    /// Updates the states, and sums squares.
     First,
-    /// Takes a step of the trust ratio along what the states say.
+    /// Takes a step in the direction of the states, scaled by the trust ratio.
     Second {
-        /// What the learning rate is multiplied by.
+        /// Factor of the learning rate.
         trust: f32,
     },
 }
 
 impl Kernel {
-    /// Of the step of number `time`, from 1.
+    /// Creates the kernel of step `time`, from 1.
     pub fn new(rule: Rule, lr: f64, time: usize) -> Self {
         let pass = if matches!(rule, Rule::Lamb { .. }) { Sweep::First } else { Sweep::Only };
         Self { rule, lr, time, fresh: time == 1, pass }
     }
 
-    /// With the norms of the whole parameter and of its update, the second pass.
+    /// Sets the second pass, given the norms of the full parameter and of its update.
     pub fn trust(&mut self, parameter: f64, update: f64) {
         let Rule::Lamb { max_coeff, min_coeff, .. } = self.rule else { return };
         let trust = match (parameter / update) as f32 {
             _ if parameter == 0.0 || update == 0.0 => 1.0,
-            // Compared, as `min` and `max` would make a number of what is none.
+            // Compared, since `min` and `max` would turn a NaN into a number.
             above if above > max_coeff => max_coeff,
             below if below < min_coeff => min_coeff,
             between => between,
@@ -51,7 +51,7 @@ impl Kernel {
         self.pass = Sweep::Second { trust };
     }
 
-    /// What LAMB's states `m` and `v` say that is to be taken from `p`, before the trust ratio.
+    /// Writes LAMB's update of `p` before the trust ratio, from the states `m` and `v`, to `u`.
     #[inline(always)]
     pub fn direction(self, p: &[f32], m: &[f32], v: &[f32], u: &mut [f32]) {
         let Rule::Lamb { beta_1, beta_2, epsilon, weight_decay, bias_correction, .. } = self.rule else { return };
@@ -61,7 +61,7 @@ impl Kernel {
         }
     }
 
-    /// The second pass, along `u`.
+    /// Runs the second pass: a step along `u`.
     #[inline(always)]
     pub fn step(self, trust: f32, p: &mut [f32], u: &[f32]) {
         let lr = (self.lr * f64::from(trust)) as f32;
@@ -70,9 +70,9 @@ impl Kernel {
         }
     }
 
-    /// One pass over equally long slices; `a` and `b` are the rule's state in the order of its names, or empty.
+    /// Runs one pass over equally long slices; `a` and `b` are the rule's state in the order of its names, or empty.
     ///
-    /// Every rule rounds operation by operation; AdamW in the order of Burn's, so that both give the same bits.
+    /// Every rule rounds each operation. AdamW has the order of Burn's, so that both give the same bits.
     #[inline(always)]
     pub fn apply(self, p: &mut [f32], g: &[f32], a: &mut [f32], b: &mut [f32]) {
         let fresh = self.fresh;
@@ -135,7 +135,7 @@ impl Kernel {
     }
 }
 
-/// What Adam, AdamW and LAMB share.
+/// The common part of Adam, AdamW and LAMB.
 #[derive(Clone, Copy)]
 struct Adam {
     beta_1: f32,

@@ -1,19 +1,20 @@
 //! State of update rules, in fp32 or in bfloat16.
 //!
-//! In bfloat16 it is rounded up or down by chance, in proportion to what is lost: to the nearest number a mean that decays by a
-//! thousandth a step would never move, as the numbers lie four thousandths and more apart. The chance is a hash of the step and of the
-//! element's place in its parameter, so that it is the same however a parameter is cut, and in a run that is resumed.
+//! State in bfloat16 is rounded up or down at random, in proportion to the remainder. Rounded to nearest, a mean that decays
+//! by a thousandth per step would never change, since bfloat16 numbers are four thousandths and more apart. The random
+//! number is a hash of the step and of the element's position in its parameter, so it is the same however a parameter is
+//! sharded, and in a resumed run.
 
 use half::bf16;
 
 use crate::cpu::half::wide;
 
-/// A state of a stretch of a parameter, written in place.
+/// A state of a part of a parameter, updated in place.
 #[derive(Debug)]
 pub enum State<'a> {
-    /// As it is computed.
+    /// In fp32, as it is computed.
     F32(&'a mut [f32]),
-    /// In half the bytes, computed in fp32.
+    /// In bfloat16: half the bytes, computed in fp32.
     Bf16(&'a mut [bf16]),
 }
 
@@ -31,7 +32,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Its elements in bfloat16, none if it is in fp32.
+    /// Returns the elements in bfloat16, none if the state is in fp32.
     pub(super) fn halves(self) -> &'a mut [bf16] {
         match self {
             State::F32(_) => &mut [],
@@ -40,7 +41,7 @@ impl<'a> State<'a> {
     }
 }
 
-/// In fp32, in the buffer.
+/// Converts `values` to fp32 in the buffer.
 #[inline(always)]
 pub(super) fn widened<'a>(values: &[bf16], buffer: &'a mut [f32]) -> &'a mut [f32] {
     let values_wide = &mut buffer[..values.len()];
@@ -48,14 +49,14 @@ pub(super) fn widened<'a>(values: &[bf16], buffer: &'a mut [f32]) -> &'a mut [f3
     values_wide
 }
 
-/// Derives the key of a step, which goes into the chance by which states are rounded.
+/// Returns the key of a step, which goes into the random numbers that round states.
 #[inline(always)]
 pub fn step_key(time: usize) -> u32 {
     (time as u32).wrapping_mul(0x9e37_79b9)
 }
 
-/// Rounds two states of a rule, of which the second may be empty, and makes of what was rounded what was kept. `first` is the place of the
-/// first element in its parameter.
+/// Rounds two states of a rule, the second possibly empty, and sets the fp32 values to the rounded ones. `first` is the
+/// position of the first element in its parameter.
 #[inline(always)]
 pub(super) fn round_both(
     (a, wide_a): (&mut [bf16], &mut [f32]),
@@ -85,19 +86,19 @@ fn keep(value: &mut f32, chance: u32) -> bf16 {
     rounded
 }
 
-/// The number next to `value` towards zero if what is cut off and `chance`, below 2^16, do not add up to one in the last place,
-/// otherwise the one beyond.
+/// Rounds `value` towards zero if the bits cut off and `chance`, below 2^16, add up to less than one in the last place, and
+/// away from zero otherwise.
 #[inline(always)]
 fn round(value: f32, chance: u32) -> bf16 {
     let bits = value.to_bits();
     let rounded = bits.wrapping_add(chance) >> 16;
-    // What is no number stays none, whatever is cut off.
+    // A NaN stays a NaN, whichever bits are cut off.
     let kept = if value.is_nan() { bits >> 16 | 0x40 } else { rounded };
     bf16::from_bits(kept as u16)
 }
 
-/// All bits of `x` in each of the result's, by two multiplications: of those of <https://github.com/skeeto/hash-prospector> the one of
-/// least bias.
+/// Returns a hash whose every bit depends on all bits of `x`, by two multiplications: the least biased of those of
+/// <https://github.com/skeeto/hash-prospector>.
 #[inline(always)]
 fn hash(mut x: u32) -> u32 {
     x = (x ^ x >> 16).wrapping_mul(0x21f0_aaad);
@@ -132,7 +133,7 @@ mod tests {
         }
     }
 
-    /// `steps` of AdamW with states in bfloat16, the parameter cut into stretches of `cut` elements.
+    /// Runs `steps` of AdamW with states in bfloat16, the parameter split into stretches of `cut` elements.
     fn moments(gradient: &[f32], steps: usize, cut: usize) -> (Vec<f32>, Vec<bf16>, Vec<bf16>) {
         let numel = gradient.len();
         let (mut p, mut m, mut v) = (vec![1.0; numel], vec![bf16::ZERO; numel], vec![bf16::ZERO; numel]);

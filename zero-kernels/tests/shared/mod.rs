@@ -1,8 +1,8 @@
-//! What tests and benches of this crate share: numbers, comparisons, f64 functions.
+//! Helpers shared by this crate's tests and benchmarks: numbers, comparisons, f64 functions.
 
 #![allow(dead_code)] // Each takes what it needs.
 
-/// `len` numbers in `[-1, 1)`, the same for the same seed.
+/// Returns `len` numbers in `[-1, 1)`, the same for the same seed.
 pub fn numbers(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     (0..len)
@@ -17,7 +17,7 @@ pub fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|value| f64::from(*value)).collect()
 }
 
-/// Panics unless every value is within `tolerance` of what is expected, relative to the largest (or to 1 if smaller).
+/// Panics unless every value is within `tolerance` of the expected one, relative to the largest (or to 1 if smaller).
 pub fn assert_close(what: &str, got: &[f32], expected: &[f64], tolerance: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     let scale = expected.iter().fold(1f64, |scale, value| scale.max(value.abs()));
@@ -37,7 +37,7 @@ pub fn assert_panics(parts: &[&str], work: impl FnOnce()) {
     }
 }
 
-/// The error function to about 1e-15: its series where that converges, else the continued fraction of its complement.
+/// Returns the error function to about 1e-15: its series where that converges, else the continued fraction of its complement.
 pub fn erf(x: f64) -> f64 {
     let a = x.abs();
     let y = if a < 3.0 {

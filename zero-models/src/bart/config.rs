@@ -1,4 +1,4 @@
-//! The sizes of a BART: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
+//! The configuration of BART: from a preset or Hugging Face's `config.json`, with parameter counts and shapes.
 
 use serde_json::{Map, Value};
 
@@ -8,30 +8,30 @@ use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_
 use crate::labels::{HeadKeys, check_labels};
 use crate::{Activation, ModelError, ProblemType, Result};
 
-/// Rows of a table of positions before the first position's.
+/// Number of rows in a position table before the row of the first position.
 pub(super) const OFFSET: usize = 2;
 
 hf_config! {
-    /// The configuration of a BART.
+    /// The configuration of BART.
     pub struct BartConfig of "BART", "bart" {
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 50265,
         /// Width of the model.
         #[serde(alias = "hidden_size")]
         d_model: usize = 1024,
-        /// Number of layers of the encoder.
+        /// Number of encoder layers.
         encoder_layers: usize = 12,
-        /// Number of its attention heads; divides `d_model`.
+        /// Number of attention heads of the encoder; divides `d_model`.
         encoder_attention_heads: usize = 16,
-        /// Width of its feed-forward layers.
+        /// Width of the encoder's feed-forward layers.
         encoder_ffn_dim: usize = 4096,
-        /// Number of layers of the decoder.
+        /// Number of decoder layers.
         decoder_layers: usize = 12,
-        /// Number of its attention heads; divides `d_model`.
+        /// Number of attention heads of the decoder; divides `d_model`.
         decoder_attention_heads: usize = 16,
-        /// Width of its feed-forward layers.
+        /// Width of the decoder's feed-forward layers.
         decoder_ffn_dim: usize = 4096,
-        /// The longest sequence, of either.
+        /// Maximum sequence length, of encoder and decoder.
         max_position_embeddings: usize = 1024,
         /// Dropout probability after the embeddings, attention and the feed-forward layer.
         dropout: f64 = 0.1,
@@ -41,21 +41,21 @@ hf_config! {
         activation_dropout: f64 = 0.0,
         /// Dropout probability before each layer of a classifier's head.
         classifier_dropout: f64 = 0.0,
-        /// Standard deviation of fresh weights.
+        /// Standard deviation of initial weights.
         init_std: f64 = 0.02,
-        /// Whether token embeddings are multiplied by the square root of the width.
+        /// True if token embeddings are multiplied by the square root of the width.
         scale_embedding: bool = false,
-        /// The token that fills up short rows.
+        /// The padding token.
         pad_token_id: u32 = 1,
-        /// The token that ends a text.
+        /// The end-of-sequence token.
         eos_token_id: u32 = 2,
-        /// The token that the decoder begins with.
+        /// The first token that the decoder reads.
         decoder_start_token_id: u32 = 2,
-        /// The first token of every text that is made, if there is one.
+        /// The first token of every generated sequence, if it is forced.
         forced_bos_token_id: Option<u32> = None,
-        /// The last token of a text that is cut off, if there is one.
+        /// The last token of a generated sequence that reaches its maximum length, if it is forced.
         forced_eos_token_id: Option<u32> = Some(2),
-        /// The kind of labels of a classifier; without it, the number of labels or the labels decide.
+        /// The kind of labels of a classifier. If absent, the number of labels decides, or the labels themselves.
         #[serde(skip_serializing_if = "Option::is_none")]
         problem_type: Option<ProblemType> = None,
         /// The head that reads the decoder's last layer.
@@ -73,22 +73,22 @@ hf_config! {
     }
 }
 
-/// The head of a BART: which of transformers' classes it is.
+/// The head of a BART, by its class in transformers.
 ///
-/// In a `config.json` it is `architectures`, and for a classifier the names of its labels, `id2label`. What names another class, or
-/// none, is taken for `BartForConditionalGeneration`.
+/// In a `config.json` it is given by `architectures`, and for a classifier also by the names of its labels, `id2label`. Any other class,
+/// or none, is read as `BartForConditionalGeneration`.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "HeadKeys", into = "HeadKeys")]
 pub enum BartHead {
-    /// `BartForConditionalGeneration`: the next token, by the token embedding.
+    /// `BartForConditionalGeneration`: predicts the next token; the head's weight is the token embedding.
     #[default]
     Generation,
-    /// `BartForSequenceClassification`: which of these classes a text is of, or a number for each of these labels.
+    /// `BartForSequenceClassification`: assigns a sequence to these classes, or predicts a number for each of these labels.
     Classes(Vec<String>),
 }
 
 impl BartHead {
-    /// The class of transformers.
+    /// Returns the class in transformers.
     fn class(&self) -> &'static str {
         match self {
             Self::Generation => "BartForConditionalGeneration",
@@ -109,7 +109,7 @@ impl From<BartHead> for HeadKeys {
     }
 }
 
-/// A `config.json` whose `eos_token_id` may be a list, as for generation: a text ends with the first.
+/// Reduces an `eos_token_id` that is a list, as for generation, to its first token.
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: BartConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
@@ -125,10 +125,10 @@ const PRESETS: [(&str, [usize; 5]); 3] = [
 ];
 
 impl BartConfig {
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// | preset | parameters | layers of each half | width | heads |
     /// |---|---|---|---|---|
@@ -136,8 +136,7 @@ impl BartConfig {
     /// | `bart-base` | 139 M | 6 | 768 | 12 |
     /// | `bart-large` | 406 M | 12 | 1024 | 16 |
     ///
-    /// The published models have dropout 0.1; presets have none, as for GPT-2. What is read from a `config.json` is taken as it
-    /// stands there.
+    /// The published models have dropout 0.1; presets have none, as for GPT-2. Values read from a `config.json` are kept.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
@@ -158,7 +157,7 @@ impl BartConfig {
         })
     }
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
@@ -183,17 +182,17 @@ impl BartConfig {
         check_count(Self::FAMILY, deeper, self)
     }
 
-    /// The class of transformers.
+    /// Returns the class in transformers.
     pub fn architecture(&self) -> &'static str {
         self.head.class()
     }
 
-    /// Names of a classifier's labels; empty for another head.
+    /// Returns the names of a classifier's labels; empty for another head.
     pub fn classes(&self) -> &[String] {
         if let BartHead::Classes(classes) = &self.head { classes } else { &[] }
     }
 
-    /// How text is made greedily: where it ends, and what it must begin and end with.
+    /// Returns the settings of greedy generation: the end token and the forced first and last tokens.
     #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling {

@@ -1,9 +1,8 @@
 //! BART, an encoder and a decoder of post-norm transformer layers, <https://arxiv.org/abs/1910.13461>.
 //!
-//! In go token ids of a text and of what is to be made of it, out come logits or a loss; [`generate`] makes text. With a
-//! classification head, out come logits of a text's labels. [`BartConfig`]
-//! is a preset or a Hugging Face `config.json`, [`Bart`] the module that it initialises, and [`weights`] fills it from a Hugging
-//! Face checkpoint.
+//! The model takes token ids of a source text and of a target text, and returns logits or a loss; [`generate`] generates text. With a
+//! classification head, it returns logits of a text's labels. [`BartConfig`] is a preset or a Hugging Face `config.json`, [`Bart`] is
+//! the module that it initializes, and [`weights`] loads a Hugging Face checkpoint into the module.
 
 mod config;
 #[cfg(feature = "burn")]

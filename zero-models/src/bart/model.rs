@@ -1,4 +1,4 @@
-//! BART as a module: in go token ids of a text and of what is to be made of it, out come logits or a loss.
+//! The BART module: computes logits or a loss from token ids of a source text and of a target text.
 //!
 //! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
@@ -19,20 +19,20 @@ use crate::linear::{Adaptable, Linear, each_field};
 use crate::seq2seq::{Encoded, Seq2SeqLm};
 use crate::{Activation, BartConfig, init};
 
-/// torch's, which Hugging Face leaves as it is.
+/// The default of torch, which Hugging Face keeps.
 const EPSILON: f64 = 1e-5;
 
-/// A BART with the head that its [`BartHead`](crate::BartHead) names: as Hugging Face's `BartForConditionalGeneration`, or as
+/// BART with the head that its [`BartHead`](crate::BartHead) selects, like Hugging Face's `BartForConditionalGeneration` or
 /// `BartForSequenceClassification`.
 #[derive(Module, Debug)]
 pub struct Bart<B: Backend> {
-    /// Token embedding `[vocab_size, d_model]`, of both halves and of the head.
+    /// Token embedding `[vocab_size, d_model]`, shared by encoder, decoder and head.
     pub shared: Param<Tensor<B, 2>>,
-    /// What reads a text.
+    /// The encoder, which reads the source text.
     pub encoder: BartStack<B>,
-    /// What makes another of it.
+    /// The decoder, which generates the target text.
     pub decoder: BartStack<B>,
-    /// A classifier's head.
+    /// The head of a classifier.
     pub classification_head: Option<BartClassificationHead<B>>,
     embedding_scale: f64,
     pad_token: u32,
@@ -40,71 +40,71 @@ pub struct Bart<B: Backend> {
     end_token: u32,
 }
 
-/// The head of a classifier, which reads one row for each text.
+/// The head of a classifier, which reads one row per text.
 #[derive(Module, Debug)]
 pub struct BartClassificationHead<B: Backend> {
-    /// `[d_model, d_model]`, with a tanh behind it.
+    /// `[d_model, d_model]`, followed by a tanh.
     pub dense: Linear<B>,
     /// `[d_model, labels]`
     pub out_proj: Linear<B>,
     dropout: Dropout,
 }
 
-/// One half of the model.
+/// The encoder or the decoder.
 #[derive(Module, Debug)]
 pub struct BartStack<B: Backend> {
-    /// Position embedding, from its third row on: `[max_position_embeddings + 2, d_model]`.
+    /// Position embedding `[max_position_embeddings + 2, d_model]`, whose third row is that of the first position.
     pub embed_positions: Param<Tensor<B, 2>>,
-    /// The norm of the embeddings' sum.
+    /// Norm of the sum of the embeddings.
     pub layernorm_embedding: LayerNorm<B>,
     /// The layers.
     pub layers: Vec<BartLayer<B>>,
     dropout: Dropout,
 }
 
-/// One layer: attention and feed-forward layer, each added to what it read and then normed.
+/// One layer: attention and feed-forward layer, each added to its input and then normalized.
 #[derive(Module, Debug)]
 pub struct BartLayer<B: Backend> {
-    /// Attention to the own text.
+    /// Self-attention.
     pub self_attn: BartAttention<B>,
-    /// The norm after it.
+    /// Norm after self-attention.
     pub self_attn_layer_norm: LayerNorm<B>,
-    /// Attention to what the encoder has read, in the decoder.
+    /// Cross-attention to the encoder's output, in the decoder.
     pub encoder_attn: Option<BartAttention<B>>,
-    /// The norm after it.
+    /// Norm after cross-attention.
     pub encoder_attn_layer_norm: Option<LayerNorm<B>>,
-    /// Up, `[d_model, ffn_dim]`.
+    /// Up projection, `[d_model, ffn_dim]`.
     pub fc1: Linear<B>,
-    /// Down, `[ffn_dim, d_model]`.
+    /// Down projection, `[ffn_dim, d_model]`.
     pub fc2: Linear<B>,
-    /// The norm after the feed-forward layer.
+    /// Norm after the feed-forward layer.
     pub final_layer_norm: LayerNorm<B>,
     activation: Activation,
     dropout: Dropout,
     activation_dropout: Dropout,
 }
 
-/// Attention.
+/// Multi-head attention.
 #[derive(Module, Debug)]
 pub struct BartAttention<B: Backend> {
-    /// Queries.
+    /// Query projection.
     pub q_proj: Linear<B>,
-    /// Keys.
+    /// Key projection.
     pub k_proj: Linear<B>,
-    /// Values.
+    /// Value projection.
     pub v_proj: Linear<B>,
-    /// What heads give, back to the width of the model.
+    /// Output projection, from the heads back to the width of the model.
     pub out_proj: Linear<B>,
     heads: usize,
     dropout: Dropout,
 }
 
 impl BartConfig {
-    /// A model with fresh parameters: weights from a normal distribution of deviation `init_std`, biases zero. A parameter is
-    /// allocated on its first use.
+    /// Initializes a model: weights from a normal distribution with standard deviation `init_std`, biases zero. A parameter is allocated
+    /// on its first use.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If [`validate`](Self::validate) fails.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Bart<B> {
         self.validate().unwrap_or_else(|error| panic!("{error}"));
         let encoder = [self.encoder_layers, self.encoder_attention_heads, self.encoder_ffn_dim];
@@ -163,16 +163,16 @@ impl BartConfig {
 }
 
 impl<B: FusedBackend> Bart<B> {
-    /// Logits of the labels of each text, as Hugging Face's `BartForSequenceClassification`: the decoder reads the text too, and the
-    /// head what the decoder gives at the last `<eos>` of the text. Of a text without one, which Hugging Face refuses, it reads what
-    /// the decoder gives at the first token.
+    /// Returns the logits of each text's labels, as Hugging Face's `BartForSequenceClassification` does: the decoder reads the text too,
+    /// and the head reads the decoder's output at the last `<eos>` of the text. For a text without one, which Hugging Face refuses, the
+    /// head reads the output at the first token.
     ///
     /// # Shapes
     /// - `ids_bu`, `mask_bu`: as for [`encode`](Seq2SeqLm::encode)
     /// - returns `[b, labels]`
     ///
     /// # Panics
-    /// If `u` is more than `max_position_embeddings`, or the model has no classification head.
+    /// If `u` exceeds `max_position_embeddings`, or the model has no classification head.
     pub fn classify(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>) -> Tensor<B, 2> {
         let head = self.classification_head.as_ref();
         let head =
@@ -188,7 +188,7 @@ impl<B: FusedBackend> Bart<B> {
         dense(&head.out_proj, head.dropout.forward(inner_bd))
     }
 
-    /// Rows `[n, d]` of texts that begin here.
+    /// Embeds texts that begin at the first position, as rows `[n, d]`.
     fn embed(&self, stack: &BartStack<B>, ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
         let table = stack.embed_positions.val();
@@ -199,7 +199,7 @@ impl<B: FusedBackend> Bart<B> {
         stack.norm((tokens + positions).reshape([b * t, d]))
     }
 
-    /// Token embeddings `[n, d]`.
+    /// Returns token embeddings `[n, d]`.
     fn tokens(&self, ids_n: Tensor<B, 1, Int>) -> Tensor<B, 2> {
         let tokens_nd = embedding(self.shared.val(), ids_n);
         if self.embedding_scale == 1.0 { tokens_nd } else { tokens_nd * self.embedding_scale }
@@ -290,7 +290,7 @@ impl<B: FusedBackend> BartStack<B> {
 }
 
 impl<B: FusedBackend> BartLayer<B> {
-    /// Applies the layer to rows `[n, d]`; `look` computes attention; its last argument is true for attention to what the encoder has read.
+    /// Applies the layer to rows `[n, d]`. `look` computes attention; its last argument is true for cross-attention.
     fn forward(
         &self,
         x_nd: Tensor<B, 2>,
@@ -312,7 +312,7 @@ impl<B: FusedBackend> BartLayer<B> {
 }
 
 impl<B: FusedBackend> BartAttention<B> {
-    /// Queries of some rows, keys and values of others.
+    /// Returns the queries of `x_nd`, and the keys and values of `others_md`.
     fn parts(&self, x_nd: &Tensor<B, 2>, others_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
         let [k, v] = self.keys_and_values(others_md);
         [self.queries(x_nd.clone()), k, v]

@@ -1,12 +1,12 @@
-//! BART checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//! Loading of Hugging Face's BART checkpoints.
 //!
-//! Names are those of `BartForConditionalGeneration` and `BartForSequenceClassification`; a checkpoint of `BartModel` lacks the prefix
-//! `model.` and is read too. A classification head that the model has not is left out.
-//! Linear weights are `[out, in]` there and transposed on loading.
+//! Names are those of `BartForConditionalGeneration` and `BartForSequenceClassification`. A checkpoint of `BartModel`, whose names lack
+//! the prefix `model.`, is read too. A classification head that the model does not have is ignored. Linear weights are stored as
+//! `[out, in]` and transposed on loading.
 //!
-//! Not loaded are `lm_head.weight` and the `embed_tokens.weight` of both halves, which are the token embedding again: they are
-//! checked to have its shape, and stand in if it is absent. Nor is `final_logits_bias`, which transformers do not train: it is
-//! zero in every published BART, checked to be, and not written, as transformers take an absent one for zero.
+//! `lm_head.weight` and the `embed_tokens.weight` of encoder and decoder repeat the token embedding: they must equal it, and replace it
+//! if it is absent. `final_logits_bias` is not loaded, as transformers does not train it: it must be zero, as in every published BART,
+//! and is not written, as transformers reads an absent one as zero.
 
 #[cfg(feature = "burn")]
 use super::Bart;
@@ -27,11 +27,11 @@ const HEAD_BIAS: &str = "final_logits_bias";
 #[cfg(feature = "burn")]
 hf_weights!(Bart, BartConfig, "BartForConditionalGeneration");
 
-/// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
-/// the names of these parameters too.
+/// Loads like [`load_from`], from a checkpoint that may have another head: parameters of the model's head that the checkpoint lacks keep
+/// their initial values. Returns the names of these parameters too.
 ///
 /// # Errors
-/// As [`load`].
+/// Same as [`load`].
 #[cfg(feature = "burn")]
 pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     model: Bart<B>,
@@ -41,9 +41,9 @@ pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     crate::hf_load::load_beneath_head::<BartConfig, B, _>(model, checkpoint, device)
 }
 
-/// From the width of the model to the same: most layers.
+/// Sizes of most layers, which keep the width of the model.
 const WIDTH: fn(&BartConfig) -> [usize; 2] = |c| [c.d_model; 2];
-/// As Hugging Face, two more than there are: once, padding was counted.
+/// Sizes of a position table. Like Hugging Face's, it has two rows more than positions, as padding was once counted.
 const POSITIONS: fn(&BartConfig) -> [usize; 2] = |c| [c.max_position_embeddings + super::config::OFFSET, c.d_model];
 
 macro_rules! stacks {

@@ -1,4 +1,4 @@
-//! The sizes of a BERT: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
+//! The configuration of BERT and its variants: from a preset or Hugging Face's `config.json`, with parameter counts, shapes and
 //! floating-point operations.
 
 use serde_json::{Map, Value, json};
@@ -8,7 +8,7 @@ use crate::hf_params::fresh;
 use crate::labels::{CLASSIFIER, HeadKeys, check_labels};
 use crate::{Activation, ModelError, ModelParam, ProblemType, Result};
 
-/// Which of the models that differ in little, by `model_type`.
+/// A variant of BERT, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum BertKind {
@@ -16,19 +16,19 @@ pub enum BertKind {
     Bert,
     /// RoBERTa: positions are counted from the padding token's id, and there is no pooler.
     Roberta,
-    /// XLM-RoBERTa, which is RoBERTa.
+    /// XLM-RoBERTa, with the architecture of RoBERTa.
     #[serde(rename = "xlm-roberta")]
     XlmRoberta,
-    /// CamemBERT, which is RoBERTa.
+    /// CamemBERT, with the architecture of RoBERTa.
     Camembert,
-    /// DistilBERT: no segments, and no pooler.
+    /// DistilBERT: no segments and no pooler.
     DistilBert,
 }
 
 hf_config! {
-    /// The configuration of a BERT, a RoBERTa or a DistilBERT.
+    /// The configuration of BERT, RoBERTa or DistilBERT.
     pub struct BertConfig of "BERT" {
-        /// Which of them it is.
+        /// The variant.
         model_type: BertKind = BertKind::Bert,
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 30522,
@@ -44,24 +44,24 @@ hf_config! {
         hidden_dropout_prob: f64 = 0.1,
         /// Dropout probability of attention probabilities.
         attention_probs_dropout_prob: f64 = 0.1,
-        /// Rows of the table of positions; [`positions`](Self::positions) is the longest sequence.
+        /// Number of rows of the position table; [`positions`](Self::positions) is the maximum sequence length.
         max_position_embeddings: usize = 512,
-        /// Number of kinds of segments.
+        /// Number of segment types.
         type_vocab_size: usize = 2,
-        /// Standard deviation of fresh weights.
+        /// Standard deviation of initial weights.
         initializer_range: f64 = 0.02,
-        /// What layer norms add to the variance.
+        /// Epsilon that layer norms add to the variance.
         layer_norm_eps: f64 = 1e-12,
-        /// Whether the prediction head's weight is the word embedding.
+        /// True if the prediction head's weight is the word embedding.
         tie_word_embeddings: bool = true,
-        /// Dropout probability before a classifier; that after the layers if it is absent.
+        /// Dropout probability before a classifier; `hidden_dropout_prob` if absent.
         classifier_dropout: Option<f64> = None,
-        /// The kind of labels of a classifier; without it, the number of labels or the labels decide.
+        /// The kind of labels of a classifier. If absent, the number of labels decides, or the labels themselves.
         #[serde(skip_serializing_if = "Option::is_none")]
         problem_type: Option<ProblemType> = None,
-        /// Id of the padding token; the first position of a RoBERTa is row `pad_token_id + 1` of its table.
+        /// Id of the padding token. The first position of a RoBERTa is row `pad_token_id + 1` of its position table.
         pad_token_id: usize = 0,
-        /// What reads the last layer.
+        /// The head.
         #[serde(flatten)]
         head: BertHead = BertHead::PreTraining,
     }
@@ -75,24 +75,24 @@ hf_config! {
     }
 }
 
-/// What reads the last layer of a BERT: which of transformers' classes it is.
+/// The head of a BERT, by its class in transformers.
 ///
-/// In a `config.json` it is `architectures`, and for a classifier the names of its classes, `id2label`. What names another
-/// class, or none, is taken for `BertForPreTraining`, or for `RobertaForMaskedLM` and its like.
+/// In a `config.json` it is given by `architectures`, and for a classifier also by the names of its classes, `id2label`. Any other
+/// class, or none, is read as `BertForPreTraining`, or as the `ForMaskedLM` class of another variant.
 #[derive(Clone, Debug, Default, PartialEq, serde::Serialize, serde::Deserialize)]
 #[serde(from = "HeadKeys", into = "HeadKeys")]
 pub enum BertHead {
-    /// `BertForPreTraining`: masked tokens, and whether one text follows another.
+    /// `BertForPreTraining`: predicts masked tokens, and whether the second segment follows the first.
     #[default]
     PreTraining,
-    /// `BertForMaskedLM`: masked tokens.
+    /// `BertForMaskedLM`: predicts masked tokens.
     MaskedLm,
-    /// `BertForSequenceClassification`: which of these classes a text is of, or a number for each of these labels.
+    /// `BertForSequenceClassification`: assigns a sequence to these classes, or predicts a number for each of these labels.
     Classes(Vec<String>),
 }
 
 impl BertHead {
-    /// The class of transformers, behind the name of the kind.
+    /// Returns the class in transformers, without the variant's prefix.
     fn class(&self) -> &'static str {
         match self {
             Self::PreTraining => "ForPreTraining",
@@ -114,12 +114,12 @@ impl From<HeadKeys> for BertHead {
 
 impl From<BertHead> for HeadKeys {
     fn from(head: BertHead) -> Self {
-        // The name of the kind is put before it where the kind is known.
+        // `to_keys` replaces this name by that of the variant.
         Self::new(format!("Bert{}", head.class()), if let BertHead::Classes(classes) = &head { classes } else { &[] })
     }
 }
 
-/// The classes of transformers: of a kind, with a head.
+/// The classes of transformers, by variant and head.
 const CLASSES: [(BertKind, &str, &str); 11] = [
     (BertKind::Bert, "ForPreTraining", "BertForPreTraining"),
     (BertKind::Bert, "ForMaskedLM", "BertForMaskedLM"),
@@ -139,7 +139,7 @@ const PRESETS: [(&str, [usize; 3]); 3] =
     [("bert-tiny", [2, 128, 2]), ("bert-base", [12, 768, 12]), ("bert-large", [24, 1024, 16])];
 
 impl BertKind {
-    /// The prefix of transformers' class names.
+    /// Returns the prefix of the class names in transformers.
     fn class(self) -> &'static str {
         match self {
             Self::Bert => "Bert",
@@ -150,13 +150,13 @@ impl BertKind {
         }
     }
 
-    /// Returns true for RoBERTa, XLM-RoBERTa and CamemBERT.
+    /// Returns `true` for RoBERTa, XLM-RoBERTa and CamemBERT.
     pub(crate) fn is_roberta(self) -> bool {
         matches!(self, Self::Roberta | Self::XlmRoberta | Self::Camembert)
     }
 }
 
-/// Keys of DistilBERT, and what they are called here.
+/// Keys of DistilBERT, with the keys of [`BertConfig`] that they stand for.
 const DISTILLED: [(&str, &str); 8] = [
     ("dim", "hidden_size"),
     ("n_layers", "num_hidden_layers"),
@@ -168,7 +168,7 @@ const DISTILLED: [(&str, &str); 8] = [
     ("activation", "hidden_act"),
 ];
 
-/// A `config.json` of any of the kinds, with the keys of [`BertConfig`] and the kind's own defaults.
+/// Converts a `config.json` of any variant to the keys of [`BertConfig`], with the variant's own defaults.
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: BertConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
@@ -176,7 +176,7 @@ fn complete(text: &str) -> Result<String> {
     let defaults: Vec<(&str, Value)> = match kind.as_str() {
         Some("bert") => Vec::new(),
         Some("distilbert") => {
-            // Its norms have the default.
+            // DistilBERT's norms always have the default.
             keys.remove("layer_norm_eps");
             for (theirs, ours) in DISTILLED {
                 if let Some(value) = keys.remove(theirs) {
@@ -199,7 +199,7 @@ fn complete(text: &str) -> Result<String> {
             keys.insert(key.into(), default);
         }
     }
-    // Of no use to these kinds, and not a number in some files.
+    // Unused by these variants, and not a number in some files.
     let is_roberta = !matches!(kind.as_str(), Some("bert" | "distilbert"));
     if !is_roberta && keys.get("pad_token_id").is_some_and(|pad| pad.as_u64().is_none()) {
         keys.remove("pad_token_id");
@@ -217,14 +217,14 @@ fn complete(text: &str) -> Result<String> {
 }
 
 impl BertConfig {
-    /// The class of transformers.
+    /// Returns the class in transformers.
     pub fn architecture(&self) -> &'static str {
         let named =
             |kind: BertKind| CLASSES.iter().find(|(known, head, _)| *known == kind && *head == self.head.class());
         named(self.model_type).map_or("BertForPreTraining", |(.., class)| class)
     }
 
-    /// The keys of `config.json`, as the kind has them.
+    /// Returns the keys of `config.json`, as the variant names them.
     pub(crate) fn to_keys(&self) -> Value {
         let mut keys = serde_json::to_value(self).expect("a configuration is numbers and texts");
         keys["architectures"] = json!([self.architecture()]);
@@ -242,20 +242,20 @@ impl BertConfig {
         keys
     }
 
-    /// The longest sequence.
+    /// Returns the maximum sequence length.
     pub fn positions(&self) -> usize {
         self.max_position_embeddings - self.position_offset()
     }
 
-    /// The row of the first position in the table of positions.
+    /// Returns the row of the first position in the position table.
     pub(super) fn position_offset(&self) -> usize {
         if self.model_type.is_roberta() { self.pad_token_id.saturating_add(1) } else { 0 }
     }
 
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
-    /// A configuration by name, with the vocabulary of the uncased English models.
+    /// Returns the configuration of a preset, with the vocabulary of the uncased English models.
     ///
     /// | preset | parameters with both heads | layers | width | heads |
     /// |---|---|---|---|---|
@@ -263,8 +263,7 @@ impl BertConfig {
     /// | `bert-base` | 110 M | 12 | 768 | 12 |
     /// | `bert-large` | 336 M | 24 | 1024 | 16 |
     ///
-    /// The published models have dropout 0.1; presets have none, as for GPT-2. What is read from a `config.json` is
-    /// taken as it stands there.
+    /// The published models have dropout 0.1; presets have none, as for GPT-2. Values read from a `config.json` are kept.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
@@ -282,13 +281,13 @@ impl BertConfig {
         })
     }
 
-    /// The parameters, in the order in which a module visits them, each with the values that it begins with: those of
+    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
     /// `BertConfig::init` on ranks with this seed.
     pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
         fresh(self, seed, |_| self.initializer_range, &mut each);
     }
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
@@ -321,12 +320,11 @@ impl BertConfig {
         check_count(Self::FAMILY, "num_hidden_layers", self)
     }
 
-    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, with the
+    /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, with the
     /// prediction head at every token.
     ///
-    /// Two per weight of a matrix product forward and four backward, and
-    /// `12 * num_hidden_layers * hidden_size * seq` for the attention scores and their use. The pooler and the
-    /// next-sentence head run once per sequence and are left out.
+    /// Each weight of a matrix product counts two operations forward and four backward, and the attention scores and their use count
+    /// `12 * num_hidden_layers * hidden_size * seq`. The pooler and the next-sentence head run once per sequence and are not counted.
     pub fn flops_per_token(&self, seq: usize) -> u64 {
         let (d, f) = (self.hidden_size as u64, self.intermediate_size as u64);
         let layers = self.num_hidden_layers as u64;

@@ -1,9 +1,9 @@
-//! BERT with the heads it is pre-trained with, or with a classifier, <https://arxiv.org/abs/1810.04805>; and RoBERTa, XLM-RoBERTa, CamemBERT
-//! (<https://arxiv.org/abs/1907.11692>) and DistilBERT (<https://arxiv.org/abs/1910.01108>), which differ in little.
+//! BERT with its pre-training heads or a classifier, <https://arxiv.org/abs/1810.04805>, and its variants RoBERTa, XLM-RoBERTa,
+//! CamemBERT (<https://arxiv.org/abs/1907.11692>) and DistilBERT (<https://arxiv.org/abs/1910.01108>).
 //!
-//! In go token ids, segment ids and a padding mask, out come the masked-token and next-sentence logits or those of classes, or
-//! their loss. [`BertConfig`] is a preset or a Hugging Face `config.json`, [`Bert`] the module that it initialises, and
-//! [`weights`] fills it from a Hugging Face checkpoint.
+//! The model takes token ids, segment ids and a padding mask, and returns the masked-token and next-sentence logits, the logits of
+//! classes, or a loss. [`BertConfig`] is a preset or a Hugging Face `config.json`, [`Bert`] is the module that it initializes, and
+//! [`weights`] loads a Hugging Face checkpoint into the module.
 
 #[cfg(feature = "burn")]
 mod batch;

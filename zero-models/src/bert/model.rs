@@ -1,9 +1,9 @@
-//! BERT as a module: in go token ids, segment ids and a padding mask, out come logits or a loss.
+//! The BERT module: computes logits or a loss from token ids, segment ids and a padding mask.
 //!
 //! Between embedding and heads, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
-//! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
-//! `m` rows that a prediction is made for, `f` inner width.
+//! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows, `m` rows with a prediction, `f`
+//! inner width.
 
 use burn::module::{Module, Param};
 use burn::nn::{Dropout, DropoutConfig, LayerNorm};
@@ -17,26 +17,26 @@ use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, d
 use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::{Activation, BertBatch, BertConfig, BertKind, BertPredictions, init};
 
-/// A BERT with the heads that its [`BertHead`](crate::BertHead) names.
+/// BERT with the heads that its [`BertHead`](crate::BertHead) selects.
 #[derive(Module, Debug)]
 pub struct Bert<B: Backend> {
     /// The embeddings.
     pub embeddings: BertEmbeddings<B>,
     /// The layers.
     pub layers: Vec<BertLayer<B>>,
-    /// What the next-sentence head and a classifier read, from the first token.
+    /// Pooler, which the next-sentence head and a classifier read; it reads the first token.
     pub pooler: Option<Linear<B>>,
-    /// The prediction head's dense layer.
+    /// Dense layer of the prediction head.
     pub transform: Option<Linear<B>>,
-    /// The prediction head's norm.
+    /// Norm of the prediction head.
     pub transform_norm: Option<LayerNorm<B>>,
-    /// The prediction head's weight `[vocab_size, hidden_size]`, if it is not tied to the word embedding.
+    /// Weight of the prediction head `[vocab_size, hidden_size]`, if it is not tied to the word embedding.
     pub decoder: Option<Param<Tensor<B, 2>>>,
-    /// The prediction head's bias `[vocab_size]`.
+    /// Bias of the prediction head `[vocab_size]`.
     pub prediction_bias: Option<Param<Tensor<B, 1>>>,
     /// The next-sentence head.
     pub seq_relationship: Option<Linear<B>>,
-    /// A classifier's head.
+    /// The head of a classifier.
     pub classifier: Option<Linear<B>>,
     classifier_dropout: Dropout,
     #[module(skip)]
@@ -46,18 +46,18 @@ pub struct Bert<B: Backend> {
     layer_norm_eps: f64,
 }
 
-/// The sum of word, position and segment embeddings, normed.
+/// The sum of word, position and segment embeddings, normalized.
 #[derive(Module, Debug)]
 pub struct BertEmbeddings<B: Backend> {
-    /// `[vocab_size, hidden_size]`, and the prediction head's weight if that is tied.
+    /// `[vocab_size, hidden_size]`; also the prediction head's weight if that is tied.
     pub word_embeddings: Param<Tensor<B, 2>>,
-    /// What is added to the word embedding.
+    /// LoRA adapter of the word embedding.
     pub word_embeddings_adapter: Option<Adapter<B>>,
     /// `[max_position_embeddings, hidden_size]`
     pub position_embeddings: Param<Tensor<B, 2>>,
-    /// `[type_vocab_size, hidden_size]`, if the model knows segments.
+    /// `[type_vocab_size, hidden_size]`, if the model has segments.
     pub token_type_embeddings: Option<Param<Tensor<B, 2>>>,
-    /// The norm of the sum.
+    /// Norm of the sum.
     pub norm: LayerNorm<B>,
     dropout: Dropout,
     layer_norm_eps: f64,
@@ -65,29 +65,29 @@ pub struct BertEmbeddings<B: Backend> {
     position_offset: usize,
 }
 
-/// One layer: attention and feed-forward layer, each added to what it read and then normed.
-// As the record of a Hugging Face layer has them.
+/// One layer: attention and feed-forward layer, each added to its input and then normalized.
+// Fields are in the order of a Hugging Face layer.
 #[derive(Module, Debug)]
 pub struct BertLayer<B: Backend> {
-    /// Queries.
+    /// Query projection.
     pub query: Linear<B>,
-    /// Keys.
+    /// Key projection.
     pub key: Linear<B>,
-    /// Values.
+    /// Value projection.
     pub value: Linear<B>,
-    /// What heads give, back to the width of the model.
+    /// Output projection, from the heads back to the width of the model.
     pub attention_output: Linear<B>,
-    /// The norm after attention.
+    /// Norm after attention.
     pub attention_norm: LayerNorm<B>,
-    /// Up, `[hidden_size, intermediate_size]`.
+    /// Up projection, `[hidden_size, intermediate_size]`.
     pub intermediate: Linear<B>,
-    /// Down, `[intermediate_size, hidden_size]`.
+    /// Down projection, `[intermediate_size, hidden_size]`.
     pub output: Linear<B>,
-    /// The norm after the feed-forward layer.
+    /// Norm after the feed-forward layer.
     pub output_norm: LayerNorm<B>,
     num_attention_heads: usize,
     activation: Activation,
-    /// After the layer that follows attention.
+    /// Dropout after the output projection of attention.
     output_dropout: Dropout,
     hidden_dropout: Dropout,
     attention_dropout: Dropout,
@@ -95,12 +95,11 @@ pub struct BertLayer<B: Backend> {
 }
 
 impl BertConfig {
-    /// A model with fresh parameters: weights from a normal distribution of deviation `initializer_range`, biases
-    /// zero. Hugging Face also zeroes the padding token's embedding, which a padding mask hides anyway. A parameter
-    /// is allocated on its first use.
+    /// Initializes a model: weights from a normal distribution with standard deviation `initializer_range`, biases zero. Hugging Face
+    /// also zeroes the padding token's embedding, which a padding mask hides anyway. A parameter is allocated on its first use.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If [`validate`](Self::validate) fails.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Bert<B> {
         self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
@@ -165,16 +164,16 @@ impl<B: Backend> Bert<B> {
 }
 
 impl<B: FusedBackend> Bert<B> {
-    /// Logits of the token at every position, and of whether the second segment follows the first.
+    /// Returns the logits of the token at every position, and of whether the second segment follows the first.
     ///
     /// # Shapes
     /// - `ids_bt`: `[b, t]`, each id in `0..vocab_size`
-    /// - `types_bt`, of segments: `[b, t]`, each id in `0..type_vocab_size`
+    /// - `types_bt` (segment ids): `[b, t]`, each id in `0..type_vocab_size`
     /// - `mask_bt`: `[b, t]`, 1 at tokens and 0 at padding, which is at the end; `None` if there is no padding
     /// - returns `[b, t, v]` and `[b, 2]`
     ///
     /// # Panics
-    /// If `t` is more than the model's positions, or the model has not the heads of pre-training.
+    /// If `t` exceeds the model's positions, or the model lacks the pre-training heads.
     pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> (Tensor<B, 3>, Tensor<B, 2>) {
         let [b, t] = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
@@ -182,29 +181,29 @@ impl<B: FusedBackend> Bert<B> {
         (by_sequence(self.prediction_logits(hidden_nd), [b, t]), relation_b2)
     }
 
-    /// The last layer's output; shapes as for [`forward`](Self::forward), returns `[b, t, d]`.
+    /// Returns the last layer's output `[b, t, d]`; shapes as for [`forward`](Self::forward).
     ///
     /// # Panics
-    /// If `t` is more than the model's positions.
+    /// If `t` exceeds the model's positions.
     pub fn forward_hidden(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
         let sizes = ids_bt.dims();
         by_sequence(self.hidden_rows(ids_bt, types_bt, mask_bt), sizes)
     }
 
-    /// Logits of the token at every position; shapes as for [`forward`](Self::forward), returns `[b, t, v]`.
+    /// Returns the logits of the token at every position, `[b, t, v]`; shapes as for [`forward`](Self::forward).
     ///
     /// # Panics
-    /// If `t` is more than the model's positions, or the model has no head for masked tokens.
+    /// If `t` exceeds the model's positions, or the model has no head for masked tokens.
     pub fn predict_tokens(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 3> {
         let sizes = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
         by_sequence(self.prediction_logits(hidden_nd), sizes)
     }
 
-    /// Logits of the classes of each text; shapes as for [`forward`](Self::forward), returns `[b, classes]`.
+    /// Returns the logits of each text's classes, `[b, classes]`; shapes as for [`forward`](Self::forward).
     ///
     /// # Panics
-    /// If `t` is more than the model's positions, or the model has no classifier.
+    /// If `t` exceeds the model's positions, or the model has no classifier.
     pub fn classify(&self, ids_bt: Ids<B>, types_bt: Ids<B>, mask_bt: Option<Ids<B>>) -> Tensor<B, 2> {
         let [b, _] = ids_bt.dims();
         let hidden_nd = self.hidden_rows(ids_bt, types_bt, mask_bt);
@@ -212,18 +211,18 @@ impl<B: FusedBackend> Bert<B> {
         dense(of_head(&self.classifier, "a classifier"), pooled_bd)
     }
 
-    /// The loss of pre-training, `[1]`, as [`BertPredictions::loss`].
+    /// Returns the pre-training loss, `[1]`: [`BertPredictions::loss`].
     ///
     /// # Panics
-    /// As [`predict`](Self::predict).
+    /// Same as [`predict`](Self::predict).
     pub fn loss(&self, batch: BertBatch<B>) -> Tensor<B, 1> {
         self.predict(batch).loss()
     }
 
-    /// What the model predicts where the batch asks for it.
+    /// Returns the predictions at the positions that the batch asks for.
     ///
     /// # Panics
-    /// If the batch's rows are longer than the model's positions, or the model has not the heads of pre-training.
+    /// If the batch's rows are longer than the model's positions, or the model lacks the pre-training heads.
     pub fn predict(&self, batch: BertBatch<B>) -> BertPredictions<B> {
         let [b, t] = batch.input_ids_bt.dims();
         let hidden_nd = self.hidden_rows(batch.input_ids_bt, batch.token_type_ids_bt, batch.attention_mask_bt);
@@ -238,7 +237,7 @@ impl<B: FusedBackend> Bert<B> {
         BertPredictions { token_logits_mv, labels_m, relation_logits_b2, next_sentence_labels_b }
     }
 
-    /// The weight of the prediction head, `[v, d]`: the word embedding, or its own.
+    /// Returns the weight of the prediction head, `[v, d]`: the word embedding, or its own.
     pub fn head_weight(&self) -> Tensor<B, 2> {
         self.decoder.as_ref().unwrap_or(&self.embeddings.word_embeddings).val()
     }
@@ -253,7 +252,7 @@ impl<B: FusedBackend> Bert<B> {
         x_nd
     }
 
-    /// `[n, d]` of `b` rows to `[b, d]`.
+    /// Pools `b` sequences: `[n, d]` to `[b, d]`.
     fn pooled(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = hidden_nd.dims();
         let mut first_bd = hidden_nd.reshape([b, n / b, d]).slice(s![.., 0..1, ..]).reshape([b, d]);
@@ -264,15 +263,15 @@ impl<B: FusedBackend> Bert<B> {
         if self.kind == BertKind::DistilBert { activation::relu(pooled_bd) } else { pooled_bd.tanh() }
     }
 
-    /// `[n, d]` of `b` rows to `[b, 2]`.
+    /// Computes the next-sentence logits of `b` sequences: `[n, d]` to `[b, 2]`.
     fn relation_logits(&self, hidden_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         dense(of_head(&self.seq_relationship, "a next-sentence head"), self.pooled(hidden_nd, b))
     }
 
-    /// `[m, d]` to `[m, v]`.
+    /// Computes the logits of the prediction head: `[m, d]` to `[m, v]`.
     fn prediction_logits(&self, hidden_md: Tensor<B, 2>) -> Tensor<B, 2> {
         let what = "a head for masked tokens";
-        // RoBERTa's head has its own.
+        // RoBERTa's head always uses GELU.
         let activation = if self.kind.is_roberta() { Activation::GeluErf } else { self.activation };
         let x_md = dense_activated(of_head(&self.transform, what), activation, hidden_md);
         let x_md = normed(of_head(&self.transform_norm, what), self.layer_norm_eps, x_md);
@@ -312,7 +311,7 @@ impl<B: FusedBackend> BertEmbeddings<B> {
     /// - returns `[n, d]`
     ///
     /// # Panics
-    /// If `t` is more than the model's positions.
+    /// If `t` exceeds the model's positions.
     pub fn forward(&self, ids_bt: Ids<B>, types_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
         let position_table = self.position_embeddings.val();
@@ -333,7 +332,7 @@ impl<B: FusedBackend> BertEmbeddings<B> {
 }
 
 impl<B: FusedBackend> BertLayer<B> {
-    /// Applies the layer to rows `[n, d]` of `b` sequences, one after the other.
+    /// Applies the layer to rows `[n, d]` of `b` sequences, one sequence after the other.
     fn forward(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
         let (heads, epsilon) = (self.num_attention_heads, self.layer_norm_eps);
         let [_, d] = x_nd.dims();

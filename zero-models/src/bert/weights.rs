@@ -1,15 +1,18 @@
-//! BERT checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//! Loading of Hugging Face's BERT checkpoints.
 //!
-//! Names are those of `BertForPreTraining`, `BertForMaskedLM` and `BertForSequenceClassification`; the prefix `bert.` may be absent, and layer norms may have `gamma` and
-//! `beta`, as the first published checkpoints do. Linear weights are `[out, in]` there and transposed on loading.
+//! Names are those of `BertForPreTraining`, `BertForMaskedLM` and `BertForSequenceClassification`. The prefix `bert.` may be absent, and
+//! layer norms may have `gamma` and `beta`, as in the first published checkpoints. Linear weights are stored as `[out, in]` and
+//! transposed on loading.
 //!
-//! RoBERTa's names begin with `roberta.`, `lm_head.` and `classifier.`, DistilBERT's with `distilbert.`, `vocab_` and `pre_classifier.`. The pooler
-//! of a RoBERTa without a head is not read.
+//! RoBERTa's names begin with `roberta.`, `lm_head.` and `classifier.`, DistilBERT's with `distilbert.`, `vocab_`, `pre_classifier.` and
+//! `classifier.`. The pooler of a RoBERTa without a head is not read.
 //!
-//! Not loaded are the buffers `embeddings.position_ids` and `embeddings.token_type_ids`, which count up and are zero;
-//! the second name `cls.predictions.decoder.bias` of `cls.predictions.bias`; heads that the model has not; and, for a model with a tied head,
-//! `cls.predictions.decoder.weight`: it is the word embedding a second time, which Hugging Face also overwrites with
-//! the embedding after loading. Second names are checked to have the right shape, and stand in if the first is absent.
+//! These are not loaded:
+//! - the buffers `embeddings.position_ids` and `embeddings.token_type_ids`, which count up and are zero;
+//! - heads that the model does not have;
+//! - tensors that repeat another: `cls.predictions.decoder.bias` repeats `cls.predictions.bias`, and, for a tied head,
+//!   `cls.predictions.decoder.weight` repeats the word embedding, with which Hugging Face overwrites it too. A repeat must equal the
+//!   original, and replaces it if it is absent.
 
 #[cfg(feature = "burn")]
 use super::Bert;
@@ -24,7 +27,7 @@ const DECODER: &str = "cls.predictions.decoder.weight";
 pub(crate) const PREDICTION_BIAS: &str = "cls.predictions.bias";
 pub(crate) const DECODER_BIAS: &str = "cls.predictions.decoder.bias";
 
-/// The names of a model's kind.
+/// Evaluates `$do` with `$names` as the type that names the parameters of the model's variant.
 #[cfg(feature = "burn")]
 macro_rules! by_kind {
     ($model:expr, $names:ident => $do:expr) => {
@@ -45,20 +48,20 @@ macro_rules! by_kind {
     };
 }
 
-/// RoBERTa's names.
+/// The parameter names of RoBERTa.
 pub(crate) struct Roberta(BertConfig);
 
-/// DistilBERT's names.
+/// The parameter names of DistilBERT.
 pub(crate) struct DistilBert(BertConfig);
 
 #[cfg(feature = "burn")]
 hf_weights!(Bert, BertConfig, "BertForPreTraining", by_kind);
 
-/// As [`load_from`], of a checkpoint with another head: what the model's own head has and the checkpoint has not stays fresh. Returns
-/// the names of these parameters too.
+/// Loads like [`load_from`], from a checkpoint that may have another head: parameters of the model's head that the checkpoint lacks keep
+/// their initial values. Returns the names of these parameters too.
 ///
 /// # Errors
-/// As [`load`].
+/// Same as [`load`].
 #[cfg(feature = "burn")]
 pub fn load_beneath_head<B: zero_ops::FusedBackend>(
     model: Bert<B>,
@@ -69,13 +72,13 @@ pub fn load_beneath_head<B: zero_ops::FusedBackend>(
 }
 
 impl BertConfig {
-    /// Number of a classifier's classes.
+    /// Returns the number of a classifier's classes.
     pub(super) fn classes(&self) -> usize {
         if let BertHead::Classes(classes) = &self.head { classes.len() } else { 0 }
     }
 }
 
-/// From the width of the model to the same: most layers.
+/// Sizes of most layers, which keep the width of the model.
 const WIDTH: fn(&BertConfig) -> [usize; 2] = |c| [c.hidden_size; 2];
 const WORDS: fn(&BertConfig) -> [usize; 2] = |c| [c.vocab_size, c.hidden_size];
 const POSITIONS: fn(&BertConfig) -> [usize; 2] = |c| [c.max_position_embeddings, c.hidden_size];
@@ -156,7 +159,7 @@ impl Family for BertConfig {
 }
 
 impl BertConfig {
-    /// The rules by which parameters find their tensors.
+    /// Returns the rules by which parameters find their tensors.
     pub(crate) fn rules(&self) -> Rules<'static> {
         match self.model_type {
             BertKind::Bert => rules::<Self>(),
@@ -166,14 +169,14 @@ impl BertConfig {
     }
 }
 
-/// The rows of a table for the layers of BERT's encoder.
+/// Builds the table of layers of a variant that wraps a [`BertConfig`].
 macro_rules! of_config {
     ($($path:literal, $name:literal, $kind:ident, $sizes:expr;)*) => {
         &[$(layer($path, $name, $kind, |c| { const SIZES: fn(&BertConfig) -> [usize; 2] = $sizes; SIZES(&c.0) })),*]
     };
 }
 
-/// The methods that a family takes from BERT's configuration.
+/// Implements the methods of [`Family`] that a variant takes from its [`BertConfig`].
 macro_rules! as_bert {
     () => {
         fn blocks(&self, layer: &str) -> usize {
@@ -228,7 +231,7 @@ impl Family for Roberta {
         }
         match name.strip_prefix("roberta.").unwrap_or(name) {
             "embeddings.position_ids" | "embeddings.token_type_ids" => None,
-            // Of a model without a head, which no class with one reads.
+            // The pooler of a model without a head; no class with a head reads it.
             pooler if pooler.starts_with("pooler.") => None,
             name => Some(format!("roberta.{name}")),
         }

@@ -1,22 +1,22 @@
-//! Beam search, as transformers': several texts go on for each prompt, those with the highest sums of log-probabilities.
+//! Beam search, as in transformers: of each prompt's continuations, those with the highest sums of log-probabilities are continued.
 
 use zero_ops::FusedBackend;
 
 use super::choose::process;
 use super::{CausalLm, EarlyStopping, Hooks, Pass, Sampling};
 
-/// A text and its score.
+/// A sequence and its score.
 #[derive(Debug, Clone)]
 struct Beam {
     tokens: Vec<u32>,
     score: f64,
 }
 
-/// Of one prompt.
+/// The search for one prompt.
 struct Search {
-    /// Texts that go on, best first.
+    /// Unfinished sequences, best first.
     running: Vec<Beam>,
-    /// Texts that have ended, best first, with scores by length; at most as many as beams.
+    /// Finished sequences, best first, with scores by length; at most one per beam.
     ended: Vec<Beam>,
     open: bool,
 }
@@ -32,7 +32,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
             open: true,
         };
         let mut searches: Vec<Search> = prompts.iter().map(begin).collect();
-        // Rows of `logits`: one for each running text, for each prompt as many as for the others.
+        // Number of rows of `logits` per prompt: one per unfinished sequence.
         let mut rows = 1;
         // Other ranks may have more to search.
         for _ in 0..self.model.positions() {
@@ -42,7 +42,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
                 let own = &mut logits[i * rows * width..][..rows * width];
                 let parents = if search.open { search.step(own, width, prompt, how) } else { vec![0; beams] };
                 from.extend(parents.iter().map(|parent| i * rows + parent));
-                // A prompt that has ended reads something all the same.
+                // A finished prompt reads a token too.
                 let last = |beam: usize| search.running.get(beam).map_or(0, |beam| beam.tokens[beam.tokens.len() - 1]);
                 next.extend((0..beams).map(|beam| last(beam) as i32));
             }
@@ -56,7 +56,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         }
         let mut texts = Vec::with_capacity(prompts.len());
         for (row, (search, prompt)) in searches.iter().zip(prompts).enumerate() {
-            // The last step has ended every text that ran.
+            // The last step has finished every sequence.
             let best = search.ended.first().map_or(&prompt[..], |best| &best.tokens);
             let text: Vec<u32> =
                 best[prompt.len()..].iter().copied().filter(|token| !how.stop.contains(token)).collect();
@@ -68,7 +68,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
 }
 
 impl Search {
-    /// One more token for each text, by its logits. Gives of each text that goes on the number of the one that it was.
+    /// Adds one token to each sequence, by its logits. Returns for each unfinished sequence the index of its parent.
     fn step(&mut self, logits: &mut [f32], width: usize, prompt: &[u32], how: &Sampling) -> Vec<usize> {
         let (beams, most) = (how.beams, how.most(prompt));
         let made = self.running[0].tokens.len() - prompt.len() + 1;
@@ -78,7 +78,7 @@ impl Search {
             process(logits, &beam.tokens, prompt, how);
             found.extend(logits.iter().enumerate().map(|(id, &p)| (beam.score + f64::from(p), at, id as u32)));
         }
-        // As many as are enough when each of the best texts could also end.
+        // Enough candidates even if each of the best sequences could also end.
         let kept = (beams * (1 + how.stop.len()).max(2)).min(found.len());
         let order =
             |a: &(f64, usize, u32), b: &(f64, usize, u32)| b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2)));
@@ -93,7 +93,7 @@ impl Search {
             let mut tokens = self.running[at].tokens.clone();
             tokens.push(token);
             if last || how.stop.contains(&token) {
-                // A text ends only where it is among the best.
+                // A sequence ends only if it is among the best.
                 if rank < beams {
                     let length = made as f64;
                     self.ended.push(Beam { tokens, score: score / length.powf(how.length_penalty) });
@@ -106,7 +106,7 @@ impl Search {
         self.ended.sort_by(|a, b| b.score.total_cmp(&a.score));
         self.ended.truncate(beams);
         self.running = running;
-        // No text that goes on can become better than the worst that has ended.
+        // No unfinished sequence can become better than the worst finished one.
         let length = if how.early_stopping == EarlyStopping::Never && how.length_penalty > 0.0 { most } else { made };
         let best = self.running.first().map(|best| best.score / (length as f64).powf(how.length_penalty));
         let worst = self.ended.get(beams - 1).map(|worst| worst.score);

@@ -1,6 +1,6 @@
-//! Keys and values of the tokens so far, in memory that is there from the start: a new position is written into its place.
+//! The cache of keys and values, in preallocated memory: a new position is written in place.
 //!
-//! Shape suffixes: `b` rows, `h` heads, `k` heads of keys, `g` = `h / k`, `t` positions, `e` width of a head, `n` = `b * t` rows of
+//! Shape suffixes: `b` rows, `h` query heads, `k` key heads, `g` = `h / k`, `t` positions, `e` width of a head, `n` = `b * t` rows of
 //! activations, `d` = `h * e`, `c` = `k * e`.
 
 use std::ops::Range;
@@ -12,22 +12,22 @@ use zero_ops::{AttentionOptions, FusedBackend};
 
 use crate::attention::{MASKED, Masks, attend, hidden, soft_capped};
 
-/// What a model keeps of the tokens it has read, so that each is read once. Rows begin with padding where others are longer.
+/// Keys and values of the tokens that a model has read, so that each token is read once. Shorter rows are padded on the left.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
     layers: Vec<Kept<B>>,
-    /// Of each layer the keys and the values of another text, which each row looks at besides.
+    /// Keys and values of the encoder's output, per layer, for cross-attention.
     across: Vec<[Tensor<B, 4>; 2]>,
-    /// What hides the padding of these texts, `[b, u]`, if there is any.
+    /// Padding mask of the encoder's output, `[b, u]`, if there is padding.
     hidden_across: Option<Tensor<B, 2>>,
     length: usize,
-    /// Positions that are expected in all.
+    /// Number of positions that are expected in total.
     room: usize,
-    /// What keys and values are kept as, if not as they come.
+    /// The type in which keys and values are stored; their own if `None`.
     dtype: Option<FloatDType>,
-    /// Tokens of padding before each row.
+    /// Number of padding tokens before each row.
     padding: Vec<usize>,
-    /// Positions that the model has.
+    /// Number of positions that the model has.
     positions: usize,
     /// The soft cap of scores.
     cap: Option<f64>,
@@ -35,24 +35,24 @@ pub struct KvCache<B: Backend> {
     tokens: Option<Tensor<B, 2, Int>>,
 }
 
-/// Positions that there is room for at first, if so many are expected.
+/// Number of positions to allocate at first, if that many are expected.
 const AT_FIRST: usize = 2048;
 
-/// Of one layer the keys and the values of some positions, `[b, k, places, e]`.
+/// Keys and values of some positions in one layer, `[b, k, places, e]`.
 #[derive(Debug, Clone)]
 struct Kept<B: Backend> {
     parts: [Tensor<B, 4>; 2],
-    /// The position in the first place.
+    /// The first position stored.
     from: usize,
 }
 
 impl<B: Backend> Kept<B> {
-    /// Puts `new` `[b, k, t, e]` at position `at`. Of what is there already at least `least` positions stay.
+    /// Writes `new` `[b, k, t, e]` at position `at`. Keeps at least `least` of the stored positions.
     fn put(&mut self, new: [Tensor<B, 4>; 2], at: usize, least: usize) {
         let ([.., places, _], [.., t, _]) = (self.parts[0].dims(), new[0].dims());
         let moved = if at + t - self.from > places { at - least - self.from } else { 0 };
         for (part, new) in self.parts.iter_mut().zip(new) {
-            // The only handle, so that it is written where it is.
+            // The only reference, so that the write is in place.
             let mut own = std::mem::replace(part, new.clone());
             let place = at - self.from - moved;
             if moved > 0 {
@@ -64,7 +64,7 @@ impl<B: Backend> Kept<B> {
         self.from += moved;
     }
 
-    /// Makes room for so many positions.
+    /// Grows the memory to `places` positions.
     fn grow(&mut self, places: usize) {
         for part in &mut self.parts {
             let [b, k, old, e] = part.dims();
@@ -73,7 +73,7 @@ impl<B: Backend> Kept<B> {
         }
     }
 
-    /// The keys and the values from position `start` to `end`, as `dtype`.
+    /// Returns the keys and the values of positions `start..end`, as `dtype`.
     fn of(&self, start: usize, end: usize, dtype: FloatDType) -> [Tensor<B, 4>; 2] {
         self.parts.clone().map(|part| as_dtype(part.slice(s![.., .., start - self.from..end - self.from, ..]), dtype))
     }
@@ -84,8 +84,8 @@ fn as_dtype<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: FloatDType) -> T
 }
 
 impl<B: FusedBackend> KvCache<B> {
-    /// For rows that begin with so many tokens of padding, and will have about so many positions in all: more make the cache grow. Keys and
-    /// values are kept as `dtype` if there is one: in 16 bit they take half of the memory.
+    /// Creates a cache for rows that begin with `padding` padding tokens each. `room` is the expected total number of positions; beyond
+    /// it the cache grows. Keys and values are stored as `dtype` if it is given: 16 bits halve the memory.
     pub fn new(padding: Vec<usize>, room: usize, dtype: Option<FloatDType>) -> Self {
         Self {
             layers: Vec::new(),
@@ -101,25 +101,25 @@ impl<B: FusedBackend> KvCache<B> {
         }
     }
 
-    /// The same for a model with so many positions, where rows that have ended read on beside others: what they read is used for nothing, and
-    /// is taken to stand at the last position.
+    /// Limits position numbers to a model's `positions`. Finished rows read on alongside others; their excess tokens are placed at the
+    /// last position, and their results are unused.
     pub(super) fn within(self, positions: usize) -> Self {
         Self { positions, ..self }
     }
 
-    /// Caps scores `x` of own positions at `cap`, as `cap * tanh(x / cap)`.
+    /// Caps scores `x` of self-attention at `cap`, as `cap * tanh(x / cap)`.
     pub(crate) fn cap_scores(&mut self, cap: Option<f64>) {
         self.cap = cap;
     }
 
-    /// Positions that each row's own text has with `t` more.
+    /// Returns the length of each row's text after `t` more positions.
     pub(crate) fn reached(&self, t: usize) -> impl Iterator<Item = usize> {
         let end = self.length + t;
         self.padding.iter().map(move |padding| end.saturating_sub(*padding))
     }
 
-    /// The tokens `[b, t]` to read now. Where these make a text longer than `longest`, they come with all before them, and what those gave is
-    /// forgotten: a model that rotates longer texts by other angles reads them again.
+    /// Returns the tokens `[b, t]` to read now. If they make a text longer than `longest`, clears the cache and returns them with all
+    /// earlier tokens: a model that rotates longer texts by other angles reads them again.
     pub(crate) fn with_earlier(&mut self, ids_bt: Tensor<B, 2, Int>, longest: usize) -> Tensor<B, 2, Int> {
         let [_, t] = ids_bt.dims();
         let all = match self.tokens.take() {
@@ -135,17 +135,17 @@ impl<B: FusedBackend> KvCache<B> {
         all
     }
 
-    /// Positions that are kept.
+    /// Returns the number of positions that were read.
     pub fn len(&self) -> usize {
         self.length
     }
 
-    /// Whether nothing was read yet.
+    /// Returns `true` if nothing was read yet.
     pub fn is_empty(&self) -> bool {
         self.length == 0
     }
 
-    /// The numbers of the next `t` positions in each row's own text, row after row. Those of padding are 0.
+    /// Returns the numbers of the next `t` positions in each row's text, row after row; 0 for padding.
     pub(crate) fn numbers(&self, t: usize) -> impl Iterator<Item = i32> {
         let next = self.length..self.length + t;
         let last = self.positions.saturating_sub(1);
@@ -153,7 +153,7 @@ impl<B: FusedBackend> KvCache<B> {
         self.padding.iter().flat_map(own)
     }
 
-    /// What hides the padding among the keys of these positions, `[b, t]`, if there is any.
+    /// Returns the padding mask of these key positions, `[b, t]`, if they include padding.
     fn hidden(&self, keys: Range<usize>, like: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
         if self.padding.iter().all(|&padding| padding <= keys.start) {
             return None;
@@ -164,13 +164,14 @@ impl<B: FusedBackend> KvCache<B> {
         Some(Tensor::from_data(data.convert_dtype(like.dtype()), &like.device()))
     }
 
-    /// Adds the keys and values of layer `layer` for new positions, and lets these look at all so far, or at those in the window;
-    /// of what nobody will look at any more no more is kept than a window has. A bias is added to the scores of each head.
+    /// Adds the keys and values of new positions to layer `layer`, and computes the attention of these positions to all positions so
+    /// far, or to those in the window. At most one window of positions that have left it is kept. The bias, if given, is added to the
+    /// scores of each head.
     ///
     /// # Shapes
-    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before, or there is a bias
-    /// - `k_nd`, `v_nd`: `[n, c]`, of as many heads or fewer
-    /// - `bias_ht`: `[h, t]`, of all positions so far
+    /// - `q_nd`: `[n, d]`; `n` is `b` if positions were read before, or if there is a bias
+    /// - `k_nd`, `v_nd`: `[n, c]`, with as many heads or fewer
+    /// - `bias_ht`: `[h, t]`, for all positions so far
     /// - returns `[n, d]`
     pub(crate) fn attend(
         &mut self,
@@ -189,7 +190,7 @@ impl<B: FusedBackend> KvCache<B> {
         if self.length == 0 {
             let new = new.map(|x_bkte| x_bkte.slice(s![.., .., keys.clone(), ..]));
             let ([b, k, t, e], device) = (new[0].dims(), q_nd.device());
-            // A window is moved to the front when it has come to the end.
+            // The window is moved to the front when it has reached the end.
             let places = self.room.min(window.map_or(AT_FIRST, |window| 2 * window)).max(t);
             let empty = || Tensor::zeros([b, k, places, e], (&device, DType::from(dtype)));
             let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
@@ -202,7 +203,7 @@ impl<B: FusedBackend> KvCache<B> {
         } else {
             let kept = &mut self.layers[layer];
             let [.., places, _] = kept.parts[0].dims();
-            // Where a window lets nothing go.
+            // No position has left the window, so none can be overwritten.
             if end - kept.from > places && keys.len() >= places {
                 kept.grow(2 * places);
             }
@@ -213,15 +214,15 @@ impl<B: FusedBackend> KvCache<B> {
         look(q_nd, kept, hidden_bt, options, self.cap, bias_ht)
     }
 
-    /// Hides where `mask_bu` is 0 in the texts that rows look at besides their own. `like` has the type of the activations.
+    /// Sets the padding mask of cross-attention, which hides positions where `mask_bu` is 0. `like` has the type of the activations.
     pub(crate) fn hide_across(&mut self, mask_bu: Option<Tensor<B, 2, Int>>, like: &Tensor<B, 2>) {
         self.hidden_across = mask_bu.map(|mask_bu| hidden(mask_bu, like));
     }
 
-    /// Lets the new positions look at another text, whose keys and values `[m, c]` in layer `layer` are made once.
+    /// Computes cross-attention in layer `layer`. The keys and values `[m, c]` of the encoder's output are computed once, by `of_text`.
     ///
     /// # Shapes
-    /// - `q_nd`: `[n, d]`; `n` is `b` where positions were read before
+    /// - `q_nd`: `[n, d]`; `n` is `b` if positions were read before
     /// - returns `[n, d]`
     pub(crate) fn attend_across(
         &mut self,
@@ -240,7 +241,7 @@ impl<B: FusedBackend> KvCache<B> {
         zero_ops::attention(q_nd, k_mc, v_mc, hidden_bu, options)
     }
 
-    /// All layers have read these positions of `b` texts: what came of the last of each.
+    /// Ends a pass over positions of `b` rows through all layers. Returns the output at the last position of each row, `[b, d]`.
     pub(crate) fn end(&mut self, x_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = x_nd.dims();
         let t = n / b;
@@ -248,7 +249,7 @@ impl<B: FusedBackend> KvCache<B> {
         x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d])
     }
 
-    /// Takes other rows in place of its own: row `i` goes on from what row `rows[i]` has read.
+    /// Replaces the rows: row `i` continues from the state of row `rows[i]`.
     pub(crate) fn take(&mut self, rows: &[usize], device: &B::Device) {
         let of: Vec<i32> = rows.iter().map(|&row| row as i32).collect();
         let of = Tensor::<B, 1, Int>::from_ints(&*of, device);
@@ -261,13 +262,13 @@ impl<B: FusedBackend> KvCache<B> {
     }
 }
 
-/// Rows `[m, c]` of sequences as heads `[b, k, t, e]`, of the width that those of queries `[n, d]` have.
+/// Reshapes rows `[m, c]` of sequences to heads `[b, k, t, e]`, with the head width of queries `[n, d]`.
 fn by_head<B: Backend>(x_mc: Tensor<B, 2>, d: usize, options: AttentionOptions) -> Tensor<B, 4> {
     let ([m, c], b, e) = (x_mc.dims(), options.batch, d / options.heads);
     x_mc.reshape([b, m / b, c / e, e]).swap_dims(1, 2)
 }
 
-/// What one position of each row sees among these keys and values, `[b, d]`.
+/// Computes the attention of one position per row to these keys and values, `[b, d]`.
 fn look<B: FusedBackend>(
     q_bd: Tensor<B, 2>,
     [keys_bkte, values_bkte]: [Tensor<B, 4>; 2],
@@ -277,7 +278,7 @@ fn look<B: FusedBackend>(
     bias_ht: Option<Tensor<B, 2>>,
 ) -> Tensor<B, 2> {
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
-    // Heads of queries that share one of keys are its rows.
+    // Query heads that share a key head become its rows.
     let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
     let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
     if let Some(cap) = cap {

@@ -1,15 +1,15 @@
-//! The next token, chosen from its logits: as transformers' logits processors and warpers do, in their order.
+//! Selection of the next token from its logits, by transformers' logits processors and warpers, in their order.
 
 use zero_core::random::Draws;
 
 use super::Sampling;
 
-/// The most likely token; of equal ones the first.
+/// Returns the most likely token; among equal ones, the first.
 pub(super) fn best(logits: &[f32]) -> usize {
     (0..logits.len()).fold(0, |best, i| if logits[i] > logits[best] { i } else { best })
 }
 
-/// Applies the logits processors of the options to the logits of the token after `seen`, which begins with `prompt`.
+/// Applies the logits processors of `how` to the logits of the token after `seen`, which begins with `prompt`.
 pub(super) fn process(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sampling) {
     let (made, width) = (seen.len() - prompt.len() + 1, logits.len());
     penalise(logits, seen, how.repetition_penalty);
@@ -33,7 +33,7 @@ fn repeat_nothing(logits: &mut [f32], seen: &[u32], n: usize) {
     }
 }
 
-/// Makes tokens that were there already less likely (<https://arxiv.org/abs/1909.05858>, section 4.1).
+/// Makes tokens that have already occurred less likely (<https://arxiv.org/abs/1909.05858>, section 4.1).
 fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
     if penalty == 1.0 {
         return;
@@ -47,7 +47,7 @@ fn penalise(logits: &mut [f32], seen: &[u32], penalty: f64) {
     }
 }
 
-/// Leaves only the token that the `made`th new one of `most` must be, if it must be one.
+/// Leaves only the forced token, if the `made`th new token of at most `most` is forced.
 fn force(logits: &mut [f32], [made, most, seen]: [usize; 3], how: &Sampling) {
     let last = how.forced_last.filter(|_| made == most);
     if let Some(token) = last.or(how.forced_first.filter(|_| seen == 1)) {
@@ -56,17 +56,17 @@ fn force(logits: &mut [f32], [made, most, seen]: [usize; 3], how: &Sampling) {
     }
 }
 
-/// The token that follows `seen`, which begins with `prompt`.
+/// Chooses the token that follows `seen`, which begins with `prompt`.
 pub(super) fn choose(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sampling, draws: &mut Draws) -> usize {
     process(logits, seen, prompt, how);
     if how.temperature == 0.0 {
         return best(logits);
     }
-    // In the order of their logits; of equal ones the first.
+    // By descending logits; ties keep the order of the tokens.
     let mut order: Vec<usize> = (0..logits.len()).collect();
     order.sort_by(|&a, &b| logits[b].total_cmp(&logits[a]).then(a.cmp(&b)));
     if let Some(k) = how.top_k.filter(|&k| k < order.len()) {
-        // Those that are equal to the last one stay.
+        // Tokens with the same logit as the last one stay.
         let least = logits[order[k - 1]];
         order.retain(|&token| logits[token] >= least);
     }
@@ -75,7 +75,7 @@ pub(super) fn choose(logits: &mut [f32], seen: &[u32], prompt: &[u32], how: &Sam
     let mut weights: Vec<f64> = order.iter().map(weight).collect();
     let mut total: f64 = weights.iter().sum();
     if let Some(p) = how.top_p {
-        // The fewest that come to p together (<https://arxiv.org/abs/1904.09751>).
+        // The fewest whose probabilities add up to p (<https://arxiv.org/abs/1904.09751>).
         let mut sum = 0.0;
         let enough = weights.iter().position(|weight| {
             sum += weight;

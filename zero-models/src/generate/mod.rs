@@ -1,10 +1,10 @@
-//! Text, token by token: greedy, sampled, or by beam search, for any model that predicts the next token.
+//! Text generation, token by token: greedy, sampled, or by beam search, for any model that predicts the next token.
 //!
-//! * In: a [`CausalLm`], prompts as token ids, and [`Sampling`]. Out: for each prompt the tokens that follow.
-//! * Prompts of unequal lengths share each pass over the model: shorter ones begin with padding, which nothing looks at.
-//! * Keys and values of what was read are kept ([`KvCache`]), so that each token is read once.
-//! * Over a backend that shards parameters, they are gathered as in training, once a token for all prompts. Where ranks gather
-//!   together, all must make as many passes: [`Hooks::goes_on`] lets them agree.
+//! * Input: a [`CausalLm`], prompts as token ids, and [`Sampling`]. Output: the tokens that follow each prompt.
+//! * Prompts of different lengths share each pass over the model: shorter ones are padded on the left, and the padding is masked.
+//! * Keys and values are cached ([`KvCache`]), so that each token is read once.
+//! * On a backend that shards parameters, they are gathered as in training, once per token for all prompts. Ranks that gather together
+//!   must make the same number of passes: [`Hooks::goes_on`] lets them agree.
 
 mod beams;
 mod cache;
@@ -22,67 +22,67 @@ use crate::{ModelError, Result};
 
 /// A model that predicts the next token.
 pub trait CausalLm<B: FusedBackend> {
-    /// The longest text.
+    /// Returns the maximum sequence length.
     fn positions(&self) -> usize;
 
-    /// Number of tokens that it knows.
+    /// Returns the vocabulary size.
     fn vocabulary(&self) -> usize;
 
-    /// Logits of the token that follows each row, `[b, v]`.
+    /// Returns the logits of the token that follows each row, `[b, v]`.
     ///
-    /// `input_ids_bt` are the tokens `[b, t]` that follow those that `cache` has, and are added to it; `t` is 1 unless it is
-    /// empty.
+    /// `input_ids_bt` are the tokens `[b, t]` after those in `cache`, and are added to it; `t` is 1 unless the cache is empty.
     fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2>;
 }
 
-/// How tokens are chosen. The default is greedy: the most likely token, 64 times.
+/// Generation settings. The default is greedy: the most likely token, 64 times.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Sampling {
-    /// Most tokens that follow a prompt.
+    /// Maximum number of tokens that follow a prompt.
     pub max_new_tokens: usize,
-    /// Most tokens of a prompt and what follows it together, beside `max_new_tokens`.
+    /// Maximum number of tokens of a prompt and its continuation together; `max_new_tokens` applies too.
     pub max_length: Option<usize>,
     /// Tokens that end a text; they are not part of it.
     pub stop: Vec<u32>,
-    /// Fewest tokens that follow a prompt: until then, none of `stop` is chosen.
+    /// Minimum number of tokens that follow a prompt; before that, no `stop` token is chosen.
     pub min_new_tokens: usize,
-    /// Fewest tokens of a prompt and what follows it together.
+    /// Minimum number of tokens of a prompt and its continuation together.
     pub min_length: usize,
-    /// Logits are divided by it; 0 takes the most likely token.
+    /// Divisor of the logits; 0 takes the most likely token.
     pub temperature: f64,
-    /// Only the `k` most likely tokens.
+    /// Number of most likely tokens to sample from; all if `None`.
     pub top_k: Option<usize>,
-    /// Only the most likely tokens that come to this probability together.
+    /// Probability that the most likely tokens to sample from must add up to; all tokens if `None`.
     pub top_p: Option<f64>,
-    /// Above 1, tokens that were there already are less likely.
+    /// Penalty on tokens that have already occurred; above 1, they become less likely.
     pub repetition_penalty: f64,
-    /// No sequence of this many tokens occurs twice in a prompt and what follows it; 0 allows all.
+    /// Length of token sequences that must not occur twice in a prompt and its continuation; 0 allows all.
     pub no_repeat_ngram_size: usize,
-    /// Seed of the draws. Each prompt has its own, by its number.
+    /// Seed of the random draws. Each prompt has its own draws, by its number.
     pub seed: u64,
-    /// Above 1, the text that is the most likely as a whole is looked for among so many.
+    /// Number of beams. Above 1, beam search looks for the most likely text.
     pub beams: usize,
-    /// By beam search, a text's score is the sum of its log-probabilities divided by its length to this power.
+    /// In beam search, a text's score is the sum of its log-probabilities divided by its length to this power.
     pub length_penalty: f64,
-    /// When beam search ends.
+    /// Condition that ends beam search.
     pub early_stopping: EarlyStopping,
-    /// The token that follows a prompt of one token, whatever the model says: the first that a BART makes.
+    /// The token that follows a prompt of one token, regardless of the logits: the first token that a BART generates.
     pub forced_first: Option<u32>,
-    /// The last token where a text is as long as it may be, whatever the model says.
+    /// The last token of a text that reaches its maximum length, regardless of the logits.
     pub forced_last: Option<u32>,
-    /// What keys and values of the tokens so far are kept as, if not as the model computes.
+    /// The type in which keys and values are cached; the model's own if `None`.
     pub cache_dtype: Option<FloatDType>,
 }
 
-/// When beam search ends, as `early_stopping` of transformers.
+/// Condition that ends beam search, as `early_stopping` in transformers.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum EarlyStopping {
-    /// Once as many texts have ended as there are beams, and the best that goes on scores below all of these, by its length so far.
+    /// Ends once as many texts have finished as there are beams, and the best unfinished one scores below all of these, by its length so
+    /// far.
     #[default]
     No,
-    /// Once as many texts have ended as there are beams.
+    /// Ends once as many texts have finished as there are beams.
     Yes,
-    /// As [`No`](Self::No), by the longest length that a text may have if `length_penalty` is above 0.
+    /// Same as [`No`](Self::No), but by the maximum length of a text if `length_penalty` is above 0.
     Never,
 }
 
@@ -110,22 +110,22 @@ impl Default for Sampling {
     }
 }
 
-/// What is asked and told while text is made.
+/// Callbacks of generation.
 pub struct Hooks<'a> {
-    /// A token was chosen for a prompt. Beam search tells in the end.
+    /// Called with a prompt's index and a token chosen for it. Beam search calls it only at the end.
     pub token: &'a mut dyn FnMut(usize, u32),
-    /// Decides whether there is another pass; the argument says whether these prompts need one. There are at most as many as the model
-    /// has positions.
+    /// Decides whether there is another pass; the argument is true if these prompts need one. There are at most as many passes as the
+    /// model has positions.
     pub goes_on: &'a mut dyn FnMut(bool) -> bool,
-    /// The number of a prompt among those of all ranks, which its draws follow from.
+    /// Returns the number of a prompt among those of all ranks, which determines its draws.
     pub number: &'a dyn Fn(usize) -> usize,
 }
 
-/// The tokens that follow each prompt.
+/// Generates the tokens that follow each prompt.
 ///
 /// # Errors
-/// When a prompt is empty, has a token that the model does not know, or is with its new tokens longer than the model's
-/// positions; when [`Sampling`] holds a value that is none.
+/// If a prompt is empty, has a token outside the vocabulary, or exceeds the model's positions together with its new tokens, or if
+/// [`Sampling`] holds an invalid value.
 pub fn generate<B: FusedBackend, M: CausalLm<B>>(
     model: &M,
     prompts: &[Vec<u32>],
@@ -135,15 +135,15 @@ pub fn generate<B: FusedBackend, M: CausalLm<B>>(
     alone(|hooks| generate_with(model, prompts, how, device, hooks))
 }
 
-/// Makes text with [`Hooks`] that tell nobody, for one rank.
+/// Calls `make` with [`Hooks`] of a single rank, which report nothing.
 pub fn alone<R>(make: impl FnOnce(Hooks<'_>) -> R) -> R {
     make(Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row })
 }
 
-/// As [`generate`], with [`Hooks`].
+/// Same as [`generate`], with [`Hooks`].
 ///
 /// # Errors
-/// As [`generate`].
+/// Same as [`generate`].
 pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     model: &M,
     prompts: &[Vec<u32>],
@@ -181,7 +181,7 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     Ok(if how.beams == 1 { pass.one_by_one(logits, hooks) } else { pass.search(logits, hooks) })
 }
 
-/// A model with what it has read.
+/// A model with its cache.
 struct Pass<'a, B: FusedBackend, M> {
     model: &'a M,
     prompts: &'a [Vec<u32>],
@@ -191,7 +191,7 @@ struct Pass<'a, B: FusedBackend, M> {
 }
 
 impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
-    /// Reads tokens `[rows, t]`; the logits `[rows, v]` of those that follow.
+    /// Reads tokens `[rows, t]` and returns the logits `[rows, v]` of the next ones.
     fn read(&mut self, ids: Vec<i32>, rows: usize) -> Vec<f32> {
         let shape = [rows, ids.len() / rows];
         let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), self.device);
@@ -206,7 +206,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
         let mut draws: Vec<Draws> =
             (0..rows).map(|row| Draws::new(how.seed).fork((hooks.number)(row) as u64)).collect();
         let mut open = vec![true; rows];
-        // Other ranks may have more to make, but no longer texts than the model has positions.
+        // Other ranks may have more to generate, but no longer texts than the model has positions.
         for made in 1..=self.model.positions() {
             let width = logits.len() / rows;
             let mut next = vec![0; rows];
@@ -223,7 +223,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
                     open[row] = made < how.most(&prompts[row]);
                 }
             }
-            // A row that has ended reads something all the same.
+            // A finished row reads a token too.
             let needs = open.contains(&true);
             if !(hooks.goes_on)(needs) {
                 break;
@@ -235,7 +235,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
 }
 
 impl Sampling {
-    /// The most tokens that follow a prompt.
+    /// Returns the maximum number of tokens that follow a prompt.
     fn most(&self, prompt: &[u32]) -> usize {
         let most = self.max_length.map_or(usize::MAX, |most| most.saturating_sub(prompt.len()));
         most.min(self.max_new_tokens)
@@ -258,7 +258,7 @@ impl Sampling {
     }
 }
 
-/// Checks that a model with so many positions and tokens can continue these prompts by `new` tokens each.
+/// Checks that a model with this many positions and tokens can continue each prompt by `new` tokens.
 pub(crate) fn check(
     prompts: &[Vec<u32>],
     new: impl Fn(&[u32]) -> usize,

@@ -1,5 +1,5 @@
-//! Generation settings in a model's folder, as transformers' `generate` takes them: in go `generation_config.json`, or without it the
-//! same keys of `config.json`, out comes [`Sampling`].
+//! Generation settings in a model's folder, in the format of transformers' `generate`: reads [`Sampling`] from `generation_config.json`,
+//! or from the same keys of `config.json` if that file is absent.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use super::{EarlyStopping, Sampling};
 use crate::error::io_at;
 use crate::{ModelError, Result};
 
-/// Keys that would change the text and are not implemented, with the values that change nothing beside null and false.
+/// Keys that are not implemented and would change the text, with their values that have no effect. Null and false have none either.
 const REFUSED: [(&str, &[f64]); 17] = [
     ("bad_words_ids", &[]),
     ("begin_suppress_tokens", &[]),
@@ -30,11 +30,11 @@ const REFUSED: [(&str, &[f64]); 17] = [
     ("watermarking_config", &[]),
 ];
 
-/// As [`REFUSED`], where tokens are drawn.
+/// Keys as in [`REFUSED`] that matter only if tokens are sampled.
 const REFUSED_DRAWING: [(&str, &[f64]); 5] =
     [("epsilon_cutoff", &[0.0]), ("eta_cutoff", &[0.0]), ("min_p", &[0.0]), ("top_h", &[]), ("typical_p", &[1.0])];
 
-/// The default of `top_k` in transformers where tokens are drawn.
+/// The default of `top_k` in transformers if tokens are sampled.
 const TOP_K: usize = 50;
 
 /// The keys of one file.
@@ -44,12 +44,12 @@ struct Keys<'a> {
 }
 
 impl Sampling {
-    /// Applies the settings in a model's folder: the keys of `generation_config.json`, or without it of `config.json`. Absent keys keep
-    /// the values of `self`. `eos_token_id` is taken from the first of both files that has one.
+    /// Applies the settings in a model's folder: the keys of `generation_config.json`, or of `config.json` if that file is absent.
+    /// Absent keys keep the values of `self`. `eos_token_id` is taken from the first of both files that has one.
     ///
     /// # Errors
-    /// [`ModelError::Generation`] for a file that is no JSON, a value of another kind, or a key that is not implemented and would change
-    /// the text.
+    /// [`ModelError::Generation`] for a file that is not JSON, a value of another type, or a key that is not implemented and would
+    /// change the text.
     pub fn with_settings_of(mut self, dir: &Path) -> Result<Self> {
         let mut is_first = true;
         let mut ends = None;
@@ -89,7 +89,7 @@ impl Sampling {
         if draws {
             self.temperature = keys.number("temperature")?.unwrap_or(1.0);
         }
-        // Nothing is drawn at a temperature of 0.
+        // A temperature of 0 samples nothing.
         self.top_k = keys.count("top_k")?.or(draws.then_some(TOP_K)).filter(|&k| k > 0).or(self.top_k);
         self.top_p = keys.number("top_p")?.or(self.top_p);
         match (keys.count("max_new_tokens")?, keys.count("max_length")?) {
@@ -122,7 +122,7 @@ impl Keys<'_> {
         ModelError::Generation { path: self.path.to_path_buf(), problem }
     }
 
-    /// Reads a key's value, if there is one.
+    /// Reads the value of a key, if there is one.
     fn get<T>(&self, key: &str, expected: &str, read: impl Fn(&Value) -> Option<T>) -> Result<Option<T>> {
         match self.keys.get(key).filter(|value| !value.is_null()) {
             Some(value) => read(value).map(Some).ok_or_else(|| self.wrong(key, expected)),
@@ -142,7 +142,7 @@ impl Keys<'_> {
         self.get(key, "expected a whole number from 0 up", |value| value.as_u64().map(|count| count as usize))
     }
 
-    /// A number of a token, or a list of them.
+    /// Reads a token id, or a list of them.
     fn tokens(&self, key: &str) -> Result<Option<Vec<u32>>> {
         let token = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
         self.get(key, "expected numbers of tokens", |value| match value {

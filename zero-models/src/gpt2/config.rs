@@ -1,16 +1,16 @@
-//! The sizes of a GPT-2: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts, shapes and
-//! floating-point operations.
+//! The configuration of GPT-2: from a preset or Hugging Face's `config.json`, with parameter counts, shapes and floating-point
+//! operations.
 
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::hf_params::fresh;
 use crate::{Activation, ModelParam, Result};
 
 hf_config! {
-    /// The configuration of a GPT-2.
+    /// The configuration of GPT-2.
     pub struct Gpt2Config of "GPT-2", "gpt2" {
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 50257,
-        /// The longest sequence.
+        /// Maximum sequence length.
         #[serde(alias = "max_position_embeddings")]
         n_positions: usize = 1024,
         /// Width of the model.
@@ -22,9 +22,9 @@ hf_config! {
         /// Number of attention heads; divides `n_embd`.
         #[serde(alias = "num_attention_heads")]
         n_head: usize = 12,
-        /// Width of the feed-forward layer; `4 * n_embd` if not given.
+        /// Width of the feed-forward layer; `4 * n_embd` if absent.
         n_inner: Option<usize> = None,
-        /// What layer norms add to the variance.
+        /// Epsilon that layer norms add to the variance.
         layer_norm_epsilon: f64 = 1e-5,
         /// Dropout probability after the embeddings.
         embd_pdrop: f64 = 0.1,
@@ -32,11 +32,11 @@ hf_config! {
         resid_pdrop: f64 = 0.1,
         /// Dropout probability of attention probabilities.
         attn_pdrop: f64 = 0.1,
-        /// Standard deviation of fresh weights.
+        /// Standard deviation of initial weights.
         initializer_range: f64 = 0.02,
-        /// Whether scores are divided by the square root of a head's width.
+        /// True if scores are divided by the square root of a head's width.
         scale_attn_weights: bool = true,
-        /// Whether the head's weight is the token embedding.
+        /// True if the head's weight is the token embedding.
         tie_word_embeddings: bool = true,
     }
     /// The feed-forward layer's activation (`activation_function` in JSON).
@@ -59,10 +59,10 @@ const PRESETS: [(&str, [usize; 4]); 7] = [
 ];
 
 impl Gpt2Config {
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// | preset | parameters | blocks | width | heads | positions |
     /// |---|---|---|---|---|---|
@@ -74,8 +74,8 @@ impl Gpt2Config {
     /// | `gpt2-xl` | 1.56 B | 48 | 1600 | 25 | 1024 |
     /// | `gpt2-10b` | 10.3 B | 50 | 4096 | 32 | 1024 |
     ///
-    /// The published models have dropout 0.1; presets have none, as today's pre-training runs use none. What is read
-    /// from a `config.json` is taken as it stands there.
+    /// The published models have dropout 0.1; presets have none, as today's pre-training runs use none. Values read from a `config.json`
+    /// are kept.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`](crate::ModelError::UnknownPreset), with the list of names.
@@ -85,12 +85,12 @@ impl Gpt2Config {
         Ok(Self { n_layer, n_embd, n_head, n_positions, embd_pdrop, resid_pdrop, attn_pdrop, ..Self::published() })
     }
 
-    /// The deviation of projections back into the residual stream, of which a block has two.
+    /// Returns the standard deviation of projections back into the residual stream; a block has two of them.
     pub(crate) fn residual_std(&self) -> f64 {
         self.initializer_range / (2.0 * self.n_layer as f64).sqrt()
     }
 
-    /// The parameters, in the order in which a module visits them, each with the values that it begins with: those of
+    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
     /// `Gpt2Config::init` on ranks with this seed.
     pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
         let std = |path: &str| match path.ends_with("c_proj.weight") {
@@ -100,7 +100,7 @@ impl Gpt2Config {
         fresh(self, seed, std, &mut each);
     }
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`](crate::ModelError::ConfigValue) for the first field that is wrong.
@@ -117,17 +117,17 @@ impl Gpt2Config {
         check_count(Self::FAMILY, "n_layer", self)
     }
 
-    /// Width of the feed-forward layer.
+    /// Returns the width of the feed-forward layer.
     pub fn inner_width(&self) -> usize {
-        // Not above what a number holds, for a configuration that somebody made up.
+        // Saturates instead of overflowing, for a crafted configuration.
         self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
-    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
+    /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
     ///
-    /// Two per weight of a matrix product forward and four backward, and `12 * n_layer * n_embd * seq` for the
-    /// attention scores and their use, which are counted whole although half of them are masked, as in
-    /// <https://arxiv.org/abs/2204.02311> (appendix B). Recomputation in activation checkpointing is not counted.
+    /// Each weight of a matrix product counts two operations forward and four backward. The attention scores and their use count
+    /// `12 * n_layer * n_embd * seq`, including the half that is masked, as in <https://arxiv.org/abs/2204.02311> (appendix B).
+    /// Recomputation in activation checkpointing is not counted.
     pub fn flops_per_token(&self, seq: usize) -> u64 {
         let (d, f) = (self.n_embd as u64, self.inner_width() as u64);
         let layers = self.n_layer as u64;

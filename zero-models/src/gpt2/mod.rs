@@ -1,7 +1,7 @@
 //! GPT-2, a decoder of pre-norm transformer blocks ("Language Models are Unsupervised Multitask Learners", 2019).
 //!
-//! In go token ids, out come logits or the next-token loss. [`Gpt2Config`] is a preset or a Hugging Face
-//! `config.json`, [`Gpt2`] the module that it initialises, and [`weights`] fills it from a Hugging Face checkpoint.
+//! The model takes token ids, and returns logits or the next-token loss. [`Gpt2Config`] is a preset or a Hugging Face `config.json`,
+//! [`Gpt2`] is the module that it initializes, and [`weights`] loads a Hugging Face checkpoint into the module.
 
 mod config;
 #[cfg(feature = "burn")]

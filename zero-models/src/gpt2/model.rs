@@ -1,7 +1,7 @@
-//! GPT-2 as a module: in go token ids, out come logits or a loss.
+//! The GPT-2 module: computes logits or a loss from token ids.
 //!
-//! Between embedding and head, activations are rows `[n, d]`: a product of matrices of rank two needs no batched
-//! weight gradient that is summed afterwards.
+//! Between embedding and head, activations are rows `[n, d]`: a product of rank-2 matrices needs no batched weight gradient that is
+//! summed afterwards.
 //!
 //! Shape suffixes: `b` batch, `t` positions, `d` width of the model, `v` vocabulary, `n` = `b * t` rows,
 //! `f` inner width.
@@ -19,33 +19,33 @@ use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, Gpt2Config, init};
 
-/// A GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
+/// GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
 #[derive(Module, Debug)]
 pub struct Gpt2<B: Backend> {
-    /// Token embedding `[vocab_size, n_embd]`, and the head's weight if that is tied.
+    /// Token embedding `[vocab_size, n_embd]`; also the head's weight if that is tied.
     pub wte: Param<Tensor<B, 2>>,
-    /// What is added to the token embedding.
+    /// LoRA adapter of the token embedding.
     pub wte_adapter: Option<Adapter<B>>,
     /// Position embedding `[n_positions, n_embd]`.
     pub wpe: Param<Tensor<B, 2>>,
     /// The blocks.
     pub h: Vec<Gpt2Block<B>>,
-    /// The last layer norm.
+    /// The final layer norm.
     pub ln_f: LayerNorm<B>,
-    /// The head's weight `[vocab_size, n_embd]`, if it is not tied.
+    /// Weight of the head `[vocab_size, n_embd]`, if it is not tied.
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     embd_dropout: Dropout,
     layer_norm_epsilon: f64,
 }
 
-/// One block: attention and feed-forward layer, each on a normed copy of what it is added to.
+/// One block: attention and feed-forward layer, each applied to its normalized input and added to the input.
 #[derive(Module, Debug)]
 pub struct Gpt2Block<B: Backend> {
-    /// The norm before attention.
+    /// Norm before attention.
     pub ln_1: LayerNorm<B>,
     /// Attention.
     pub attn: Gpt2Attention<B>,
-    /// The norm before the feed-forward layer.
+    /// Norm before the feed-forward layer.
     pub ln_2: LayerNorm<B>,
     /// The feed-forward layer.
     pub mlp: Gpt2Mlp<B>,
@@ -56,9 +56,9 @@ pub struct Gpt2Block<B: Backend> {
 /// Causal self-attention.
 #[derive(Module, Debug)]
 pub struct Gpt2Attention<B: Backend> {
-    /// Queries, keys and values, in this order, `[n_embd, 3 * n_embd]`.
+    /// Projection to queries, keys and values, in this order, `[n_embd, 3 * n_embd]`.
     pub c_attn: Linear<B>,
-    /// What heads give, back to the width of the model.
+    /// Output projection, from the heads back to the width of the model.
     pub c_proj: Linear<B>,
     n_head: usize,
     scale: f64,
@@ -68,20 +68,19 @@ pub struct Gpt2Attention<B: Backend> {
 /// The feed-forward layer.
 #[derive(Module, Debug)]
 pub struct Gpt2Mlp<B: Backend> {
-    /// Up, `[n_embd, inner_width]`.
+    /// Up projection, `[n_embd, inner_width]`.
     pub c_fc: Linear<B>,
-    /// Down, `[inner_width, n_embd]`.
+    /// Down projection, `[inner_width, n_embd]`.
     pub c_proj: Linear<B>,
     activation: Activation,
 }
 
 impl Gpt2Config {
-    /// A model with fresh parameters, drawn as Hugging Face does: weights from a normal distribution of deviation
-    /// `initializer_range`, those of projections back into the residual stream divided by `sqrt(2 * n_layer)`, biases
-    /// zero. A parameter is allocated on its first use.
+    /// Initializes a model as Hugging Face does: weights from a normal distribution with standard deviation `initializer_range`, divided
+    /// by `sqrt(2 * n_layer)` for projections back into the residual stream, and biases zero. A parameter is allocated on its first use.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If [`validate`](Self::validate) fails.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Gpt2<B> {
         self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.n_embd, self.initializer_range);
@@ -142,7 +141,7 @@ impl<B: FusedBackend> Gpt2<B> {
 }
 
 impl<B: FusedBackend> Gpt2Block<B> {
-    /// Adds attention, which `mix` computes, and feed-forward layer to rows `[n, d]`.
+    /// Adds attention, which `mix` computes, and the feed-forward layer to rows `[n, d]`.
     fn forward(
         &self,
         x_nd: Tensor<B, 2>,
@@ -158,8 +157,7 @@ impl<B: FusedBackend> Gpt2Block<B> {
 }
 
 impl<B: FusedBackend> Gpt2Attention<B> {
-    /// Lets each position of `b` sequences, one after the other, look at itself and those before it; `c_proj` is left to the
-    /// caller.
+    /// Computes causal attention over `b` sequences, one after the other. The caller applies `c_proj`.
     fn mix(&self, x_nd: Tensor<B, 2>, masks: &Masks<B>, b: usize) -> Tensor<B, 2> {
         attend_packed(dense(&self.c_attn, x_nd), masks, self.options(b), &self.dropout)
     }

@@ -1,11 +1,11 @@
-//! GPT-2 checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//! Loading of Hugging Face's GPT-2 checkpoints.
 //!
-//! Names are those of `GPT2LMHeadModel`; a checkpoint of `GPT2Model` lacks the prefix `transformer.` and is read too.
-//! Hugging Face stores these weights as Burn uses them, `[in, out]`, and a head as `[vocab_size, n_embd]`.
+//! Names are those of `GPT2LMHeadModel`. A checkpoint of `GPT2Model`, whose names lack the prefix `transformer.`, is read too. Hugging
+//! Face stores these weights in Burn's layout, `[in, out]`, and a head as `[vocab_size, n_embd]`.
 //!
-//! Not loaded are the buffers `attn.bias` and `attn.masked_bias`, which are the causal mask, and, for a model with a
-//! tied head, `lm_head.weight`: it is the token embedding a second time, which Hugging Face also overwrites with the
-//! embedding after loading. It is checked to have that shape, and stands in if the embedding itself is absent.
+//! The buffers `attn.bias` and `attn.masked_bias`, which are the causal mask, are not loaded. For a model with a tied head, neither is
+//! `lm_head.weight`, which repeats the token embedding; Hugging Face overwrites it with the embedding after loading. It must equal the
+//! embedding, and replaces it if it is absent.
 
 #[cfg(feature = "burn")]
 use super::Gpt2;

@@ -1,4 +1,4 @@
-//! The element types that a checkpoint is written in, and the rounding to them.
+//! Element types of exported checkpoints, and rounding to them.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,7 +9,7 @@ use zero_core::checkpoint::ElementType;
 
 use crate::{ModelError, Result};
 
-/// The type of the elements of an exported checkpoint.
+/// The element type of an exported checkpoint.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExportDtype {
     /// 32 bits, `fp32`.
@@ -24,7 +24,7 @@ impl ExportDtype {
     /// Every type.
     pub const ALL: [Self; 3] = [Self::Bf16, Self::Fp16, Self::Fp32];
 
-    /// The type of elements, its names here and in `config.json`, and the types with a wider range, for a message.
+    /// Returns the element type, its names here and in `config.json`, and the types with a wider range, for a message.
     fn facts(self) -> (ElementType, [&'static str; 3]) {
         match self {
             Self::Fp32 => (ElementType::F32, ["fp32", "float32", "fp32"]),
@@ -33,7 +33,7 @@ impl ExportDtype {
         }
     }
 
-    /// The type's name in `config.json`.
+    /// Returns the type's name in `config.json`.
     pub fn torch_name(self) -> &'static str {
         self.facts().1[1]
     }
@@ -42,15 +42,15 @@ impl ExportDtype {
         self.facts().0
     }
 
-    /// The types with a wider range, for a message.
+    /// Returns the types with a wider range, for a message.
     pub(super) fn wider(self) -> &'static str {
         self.facts().1[2]
     }
 
-    /// The elements' bytes, little-endian, rounded to the nearest, ties to even; or the first number that would become an
-    /// infinity.
+    /// Returns the elements' little-endian bytes, rounded to nearest, ties to even; or, as an error, the first finite number that would
+    /// become infinite.
     pub(super) fn encode(self, values: &[f32]) -> Result<Vec<u8>, f32> {
-        /// Of a type of 16 bits.
+        /// Rounds to a 16-bit type.
         fn rounded<H: Copy + Default>(
             values: &[f32],
             bytes: fn(H) -> [u8; 2],

@@ -1,15 +1,15 @@
-//! Writing a Hugging Face checkpoint: in go a configuration and a function that reads elements of a parameter, out comes a
-//! folder that transformers and [`crate::gpt2::weights`] or [`crate::bert::weights`] load.
+//! Export of Hugging Face checkpoints: writes a folder that transformers and [`crate::gpt2::weights`] or [`crate::bert::weights`] load,
+//! from a configuration and a function that reads elements of a parameter.
 //!
-//! * In: a [`ModelConfig`], from which follow the parameters, and `read`, which gives elements of one by a flat range in
-//!   fp32: from a module, from ranks that gather it, or from files. No module is needed.
-//! * Out: `config.json`, and `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index, as
-//!   transformers' `save_pretrained` names and fills them. A tied head is not written, as there.
-//! * Memory: one chunk of a parameter that lies in the file as it lies in the module; all of one that is transposed. Nothing
-//!   is held of the parameters before it.
-//! * On the disk: everything goes into a hidden sibling of the folder, is synced, and the folder is given its name at the
-//!   end ([`NewFolder`]). After an error, or a panic of `read`, nothing is left.
-//! * Threads: all on the caller's.
+//! * Input: a [`ModelConfig`], which determines the parameters, and `read`, which returns the elements of a parameter in a flat range,
+//!   in fp32: from a module, from ranks that gather it, or from files. No module is needed.
+//! * Output: `config.json`, and `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with their index, named and filled
+//!   as by transformers' `save_pretrained`, which does not write a tied head either.
+//! * Memory: one chunk of a parameter that has the module's layout in the file; a full parameter if it is transposed. Earlier parameters
+//!   are not kept.
+//! * Disk: everything is written to a hidden sibling of the folder and synced, and the sibling is renamed at the end ([`NewFolder`]).
+//!   After an error, or a panic of `read`, nothing is left.
+//! * Threads: everything runs on the caller's thread.
 //!
 //! ```
 //! use zero_models::hf_export::{ExportOptions, export};
@@ -46,21 +46,21 @@ pub use shards::parse_bytes;
 use shards::{Tensor, shard_name, split, tensors};
 pub use side::side_files;
 
-/// Elements that are converted and written at a time.
+/// Number of elements that are converted and written at a time.
 const PART_ELEMS: usize = 1 << 18;
 
-/// How to write a checkpoint.
+/// Options of an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ExportOptions {
-    /// Type of the elements in the files.
+    /// Element type of the files.
     pub dtype: ExportDtype,
-    /// The most bytes of tensors in one file; a tensor that is larger has a file of its own.
+    /// Maximum number of bytes of tensors in one file; a larger tensor has a file of its own.
     pub max_shard_bytes: u64,
-    /// The most elements that are asked for at a time, for parameters that lie in the file as they lie in the module. Who
-    /// has to gather a whole parameter anyway says `usize::MAX`.
+    /// Maximum number of elements to request at a time, for parameters that have the module's layout in the file. Callers that gather
+    /// the full parameter anyway set `usize::MAX`.
     pub chunk_elems: usize,
-    /// Files of the model that training began from ([`side_files`]): its tokenizer and `generation_config.json` are written beside
-    /// the weights, and keys of its `config.json` that the configuration does not have are kept. An adapter gets its tokenizer alone.
+    /// Files of the model that training began from ([`side_files`]). The tokenizer and `generation_config.json` are written alongside
+    /// the weights, and keys of `config.json` that the configuration lacks are kept. An adapter gets the tokenizer only.
     pub files: Vec<SideFile>,
 }
 
@@ -84,16 +84,17 @@ pub struct Exported {
     pub bytes: u64,
 }
 
-/// Writes a checkpoint into the folder `out`, which must not exist or be empty.
+/// Writes a checkpoint into the folder `out`, which must be absent or empty.
 ///
-/// `read` gives the elements of a parameter in a range of its flat, row-major order in the module; it is asked for every
-/// element of every parameter once, front to back, in the order of [`ModelConfig::parameters`]. (The one exception is the
-/// prediction bias of a BERT whose head is not tied: transformers wants it under two names.) Elements are rounded to the
-/// nearest, ties to even; NaN and infinities are written as they are.
+/// `read` returns the elements of a parameter in a range of its flat, row-major order in the module. It is called for every element of
+/// every parameter once, front to back, in the order of [`ModelConfig::parameters`]. (The one exception is the prediction bias of a BERT
+/// whose head is not tied: transformers expects it under two names.) Elements are rounded to nearest, ties to even; NaN and infinities
+/// are written unchanged.
 ///
 /// # Errors
-/// [`ModelError::Read`] and [`ModelError::ReadSize`] for what `read` gives, [`ModelError::Overflow`] for a number that the
-/// element type cannot hold, [`ModelError::Write`] when `out` is taken or the system refuses. Nothing is left then.
+/// [`ModelError::Read`] if `read` fails, [`ModelError::ReadSize`] if it returns a wrong number of elements, [`ModelError::Overflow`] for
+/// a number that the element type cannot represent, [`ModelError::Write`] if `out` is taken or the system reports an error. Nothing is
+/// left then.
 pub fn export(
     config: &ModelConfig,
     out: &Path,
@@ -102,7 +103,7 @@ pub fn export(
 ) -> Result<Exported> {
     let parameters = config.parameters();
     let tensors = tensors(config, &parameters, options.dtype);
-    // PEFT knows one file.
+    // PEFT supports only one file.
     let most = if matches!(config, ModelConfig::Adapted(_)) { u64::MAX } else { options.max_shard_bytes };
     let files = split(&tensors, most);
     let names: Vec<String> = (0..files.len()).map(|file| shard_name(config.files()[0], file, files.len())).collect();
@@ -187,7 +188,7 @@ fn read_checked(read: &mut Read<'_>, param: &ModelParam, range: Range<usize>) ->
     }
 }
 
-/// Whether the file on the disk has the tensors that it was to have. Its length has been checked already.
+/// Checks that the written file has the expected tensors. Its length has already been checked.
 fn check_file(path: &Path, tensors: &[Tensor<'_>], dtype: ExportDtype) -> Result<()> {
     let file = File::open(path).map_err(io_at("open", path))?;
     let header = Header::read(&file, path)?;
@@ -214,7 +215,7 @@ fn index(names: &[String], files: &[Vec<Tensor<'_>>], total_bytes: u64, dtype: E
     }))
 }
 
-/// None for a module of which nothing is known but its parameters.
+/// Returns the keys of `config.json`; `None` for a module of which only the parameters are known.
 fn config_json(config: &ModelConfig, options: &ExportOptions) -> Option<Value> {
     let dtype = options.dtype;
     let mut value = config.to_hf();

@@ -1,4 +1,4 @@
-//! Which tensor comes into which file.
+//! Distribution of tensors among files.
 
 use crate::{ModelConfig, ModelError, ModelParam, Result};
 
@@ -12,7 +12,7 @@ pub(super) struct Tensor<'a> {
     pub(super) bytes: u64,
 }
 
-/// Every tensor, in the order of the parameters.
+/// Returns every tensor, in the order of the parameters.
 pub(super) fn tensors<'a>(config: &ModelConfig, parameters: &'a [ModelParam], dtype: ExportDtype) -> Vec<Tensor<'a>> {
     let mut tensors = Vec::with_capacity(parameters.len());
     for param in parameters {
@@ -23,7 +23,7 @@ pub(super) fn tensors<'a>(config: &ModelConfig, parameters: &'a [ModelParam], dt
     tensors
 }
 
-/// The tensors of each file: filled in order, a new one begun when the next tensor would make it larger than `most` bytes.
+/// Returns the tensors of each file. Files are filled in order; a new one begins if the next tensor would exceed `most` bytes.
 pub(super) fn split<'a>(tensors: &[Tensor<'a>], most: u64) -> Vec<Vec<Tensor<'a>>> {
     let mut files: Vec<Vec<Tensor<'a>>> = Vec::new();
     let mut room = 0;
@@ -42,7 +42,7 @@ pub(super) fn split<'a>(tensors: &[Tensor<'a>], most: u64) -> Vec<Vec<Tensor<'a>
     files
 }
 
-/// The name that transformers gives file `index` of `count`.
+/// Returns the name that transformers gives file `index` of `count`.
 pub(super) fn shard_name(single: &str, index: usize, count: usize) -> String {
     match count {
         1 => single.to_string(),
@@ -50,11 +50,11 @@ pub(super) fn shard_name(single: &str, index: usize, count: usize) -> String {
     }
 }
 
-/// Bytes of a size as transformers' `max_shard_size` takes it: `5GB` is 5 * 10^9, `512MiB` is 512 * 2^20, a number alone is
+/// Parses a size in the format of transformers' `max_shard_size` to bytes: `5GB` is 5 * 10^9, `512MiB` is 512 * 2^20, a plain number is
 /// bytes.
 ///
 /// # Errors
-/// [`ModelError::ExportSetting`] for anything else, and for nothing.
+/// [`ModelError::ExportSetting`] for any other text, and for less than one byte.
 pub fn parse_bytes(text: &str) -> Result<u64> {
     const UNITS: [(&str, u64); 9] = [
         ("kb", 1000),

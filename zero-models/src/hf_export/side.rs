@@ -1,4 +1,4 @@
-//! Files and keys of the folder that training began from, which an export keeps beside the weights.
+//! Files and keys of the folder that training began from, which an export keeps alongside the weights.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ const CONFIG: &str = "config.json";
 
 const GENERATION: &str = "generation_config.json";
 
-/// Files of tokenizers, as transformers name them.
+/// File names of tokenizers in transformers.
 const TOKENIZER: [&str; 12] = [
     "tokenizer.json",
     "tokenizer_config.json",
@@ -28,15 +28,15 @@ const TOKENIZER: [&str; 12] = [
     "chat_template.json",
 ];
 
-/// Keys of a `config.json` that are of its weights, its own code or its head, and not of what is exported.
+/// Keys of a `config.json` that describe its weights, its own code or its head, and not the exported model.
 const NOT_KEPT: [&str; 6] =
     ["_name_or_path", "auto_map", "num_labels", "problem_type", "quantization_config", "torch_dtype"];
 
-/// The files of a model's folder that are of use without its weights: `config.json`, `generation_config.json`, and its tokenizer's,
-/// which are not checked.
+/// Reads the files of a model's folder that are useful without its weights: `config.json`, `generation_config.json` and the tokenizer's
+/// files. Their contents are not checked.
 ///
 /// # Errors
-/// The system's, for a file that is there and cannot be read.
+/// The system's error, for an existing file that cannot be read.
 pub fn side_files(folder: &Path) -> Result<Vec<SideFile>> {
     let names = [CONFIG, GENERATION].into_iter().chain(TOKENIZER);
     let there = names.map(|name| (name, folder.join(name))).filter(|(_, path)| path.is_file());
@@ -47,15 +47,15 @@ pub fn side_files(folder: &Path) -> Result<Vec<SideFile>> {
     there.map(read).collect()
 }
 
-/// Writes those of `files` that belong to an export of the model.
+/// Writes those of `files` that belong in an export of the model.
 pub(super) fn write(folder: &NewFolder, config: &ModelConfig, files: &[SideFile]) -> Result<()> {
     let is_adapter = matches!(config, ModelConfig::Adapted(_));
     let is_kept = |name: &str| TOKENIZER.contains(&name) || (name == GENERATION && !is_adapter);
     files.iter().filter(|file| is_kept(&file.name)).try_for_each(|file| Ok(folder.write_file(&file.name, &file.bytes)?))
 }
 
-/// Adds the keys of the `config.json` that are not among the configuration's own, and takes its values for those that training has
-/// not changed: they may be written in another way, or have no effect here.
+/// Adds the keys of the folder's `config.json` that the configuration lacks. Also restores its values of keys that training has not
+/// changed, as they may be written in another way, or have no effect here.
 pub(super) fn keep_keys(config: &mut Value, files: &[SideFile]) {
     let Some(file) = files.iter().find(|file| file.name == CONFIG) else { return };
     let read = ModelConfig::from_json(&String::from_utf8_lossy(&file.bytes));

@@ -1,5 +1,5 @@
-//! The sizes of a Llama or one of its kin: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts,
-//! shapes and floating-point operations.
+//! The configuration of Llama and its variants: from a preset or Hugging Face's `config.json`, with parameter counts, shapes and
+//! floating-point operations.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -8,32 +8,32 @@ use super::RopeScaling;
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
 use crate::{ModelError, Result};
 
-/// Which of the models that differ in little, by `model_type`.
+/// A variant of Llama, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LlamaKind {
     /// Llama, of all three generations.
     Llama,
-    /// Mistral: a position may see a window of those before it only.
+    /// Mistral: attention within a sliding window.
     Mistral,
     /// Qwen2 and Qwen2.5: queries, keys and values have biases.
     Qwen2,
-    /// Qwen3, dense: heads of queries and keys are normalized before they are rotated.
+    /// Qwen3, dense: query and key heads are normalized before they are rotated.
     Qwen3,
     /// The first Gemma: norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
     Gemma,
-    /// The text model of Gemma 3: as Gemma, with norms of heads, norms after attention and the feed-forward layer, and a RoPE base for
+    /// The text model of Gemma 3: Gemma with head norms, norms after attention and the feed-forward layer, and a separate RoPE base for
     /// layers with a window.
     #[serde(rename = "gemma3_text")]
     Gemma3,
-    /// Gemma 2: as Gemma, with norms after attention and the feed-forward layer, soft caps of scores and logits, and a window in every
-    /// other layer.
+    /// Gemma 2: Gemma with norms after attention and the feed-forward layer, soft caps of scores and logits, and a window in every other
+    /// layer.
     Gemma2,
-    /// Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: queries, keys and values are one linear layer, and so are the gate and what it multiplies.
+    /// Phi-3, Phi-3.5, Phi-4 and Phi-4-mini: queries, keys and values are one linear layer, and so are gate and up projection.
     Phi3,
 }
 
-/// The positions that attention of a layer looks at.
+/// The positions that a layer attends to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LayerType {
@@ -44,9 +44,9 @@ pub enum LayerType {
 }
 
 hf_config! {
-    /// The configuration of a Llama, a Mistral, a Qwen2, a Qwen3, a Gemma, a Gemma 2, the text model of a Gemma 3, or a Phi-3.
+    /// The configuration of Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 2, the text model of Gemma 3, or Phi-3.
     pub struct LlamaConfig of "Llama" {
-        /// Which of them it is.
+        /// The variant.
         model_type: LlamaKind = LlamaKind::Llama,
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 32000,
@@ -56,50 +56,51 @@ hf_config! {
         intermediate_size: usize = 11008,
         /// Number of layers.
         num_hidden_layers: usize = 32,
-        /// Number of attention heads of the queries.
+        /// Number of query heads.
         num_attention_heads: usize = 32,
-        /// Number of heads of keys and values, which divides that of the queries; as many if a file does not say.
+        /// Number of key and value heads, which divides the number of query heads and defaults to it.
         num_key_value_heads: usize = 32,
-        /// Width of a head; if not given, 128 for a Qwen3, 256 for a Gemma, and `hidden_size / num_attention_heads` otherwise.
-        // Transformers' Qwen2 takes a null for a width.
+        /// Width of a head; if absent, 128 for Qwen3, 256 for Gemma, and `hidden_size / num_attention_heads` otherwise.
+        // Transformers' Qwen2 reads null as a width.
         #[serde(skip_serializing_if = "Option::is_none")]
         head_dim: Option<usize> = None,
-        /// The longest sequence.
+        /// Maximum sequence length, before RoPE scaling.
         max_position_embeddings: usize = 2048,
-        /// What norms add to the mean square.
+        /// Epsilon that norms add to the mean square.
         rms_norm_eps: f64 = 1e-6,
-        /// The base of the angles that say where a token is.
+        /// RoPE base.
         rope_theta: f64 = 10000.0,
-        /// RoPE base in layers of a Gemma 3 that have a window.
+        /// RoPE base of Gemma 3's layers with a window.
         rope_local_base_freq: f64 = 10000.0,
-        /// Queries of a Gemma 2 or 3 are divided by the square root of this, and not of the width of a head.
+        /// Gemma 2 and 3 divide queries by the square root of this, instead of that of the head width.
         query_pre_attn_scalar: usize = 256,
-        /// Attention scores `x` of a Gemma 2 or 3 become `cap * tanh(x / cap)`.
+        /// Soft cap of Gemma 2 and 3: attention scores `x` become `cap * tanh(x / cap)`.
         attn_logit_softcapping: Option<f64> = None,
-        /// Logits `x` of a Gemma 2 or 3 become `cap * tanh(x / cap)`.
+        /// Soft cap of Gemma 2 and 3: logits `x` become `cap * tanh(x / cap)`.
         final_logit_softcapping: Option<f64> = None,
-        /// RoPE scaling; of a Gemma 3, in layers without a window.
+        /// RoPE scaling; for Gemma 3, in layers without a window.
         rope_scaling: Option<RopeScaling> = None,
-        /// The part of a head of a Phi-3 that RoPE rotates.
+        /// Fraction of a head's elements that RoPE rotates in Phi-3.
         partial_rotary_factor: f64 = 1.0,
-        /// True if the attention of a Llama, a Qwen3 or a Gemma has biases.
+        /// True if the attention of Llama, Qwen3 or Gemma has biases.
         attention_bias: bool = false,
         /// Dropout probability of attention probabilities.
         attention_dropout: f64 = 0.0,
-        /// Dropout probability of what attention and the feed-forward layer of a Phi-3 add.
+        /// Dropout probability of the outputs of attention and the feed-forward layer in Phi-3.
         resid_pdrop: f64 = 0.0,
-        /// Size of the sliding window in tokens, the position itself included: of a Mistral, a Gemma 2 or 3, a Phi-3, and of a Qwen that uses it.
+        /// Size of the sliding window in tokens, including the position itself, in Mistral, Gemma 2 and 3, Phi-3, and Qwen if
+        /// `use_sliding_window`.
         sliding_window: Option<usize> = None,
-        /// True if a Qwen uses the window.
+        /// True if Qwen uses the window.
         use_sliding_window: bool = false,
-        /// The first layer of a Qwen that has the window, unless `layer_types` is given.
+        /// The first layer of Qwen with the window, unless `layer_types` is given.
         max_window_layers: usize = 0,
-        /// The layers of a Qwen or a Gemma 2 or 3 that have the window.
+        /// The attention type of each layer, in Qwen and Gemma 2 and 3.
         #[serde(skip_serializing_if = "Option::is_none")]
         layer_types: Option<Vec<LayerType>> = None,
-        /// Standard deviation of fresh weights.
+        /// Standard deviation of initial weights.
         initializer_range: f64 = 0.02,
-        /// Whether the head's weight is the token embedding.
+        /// True if the head's weight is the token embedding.
         tie_word_embeddings: bool = false,
     }
     given complete;
@@ -109,10 +110,10 @@ hf_config! {
     }
 }
 
-/// Vocabulary, width, feed-forward width, layers, heads, heads of keys, positions.
+/// Vocabulary, width, feed-forward width, layers, query heads, key heads, positions.
 type Sizes = [usize; 7];
 
-/// Names, kinds, sizes, base of angles.
+/// Name, variant, sizes and RoPE base of each preset.
 const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 29] = [
     ("llama-tiny", (LlamaKind::Llama, [50257, 64, 176, 2, 4, 2, 128], 1e4)),
     ("qwen2.5-0.5b", (LlamaKind::Qwen2, [151_936, 896, 4864, 24, 14, 2, 32768], 1e6)),
@@ -146,10 +147,10 @@ const PRESETS: [(&str, (LlamaKind, Sizes, f64)); 29] = [
 ];
 
 impl LlamaConfig {
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
-    /// A configuration by name: `llama-tiny` (3.3 M parameters, nearly all token embedding, with GPT-2's vocabulary), or a
+    /// Returns the configuration of a preset: `llama-tiny` (3.3 M parameters, nearly all token embedding, with GPT-2's vocabulary), or a
     /// published size.
     ///
     /// # Errors
@@ -175,7 +176,7 @@ impl LlamaConfig {
             num_attention_heads,
             num_key_value_heads,
             max_position_embeddings: positions,
-            // As published, also where the larger ones of a family differ.
+            // The published value, even if the larger models of a family differ.
             rms_norm_eps: match model_type {
                 LlamaKind::Llama | LlamaKind::Mistral | LlamaKind::Phi3 => 1e-5,
                 _ if matches!(name, "qwen2.5-14b" | "qwen2.5-32b") => 1e-5,
@@ -200,7 +201,7 @@ impl LlamaConfig {
             // The largest Gemma 2 has other heads than its relatives.
             head_dim: (name == "gemma2-27b").then_some(128),
             query_pre_attn_scalar: if name == "gemma2-27b" { 144 } else { 256 },
-            // As published: the smaller ones of the newer families.
+            // The published value: true for the smaller models of the newer families.
             tie_word_embeddings: long
                 || matches!(model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
                 || matches!(
@@ -217,7 +218,7 @@ impl LlamaConfig {
         })
     }
 
-    /// Whether a model can have these sizes.
+    /// Checks that a model can have these sizes.
     ///
     /// # Errors
     /// [`ModelError::ConfigValue`] for the first field that is wrong.
@@ -268,7 +269,7 @@ impl LlamaConfig {
         check_count(Self::FAMILY, "num_hidden_layers", self)
     }
 
-    /// Width of a head.
+    /// Returns the width of a head.
     pub fn head_width(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
             LlamaKind::Qwen3 => 128,
@@ -277,23 +278,23 @@ impl LlamaConfig {
         })
     }
 
-    /// Elements of a head that RoPE rotates.
+    /// Returns the number of a head's elements that RoPE rotates.
     pub fn rotary_width(&self) -> usize {
         (self.head_width() as f64 * self.partial_rotary_factor) as usize
     }
 
-    /// Width of all heads of the queries.
+    /// Returns the total width of the query heads.
     pub fn query_width(&self) -> usize {
-        // Not above what a number holds, for a configuration that somebody made up.
+        // Saturates instead of overflowing, for a crafted configuration.
         self.num_attention_heads.saturating_mul(self.head_width())
     }
 
-    /// Width of all heads of the keys, and of the values.
+    /// Returns the total width of the key heads, which is also that of the value heads.
     pub fn key_width(&self) -> usize {
         self.num_key_value_heads.saturating_mul(self.head_width())
     }
 
-    /// Size of the sliding window of a layer, the position itself included.
+    /// Returns the size of a layer's sliding window, including the position itself, if it has one.
     pub fn window(&self, layer: usize) -> Option<usize> {
         let has_window = match self.model_type {
             LlamaKind::Llama | LlamaKind::Gemma => false,
@@ -314,7 +315,7 @@ impl LlamaConfig {
         self.sliding_window.filter(|_| has_window)
     }
 
-    /// The longest sequence: `max_position_embeddings`, or what [`rope_scaling`](Self::rope_scaling) makes of it.
+    /// Returns the maximum sequence length: `max_position_embeddings`, as extended by [`rope_scaling`](Self::rope_scaling).
     pub fn positions(&self) -> usize {
         let scaled = self
             .rope_scaling
@@ -324,37 +325,37 @@ impl LlamaConfig {
         scaled.unwrap_or(0).max(self.max_position_embeddings)
     }
 
-    /// Whether queries, keys and values have biases.
+    /// Returns `true` if queries, keys and values have biases.
     pub fn has_qkv_biases(&self) -> bool {
         self.model_type == LlamaKind::Qwen2 || self.has_output_bias()
     }
 
-    /// Whether the layer that follows attention has a bias.
+    /// Returns `true` if the output projection of attention has a bias.
     pub fn has_output_bias(&self) -> bool {
         !matches!(self.model_type, LlamaKind::Mistral | LlamaKind::Qwen2 | LlamaKind::Phi3) && self.attention_bias
     }
 
-    /// Returns true if the heads of queries and keys are normalized.
+    /// Returns `true` if query and key heads are normalized.
     pub fn has_head_norms(&self) -> bool {
         matches!(self.model_type, LlamaKind::Qwen3 | LlamaKind::Gemma3)
     }
 
-    /// Returns true if there are norms after attention and around the feed-forward layer.
+    /// Returns `true` if there are norms after attention and around the feed-forward layer.
     pub fn has_four_norms(&self) -> bool {
         matches!(self.model_type, LlamaKind::Gemma2 | LlamaKind::Gemma3)
     }
 
-    /// Returns true if queries, keys and values are one linear layer, and the gate and what it multiplies another.
+    /// Returns `true` if queries, keys and values are one linear layer, and gate and up projection another.
     pub fn is_fused(&self) -> bool {
         self.model_type == LlamaKind::Phi3
     }
 
-    /// Returns true if norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
+    /// Returns `true` if norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
     pub(super) fn is_gemma(&self) -> bool {
         matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
     }
 
-    /// The class of Hugging Face's transformers.
+    /// Returns the class in transformers.
     pub(crate) fn architecture(&self) -> &'static str {
         match self.model_type {
             LlamaKind::Llama => "LlamaForCausalLM",
@@ -368,8 +369,8 @@ impl LlamaConfig {
         }
     }
 
-    /// Floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, counted as
-    /// [`Gpt2Config::flops_per_token`](crate::Gpt2Config::flops_per_token).
+    /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens, counted as in
+    /// [`Gpt2Config::flops_per_token`](crate::Gpt2Config::flops_per_token), within each layer's window.
     pub fn flops_per_token(&self, seq: usize) -> u64 {
         let [d, q, k, f] =
             [self.hidden_size, self.query_width(), self.key_width(), self.intermediate_size].map(|width| width as u64);
@@ -380,11 +381,11 @@ impl LlamaConfig {
     }
 }
 
-/// Every sixth layer of a Gemma 3 has no window.
+/// Period of the layers of a Gemma 3 that have no window.
 const PATTERN: usize = 6;
 
-/// A `config.json` of any of the models and of any year, with the keys of [`LlamaConfig`]: what is absent where the models'
-/// defaults differ, and what newer files put elsewhere.
+/// Converts a `config.json` of any variant and version to the keys of [`LlamaConfig`]: adds the variant's defaults, and moves keys that
+/// newer files store elsewhere.
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: LlamaConfig::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
@@ -461,24 +462,24 @@ fn complete(text: &str) -> Result<String> {
     }
     let null_is_absent = |value: &Value| !value.is_null();
     let is_phi = kind == "phi3";
-    // Since version 5, transformers write all about angles as one.
+    // Since version 5, transformers writes all RoPE settings as one object.
     let angles =
         ["rope_parameters", "rope_scaling"].map(|key| keys.remove(key)).into_iter().flatten().find(null_is_absent);
     if !is_phi {
-        // Transformers rotates heads of the others whole.
+        // In transformers, all other variants rotate full heads.
         keys.remove("partial_rotary_factor");
     }
     if let Some(Value::Object(mut angles)) = angles {
         if let Some(theta) = angles.remove("rope_theta") {
             keys.insert("rope_theta".into(), theta);
         }
-        // Before version 4.43 the type was under another name.
+        // Before version 4.43 the type had another name.
         let kind = angles.remove("rope_type").or_else(|| angles.remove("type"));
         let mut kind = kind.as_ref().and_then(Value::as_str).unwrap_or("default").to_string();
         let mut partial = angles.remove("partial_rotary_factor");
         if is_phi {
             partial.take().map(|part| keys.insert("partial_rotary_factor".into(), part));
-            // Older names of the same.
+            // Older names of the same type.
             if kind == "su" || kind == "yarn" {
                 kind = "longrope".into();
             }
@@ -492,7 +493,7 @@ fn complete(text: &str) -> Result<String> {
         }
         if kind != "default" {
             angles.insert("rope_type".into(), kind.into());
-            // The first as transformers, whatever the object says.
+            // The top-level key takes precedence over the object, as in transformers.
             const ORIGINAL: &str = "original_max_position_embeddings";
             let positions = keys.get("max_position_embeddings").cloned();
             match keys.get(ORIGINAL) {
@@ -504,7 +505,7 @@ fn complete(text: &str) -> Result<String> {
             keys.insert("rope_scaling".into(), angles.into());
         }
     }
-    // Which layers have a window, one by one: of all the same, as if they were not named.
+    // The attention type of each layer. A list of equal types is replaced by `use_sliding_window`, except in Gemma 2 and 3.
     let mixes = matches!(&*kind, "qwen2" | "qwen3" | "gemma2" | "gemma3_text");
     if let Some(Value::Array(layers)) = keys.remove("layer_types") {
         let windows = layers.iter().filter(|layer| *layer == "sliding_attention").count();
@@ -522,11 +523,11 @@ fn complete(text: &str) -> Result<String> {
     Ok(Value::from(keys).to_string())
 }
 
-/// The keys of a Gemma as those of the others: its activation, and the angles of the two kinds of layers.
+/// Converts the keys of a Gemma to those of the other variants: its activation, and the RoPE settings of its two types of layers.
 fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
     let given = keys.remove("hidden_activation").filter(|value| !value.is_null());
     let older = keys.remove("hidden_act");
-    // The other name is read, and "gelu" means the same, in files of the first Gemma alone.
+    // Only files of the first Gemma may have the other key, or "gelu" with the same meaning.
     let is_first = keys.get("model_type").is_some_and(|kind| kind == "gemma");
     let activation = given.or(older.filter(|_| is_first));
     match activation.as_ref().and_then(Value::as_str) {
@@ -562,7 +563,7 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
         };
         keys.insert("layer_types".into(), (0..layers).map(of).collect::<Vec<_>>().into());
     }
-    // Since version 5, of each kind of layers.
+    // Since version 5, there are RoPE settings for each type of layer.
     if let Some(Value::Object(mut both)) = keys.remove("rope_parameters") {
         if let Some(local) = both.get("sliding_attention").and_then(|angles| angles.get("rope_theta")) {
             keys.insert("rope_local_base_freq".into(), local.clone());
@@ -574,7 +575,7 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
 }
 
 impl LlamaConfig {
-    /// The keys of `config.json`, as the model has them.
+    /// Returns the keys of `config.json`, as the variant names them.
     pub(crate) fn to_keys(&self) -> Value {
         let mut all = serde_json::to_value(self).expect("a configuration is numbers and texts");
         let keys = all.as_object_mut().expect("it is an object");
@@ -594,7 +595,7 @@ impl LlamaConfig {
         if let Some(RopeScaling::LongRope { original_max_position_embeddings: original, .. }) = self.rope_scaling {
             keys.insert("original_max_position_embeddings".into(), original.into());
         }
-        // The default of transformers, which asks for its row of the embedding.
+        // The default of transformers is a token that this embedding has no row for.
         if is_phi && self.vocab_size <= 32000 {
             keys.insert("pad_token_id".into(), Value::Null);
         }
@@ -609,19 +610,20 @@ impl LlamaConfig {
 
 #[cfg(feature = "burn")]
 impl LlamaConfig {
-    /// By how much the angle of each pair of a head's elements grows from a position to the next.
+    /// Returns the RoPE frequencies: the growth of each pair's angle from one position to the next.
     pub(super) fn speeds(&self) -> Vec<f32> {
         self.speeds_by(self.rope_theta, self.rope_scaling.as_ref())
     }
 
-    /// The same for texts beyond the positions of the first training, and their number, if there is a list of its own for these.
+    /// Returns the RoPE frequencies of sequences longer than those of pre-training, and that length, if there is a separate list for
+    /// them.
     pub(super) fn long_speeds(&self) -> Option<(usize, Vec<f32>)> {
         let long = self.rope_scaling.as_ref()?.for_long()?;
         let RopeScaling::LongRope { original_max_position_embeddings: original, .. } = long else { return None };
         Some((original, self.speeds_by(self.rope_theta, Some(&long))))
     }
 
-    /// The same in layers of a Gemma 3 that have a window.
+    /// Returns the RoPE frequencies of Gemma 3's layers with a window.
     pub(super) fn local_speeds(&self) -> Option<Vec<f32>> {
         (self.model_type == LlamaKind::Gemma3).then(|| self.speeds_by(self.rope_local_base_freq, None))
     }
@@ -636,13 +638,13 @@ impl LlamaConfig {
         (0..width / 2).map(|pair| scaled(pair) as f32).collect()
     }
 
-    /// The scale of attention scores.
+    /// Returns the scale of attention scores.
     pub(super) fn attention_scale(&self) -> f64 {
         let width = if self.has_four_norms() { self.query_pre_attn_scalar } else { self.head_width() };
         (width as f64).sqrt().recip()
     }
 
-    /// The factor of cosines and sines (`attention_factor` of YaRN).
+    /// Returns the factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
     pub(super) fn turn_factor(&self) -> f64 {
         self.rope_scaling.as_ref().map_or(1.0, |scaling| scaling.turn_factor(self.max_position_embeddings))
     }

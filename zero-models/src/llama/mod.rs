@@ -1,8 +1,8 @@
-//! Llama and its kin, decoders of pre-norm transformer blocks with rotary positions, <https://arxiv.org/abs/2302.13971>: Llama 2
-//! and 3, Mistral, Qwen2, 2.5 and 3.
+//! Llama and its variants, decoders of pre-norm transformer blocks with rotary positions, <https://arxiv.org/abs/2302.13971>: Llama 2
+//! and 3, Mistral, Qwen2, 2.5 and 3, Gemma and Phi-3.
 //!
-//! In go token ids, out come logits or the next-token loss. [`LlamaConfig`] is a preset or a Hugging Face `config.json`,
-//! [`Llama`] the module that it initialises, and [`weights`] fills it from a Hugging Face checkpoint.
+//! The model takes token ids, and returns logits or the next-token loss. [`LlamaConfig`] is a preset or a Hugging Face `config.json`,
+//! [`Llama`] is the module that it initializes, and [`weights`] loads a Hugging Face checkpoint into the module.
 
 mod config;
 #[cfg(feature = "burn")]

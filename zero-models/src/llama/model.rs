@@ -1,4 +1,4 @@
-//! Llama and its kin as a module: in go token ids, out come logits or a loss.
+//! The module of Llama and its variants: computes logits or a loss from token ids.
 //!
 //! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
@@ -18,77 +18,77 @@ use crate::linear::{Adaptable, Adapter, EachTable, Linear, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, LlamaConfig, init};
 
-/// A Llama or one of its kin with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
+/// Llama or a variant with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
 #[derive(Module, Debug)]
 pub struct Llama<B: Backend> {
-    /// Token embedding `[vocab_size, hidden_size]`, and the head's weight if that is tied.
+    /// Token embedding `[vocab_size, hidden_size]`; also the head's weight if that is tied.
     pub embed_tokens: Param<Tensor<B, 2>>,
-    /// What is added to the token embedding.
+    /// LoRA adapter of the token embedding.
     pub embed_tokens_adapter: Option<Adapter<B>>,
     /// The layers.
     pub layers: Vec<LlamaLayer<B>>,
-    /// The factors of the last norm `[hidden_size]`.
+    /// Factors of the final norm `[hidden_size]`.
     pub norm: Param<Tensor<B, 1>>,
-    /// The head's weight `[vocab_size, hidden_size]`, if it is not tied.
+    /// Weight of the head `[vocab_size, hidden_size]`, if it is not tied.
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     #[module(skip)]
     speeds: Vec<f32>,
     /// RoPE frequencies of layers with a window, if they differ.
     #[module(skip)]
     local_speeds: Option<Vec<f32>>,
-    /// RoPE frequencies of texts with more positions than the number before them, if they differ.
+    /// The length above which sequences have other RoPE frequencies, and these frequencies.
     #[module(skip)]
     long_speeds: Option<(usize, Vec<f32>)>,
     turn_factor: f64,
     /// Soft caps of attention scores and of logits.
     score_cap: Option<f64>,
     logit_cap: Option<f64>,
-    /// Added to the weights of norms.
+    /// Offset of the weights of norms.
     norm_offset: f64,
-    /// The scale of token embeddings.
+    /// Scale of token embeddings.
     embedding_scale: f64,
     positions: usize,
     rms_norm_eps: f64,
 }
 
-/// One layer: attention and feed-forward layer, each on a normed copy of what it is added to.
+/// One layer: attention and feed-forward layer, each applied to its normalized input and added to the input.
 #[derive(Module, Debug)]
 pub struct LlamaLayer<B: Backend> {
-    /// The factors of the norm before attention `[hidden_size]`.
+    /// Factors of the norm before attention `[hidden_size]`.
     pub input_layernorm: Param<Tensor<B, 1>>,
     /// Attention.
     pub self_attn: LlamaAttention<B>,
-    /// The factors of the norm before the feed-forward layer `[hidden_size]`; of a Gemma 2 or 3, of the norm behind attention.
+    /// Factors of the norm before the feed-forward layer `[hidden_size]`; in Gemma 2 and 3, of the norm after attention.
     pub post_attention_layernorm: Param<Tensor<B, 1>>,
-    /// The factors of the norm before the feed-forward layer of a Gemma 2 or 3 `[hidden_size]`.
+    /// Factors of the norm before the feed-forward layer in Gemma 2 and 3 `[hidden_size]`.
     pub pre_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
-    /// The factors of the norm behind the feed-forward layer of a Gemma 2 or 3 `[hidden_size]`.
+    /// Factors of the norm after the feed-forward layer in Gemma 2 and 3 `[hidden_size]`.
     pub post_feedforward_layernorm: Option<Param<Tensor<B, 1>>>,
     /// The feed-forward layer.
     pub mlp: LlamaMlp<B>,
-    /// True if the layer takes the frequencies of layers with a window.
+    /// True if the layer uses the RoPE frequencies of layers with a window.
     is_local: bool,
     norm_offset: f64,
     rms_norm_eps: f64,
     dropout: Dropout,
 }
 
-/// Causal self-attention, where several heads of queries may share one of keys and values.
+/// Causal self-attention; several query heads may share a key and value head.
 #[derive(Module, Debug)]
 pub struct LlamaAttention<B: Backend> {
-    /// Queries, keys and values of a Phi-3, side by side.
+    /// Query, key and value projection of Phi-3, side by side.
     pub qkv_proj: Option<Linear<B>>,
-    /// Queries.
+    /// Query projection.
     pub q_proj: Option<Linear<B>>,
-    /// Keys.
+    /// Key projection.
     pub k_proj: Option<Linear<B>>,
-    /// Values.
+    /// Value projection.
     pub v_proj: Option<Linear<B>>,
-    /// What heads give, back to the width of the model.
+    /// Output projection, from the heads back to the width of the model.
     pub o_proj: Linear<B>,
-    /// The factors of the norm of each head of the queries `[head_dim]`, of a Qwen3.
+    /// Factors of the norm of each query head `[head_dim]`, in Qwen3 and Gemma 3.
     pub q_norm: Option<Param<Tensor<B, 1>>>,
-    /// As `q_norm`, of the keys.
+    /// Factors of the norm of each key head `[head_dim]`, in Qwen3 and Gemma 3.
     pub k_norm: Option<Param<Tensor<B, 1>>>,
     heads: usize,
     head_width: usize,
@@ -97,26 +97,26 @@ pub struct LlamaAttention<B: Backend> {
     dropout: Dropout,
 }
 
-/// The feed-forward layer, `down(silu(gate(x)) * up(x))`, or with a GELU.
+/// The feed-forward layer, `down(silu(gate(x)) * up(x))`, or with a GELU instead of `silu`.
 #[derive(Module, Debug)]
 pub struct LlamaMlp<B: Backend> {
-    /// The gate and up of a Phi-3, side by side, `[hidden_size, 2 * intermediate_size]`.
+    /// Gate and up projection of Phi-3, side by side, `[hidden_size, 2 * intermediate_size]`.
     pub gate_up_proj: Option<Linear<B>>,
-    /// The gate, `[hidden_size, intermediate_size]`.
+    /// Gate projection, `[hidden_size, intermediate_size]`.
     pub gate_proj: Option<Linear<B>>,
-    /// Up, `[hidden_size, intermediate_size]`.
+    /// Up projection, `[hidden_size, intermediate_size]`.
     pub up_proj: Option<Linear<B>>,
-    /// Down, `[intermediate_size, hidden_size]`.
+    /// Down projection, `[intermediate_size, hidden_size]`.
     pub down_proj: Linear<B>,
     is_gelu: bool,
 }
 
 impl LlamaConfig {
-    /// A model with fresh parameters, drawn as Hugging Face does: weights from a normal distribution of deviation
-    /// `initializer_range`, biases zero, factors of norms one. A parameter is allocated on its first use.
+    /// Initializes a model as Hugging Face does: weights from a normal distribution with standard deviation `initializer_range`, biases
+    /// zero, factors of norms one. A parameter is allocated on its first use.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If [`validate`](Self::validate) fails.
     pub fn init<B: Backend>(&self, device: &B::Device) -> Llama<B> {
         self.validate().unwrap_or_else(|error| panic!("{error}"));
         let (v, d, std) = (self.vocab_size, self.hidden_size, self.initializer_range);
@@ -139,7 +139,7 @@ impl LlamaConfig {
         }
     }
 
-    /// The factors of a norm, which multiply by one.
+    /// Returns the initial weights of a norm, with which it multiplies by one.
     fn fresh_norm<B: Backend>(&self, width: usize, device: &B::Device) -> Param<Tensor<B, 1>> {
         if self.is_gemma() { init::zeros([width], device) } else { init::ones(width, device) }
     }
@@ -204,15 +204,15 @@ impl<B: FusedBackend> Llama<B> {
         self.normed(x_nd)
     }
 
-    /// Rows `[n, d]` of token ids.
+    /// Embeds token ids as rows `[n, d]`.
     fn embedded(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let x_nd = rows(&self.embed_tokens, &self.embed_tokens_adapter, input_ids_bt.reshape([b * t]));
         if self.embedding_scale == 1.0 { x_nd } else { x_nd * self.embedding_scale }
     }
 
-    /// The angles of rows at these positions, text after text, where texts have so many in all: of all layers, and of those with a window if
-    /// theirs are others.
+    /// Returns the RoPE angles of rows at these positions, text after text, where texts have the lengths `in_all`. The second angles are
+    /// those of layers with a window, and equal the first unless the frequencies differ.
     fn angles<I: Iterator<Item = i32>>(
         &self,
         positions: impl Fn() -> I,
@@ -235,8 +235,8 @@ impl<B: FusedBackend> Llama<B> {
 }
 
 impl<B: FusedBackend> LlamaLayer<B> {
-    /// Adds attention, which `mix` computes of queries, keys and values, and feed-forward layer to rows `[n, d]`. Its angles are the first,
-    /// or the second if they are those of layers with a window.
+    /// Adds attention, which `mix` computes from queries, keys and values, and the feed-forward layer to rows `[n, d]`. Uses the first
+    /// angles, or the second for a layer with the frequencies of layers with a window.
     fn forward(
         &self,
         x_nd: Tensor<B, 2>,
@@ -245,7 +245,7 @@ impl<B: FusedBackend> LlamaLayer<B> {
     ) -> Tensor<B, 2> {
         let (attn, mlp, angles) = (&self.self_attn, &self.mlp, &angles[usize::from(self.is_local)]);
         let norm = |gamma: &Param<Tensor<B, 1>>, x_nd| scaled(gamma, self.norm_offset, self.rms_norm_eps, x_nd);
-        // What a layer gives, added to what it read: normed before, if there is a norm.
+        // Adds a layer's output to its input; if there is a norm, it normalizes the output first.
         let add =
             |layer: &Linear<B>, gamma: Option<&Param<Tensor<B, 1>>>, x: Tensor<B, 2>, x_nd: Tensor<B, 2>| match gamma {
                 Some(gamma) => x_nd + norm(gamma, dense(layer, x)),
@@ -279,7 +279,7 @@ impl<B: FusedBackend> LlamaLayer<B> {
 }
 
 impl<B: FusedBackend> LlamaMlp<B> {
-    /// The gate and what it multiplies, of rows `[n, d]`.
+    /// Computes the gate and the up projection of rows `[n, d]`.
     fn parts(&self, x_nd: Tensor<B, 2>) -> [Tensor<B, 2>; 2] {
         match (&self.gate_up_proj, &self.gate_proj, &self.up_proj) {
             (Some(both), ..) => dense(both, x_nd).chunk(2, 1).try_into().expect("two halves"),
@@ -290,7 +290,7 @@ impl<B: FusedBackend> LlamaMlp<B> {
 }
 
 impl<B: FusedBackend> LlamaAttention<B> {
-    /// Queries, keys and values of rows `[n, d]`.
+    /// Computes queries, keys and values of rows `[n, d]`.
     fn parts(&self, x_nd: Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
         match (&self.qkv_proj, &self.q_proj, &self.k_proj, &self.v_proj) {
             (Some(all), ..) => {

@@ -1,9 +1,9 @@
-//! The angles of rotary positions, <https://arxiv.org/abs/2104.09864>: in go positions, out come cosines and sines.
+//! Rotary position embeddings (RoPE), <https://arxiv.org/abs/2104.09864>: cosines and sines of the angles of positions.
 
 use burn::tensor::{Tensor, TensorData, s};
 use zero_ops::FusedBackend;
 
-/// Cosines and sines of the angles of some rows, `[t, e / 2]` each, for all layers of a pass.
+/// Cosines and sines of the angles of rows, `[t, e / 2]` each, for all layers of a pass.
 #[derive(Clone)]
 pub(super) struct Angles<B: FusedBackend> {
     cos: Tensor<B, 2>,
@@ -11,7 +11,8 @@ pub(super) struct Angles<B: FusedBackend> {
 }
 
 impl<B: FusedBackend> Angles<B> {
-    /// Cosines and sines at these positions, times `factor`, of as many texts as there are `speeds`. `like_nd` has the type of the activations.
+    /// Computes cosines and sines at these positions, times `factor`, with frequencies `speeds` for each text. `like_nd` has the type of
+    /// the activations.
     pub(super) fn new(
         speeds: &[&[f32]],
         factor: f64,
@@ -20,7 +21,7 @@ impl<B: FusedBackend> Angles<B> {
     ) -> Self {
         let (positions, pairs) = (positions.collect::<Vec<_>>(), speeds[0].len());
         let texts = positions.chunks(positions.len() / speeds.len()).zip(speeds);
-        // In 32 bits, as transformers: far on in a text, the rounding of an angle is felt.
+        // In 32 bits, as in transformers: at large positions, the rounding of an angle matters.
         let turned = |(text, speeds): (_, &&[f32])| -> Vec<f32> {
             let text: &[i32] = text;
             text.iter().flat_map(|at| speeds.iter().map(move |speed| *at as f32 * speed)).collect()
@@ -34,7 +35,7 @@ impl<B: FusedBackend> Angles<B> {
         Self { cos, sin }
     }
 
-    /// Turns rows `[n, d]` of heads of this width, or the first elements of each if there are angles for fewer.
+    /// Rotates rows `[n, d]` of heads of this width; only the first elements of each head if there are angles for fewer.
     pub(super) fn turn(&self, x_nd: Tensor<B, 2>, head_width: usize) -> Tensor<B, 2> {
         let turn = |x| zero_ops::rotary(x, self.cos.clone(), self.sin.clone());
         let ([n, d], turned) = (x_nd.dims(), 2 * self.cos.dims()[1]);

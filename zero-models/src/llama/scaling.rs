@@ -1,81 +1,81 @@
-//! Rotary positions for texts that are longer than those of the first training.
+//! RoPE scaling, for sequences longer than those of pre-training.
 
 use serde::{Deserialize, Serialize};
 
-/// How angles are made smaller, for texts that are longer than those of the first training; as `rope_scaling` in Hugging Face's
+/// A method that reduces RoPE frequencies for sequences longer than those of pre-training; `rope_scaling` in Hugging Face's
 /// `config.json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "rope_type", rename_all = "lowercase")]
 pub enum RopeScaling {
-    /// All by one factor, <https://arxiv.org/abs/2306.15595>.
+    /// Divides all frequencies by one factor, <https://arxiv.org/abs/2306.15595>.
     Linear {
-        /// Divisor of all angles.
+        /// Divisor of all frequencies.
         factor: f64,
     },
-    /// From `max_position_embeddings` on, by the length of the text. Texts are no longer than that here, and so it changes nothing.
+    /// Depends on the sequence length beyond `max_position_embeddings`. Sequences are never longer than that here, so it has no effect.
     Dynamic {
-        /// The factor by which texts may be longer.
+        /// Factor by which sequences may be longer.
         factor: f64,
     },
-    /// Slow ones by a factor, fast ones not, <https://arxiv.org/abs/2407.21783>.
+    /// Divides low frequencies by a factor, and keeps high ones, <https://arxiv.org/abs/2407.21783>.
     Llama3 {
-        /// Divisor of slow angles.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// Angles that turn round less often than this in a text of the first training are slow.
+        /// Frequencies with fewer turns than this in a pre-training sequence are low.
         low_freq_factor: f64,
-        /// Angles that turn round more often than this are fast.
+        /// Frequencies with more turns than this are high.
         high_freq_factor: f64,
-        /// The longest text of the first training.
+        /// Maximum sequence length of pre-training.
         original_max_position_embeddings: usize,
     },
-    /// YaRN, <https://arxiv.org/abs/2309.00071>: slow angles are divided by a factor, fast ones are not, and cosines and sines have a factor.
+    /// YaRN, <https://arxiv.org/abs/2309.00071>: divides low frequencies by a factor, keeps high ones, and scales cosines and sines.
     Yarn {
-        /// Divisor of slow angles.
+        /// Divisor of low frequencies.
         factor: f64,
-        /// The longest text of the first training.
+        /// Maximum sequence length of pre-training.
         original_max_position_embeddings: usize,
-        /// The factor of cosines and sines; computed from the others if absent.
+        /// Factor of cosines and sines; computed from the other fields if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
-        /// Angles that turn round more often than this in a text of the first training are fast; 32 if absent.
+        /// Frequencies with more turns than this in a pre-training sequence are high; 32 if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         beta_fast: Option<f64>,
-        /// Angles that turn round less often than this are slow; 1 if absent.
+        /// Frequencies with fewer turns than this are low; 1 if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         beta_slow: Option<f64>,
-        /// With `mscale_all_dim`, a factor of the logarithm that `attention_factor` follows from.
+        /// Factor of the logarithm in the numerator of the computed `attention_factor`; needs `mscale_all_dim`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mscale: Option<f64>,
-        /// As `mscale`, below the fraction bar.
+        /// Factor of the logarithm in the denominator; needs `mscale`.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         mscale_all_dim: Option<f64>,
-        /// True if the limits of slow and fast are rounded to whole pairs; true if absent.
+        /// True if the bounds between low and high frequencies are rounded to whole pairs; true if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         truncate: Option<bool>,
     },
-    /// LongRoPE, <https://arxiv.org/abs/2402.13753>: each angle is divided by a factor of its own, which is another one in texts beyond the
-    /// positions of the first training.
+    /// LongRoPE, <https://arxiv.org/abs/2402.13753>: divides each frequency by its own factor, with other factors in sequences longer
+    /// than those of pre-training.
     LongRope {
-        /// Divisors of the angles in texts within these positions, one for each pair of a head that is rotated.
+        /// Divisors of the frequencies in sequences up to the length of pre-training, one per rotated pair of a head.
         short_factor: Vec<f64>,
-        /// Divisors of the angles in longer texts.
+        /// Divisors of the frequencies in longer sequences.
         long_factor: Vec<f64>,
-        /// The longest text of the first training.
+        /// Maximum sequence length of pre-training.
         original_max_position_embeddings: usize,
-        /// The factor by which texts may be longer; `max_position_embeddings / original_max_position_embeddings` if absent.
+        /// Factor by which sequences may be longer; `max_position_embeddings / original_max_position_embeddings` if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         factor: Option<f64>,
-        /// The factor of cosines and sines; computed from the others if absent.
+        /// Factor of cosines and sines; computed from the other fields if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         attention_factor: Option<f64>,
     },
 }
 
 impl RopeScaling {
-    /// The names that `rope_type` may have, beside `default`.
+    /// Names that `rope_type` may have, in addition to `default`.
     pub(super) const NAMES: [&str; 5] = ["linear", "dynamic", "llama3", "yarn", "longrope"];
 
-    /// Numbers that must be above 0, with their names.
+    /// Returns the numbers that must be above 0, with their names.
     pub(super) fn numbers(&self) -> Vec<(&'static str, f64)> {
         match *self {
             Self::Linear { factor } | Self::Dynamic { factor } => vec![("rope_scaling.factor", factor)],
@@ -113,7 +113,7 @@ impl RopeScaling {
         }
     }
 
-    /// The longest text, where the scaling is what makes it longer than `max_position_embeddings`.
+    /// Returns the maximum sequence length, if the scaling extends it beyond `max_position_embeddings`.
     pub(super) fn positions(&self, max_position_embeddings: usize) -> Option<usize> {
         let times = |positions: usize, factor: f64| (positions as f64 * factor) as usize;
         match *self {
@@ -123,7 +123,7 @@ impl RopeScaling {
         }
     }
 
-    /// The scaling of texts beyond the positions of the first training, if it is another one.
+    /// Returns the scaling of sequences longer than those of pre-training, if it differs.
     #[cfg(feature = "burn")]
     pub(super) fn for_long(&self) -> Option<Self> {
         let mut long = self.clone();
@@ -132,7 +132,7 @@ impl RopeScaling {
         Some(long)
     }
 
-    /// `beta_fast` and `beta_slow`; absent or 0 is the default, as in transformers.
+    /// Returns `beta_fast` and `beta_slow`; an absent one or 0 is the default, as in transformers.
     fn betas(&self) -> [f64; 2] {
         match *self {
             Self::Yarn { beta_fast, beta_slow, .. } => [(beta_fast, 32.0), (beta_slow, 1.0)]
@@ -141,7 +141,7 @@ impl RopeScaling {
         }
     }
 
-    /// The factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
+    /// Returns the factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
     #[cfg(feature = "burn")]
     pub(super) fn turn_factor(&self, max_position_embeddings: usize) -> f64 {
         if let Self::LongRope { original_max_position_embeddings: original, factor, attention_factor, .. } = *self {
@@ -159,7 +159,7 @@ impl RopeScaling {
         })
     }
 
-    /// The speed of the angle of a pair, by its number in a head of this width, and by the base of the angles.
+    /// Scales the frequency `speed` of a pair, given its number in a head of this width and the RoPE base.
     #[cfg(feature = "burn")]
     pub(super) fn scaled(&self, speed: f64, pair: usize, width: usize, base: f64) -> f64 {
         match *self {
@@ -173,7 +173,7 @@ impl RopeScaling {
             }
             Self::Yarn { factor, original_max_position_embeddings, truncate, .. } => {
                 let full_turn = original_max_position_embeddings as f64 / std::f64::consts::TAU;
-                // The pair that turns round so often in a text of the first training.
+                // The pair with this number of turns in a pre-training sequence.
                 let pair_of = |turns: f64| width as f64 * (full_turn / turns).ln() / (2.0 * base.ln());
                 let [mut low, mut high] = self.betas().map(pair_of);
                 if truncate.unwrap_or(true) {

@@ -1,12 +1,10 @@
-//! Checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//! Loading of Hugging Face's checkpoints of Llama and its variants.
 //!
-//! Names are those of `LlamaForCausalLM` and of the classes of its kin, which agree; a checkpoint
-//! of the model without its head lacks the prefix `model.` and is read too, if its head is tied. Linear weights are `[out, in]` there and
-//! transposed on loading.
+//! Names are those of `LlamaForCausalLM`, which its variants share. A checkpoint of the model without its head, whose names lack the
+//! prefix `model.`, is read too if the head is tied. Linear weights are stored as `[out, in]` and transposed on loading.
 //!
-//! Not loaded are the buffers `rotary_emb.inv_freq`, which follow from the configuration, and, for a model with a tied head,
-//! `lm_head.weight`: it is the token embedding a second time. It is checked to have that shape, and stands in if the embedding
-//! itself is absent.
+//! The buffers `rotary_emb.inv_freq`, which follow from the configuration, are not loaded. For a model with a tied head, neither is
+//! `lm_head.weight`, which repeats the token embedding: it must equal the embedding, and replaces it if it is absent.
 
 #[cfg(feature = "burn")]
 use super::Llama;
@@ -34,7 +32,7 @@ const WIDER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate
 const GATE_AND_UP: fn(&LlamaConfig) -> [usize; 2] = |c| [c.hidden_size, c.intermediate_size.saturating_mul(2)];
 const NARROWER: fn(&LlamaConfig) -> [usize; 2] = |c| [c.intermediate_size, c.hidden_size];
 
-/// The bias of a linear layer that only some have.
+/// The bias of a linear layer that only some variants have.
 macro_rules! bias {
     ($layer:literal, $sizes:expr) => {
         layer(concat!("layers.*.", $layer, ".bias"), concat!("model.layers.*.", $layer), Bias, $sizes)

@@ -1,4 +1,4 @@
-//! Adapters in folders: PEFT's `adapter_config.json` with `adapter_model.safetensors`, and weights that they are added to.
+//! Adapters in folders, as PEFT's `adapter_config.json` and `adapter_model.safetensors`, and merging with base weights.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,14 +15,14 @@ use crate::hf_load::load_some;
 use crate::safetensors_file::{ADAPTER, Checkpoint};
 use crate::{AdaptedModel, ModelConfig, ModelError, ModelParam, Result};
 
-/// The file of older versions of PEFT.
+/// The adapter file of older versions of PEFT.
 const PICKLED: &str = "adapter_model.bin";
 
-/// Adds the adapter in the folder `dir`, with its values, to a module that `model` describes, and freezes all else. Over a
-/// backend that shards parameters each rank reads its own part.
+/// Adds the adapter in the folder `dir`, with its weights, to a module that `model` describes, and freezes all parameters that it does
+/// not train. On a backend that shards parameters, each rank reads its own part.
 ///
 /// # Errors
-/// When there is no adapter in the folder, or it is one for another model. All of that is checked before a tensor is loaded.
+/// If the folder has no adapter, or one for another model. All of that is checked before a tensor is loaded.
 #[cfg(feature = "burn")]
 pub fn load<B: FusedBackend, M: Adaptable<B>>(
     module: M,
@@ -35,11 +35,11 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     load_some(module, whole.stored(&checkpoint)?, &checkpoint, device)
 }
 
-/// Names of tables that the file of an adapter holds whole, and that no key of its configuration names: they are loaded, and not
-/// trained.
+/// Returns the names of tables that an adapter's file holds in full although no key of its configuration names them. They are loaded,
+/// and not trained.
 ///
 /// # Errors
-/// When there is no adapter in the folder, or it is one for another model.
+/// If the folder has no adapter, or one for another model.
 pub fn whole_tables(model: &ModelConfig, dir: &Path) -> Result<Vec<String>> {
     let (adapted, whole, _) = open(dir, model.clone(), None)?;
     let known = adapted.lora.modules_to_save.len();
@@ -47,7 +47,8 @@ pub fn whole_tables(model: &ModelConfig, dir: &Path) -> Result<Vec<String>> {
     Ok(whole.lora.modules_to_save[known..].to_vec())
 }
 
-/// The adapter in a folder, of such a model with its weights in another folder; and all that its file has.
+/// Opens the adapter in a folder, for a model with its weights in another folder. Returns the adapted model by its configuration, the
+/// same with all tables in its file, and the file.
 fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(AdaptedModel, ModelConfig, Checkpoint)> {
     let for_another = |error| {
         let dir = dir.display();
@@ -70,13 +71,12 @@ fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(Ada
     Ok((adapted, whole, checkpoint))
 }
 
-/// Adds what an adapter has learned to the weights in the folder `base`, and writes a folder of the base's family, which needs no
-/// adapter.
+/// Merges an adapter into the weights in the folder `base`, and writes a folder of the base's family, which needs no adapter.
 ///
 /// Memory: one parameter.
 ///
 /// # Errors
-/// As [`load`] and [`export`].
+/// Same as [`load`] and [`export`].
 pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -> Result<Exported> {
     let model = ModelConfig::from_file(&base.join("config.json"))?;
     let (_, whole, checkpoint) = open(adapter, model, Some(base.to_path_buf()))?;
@@ -90,10 +90,10 @@ pub fn merge(base: &Path, adapter: &Path, out: &Path, options: &ExportOptions) -
     merge_with(adapted, base, out, options, read)
 }
 
-/// As [`merge`], of an adapter whose parameters `read` gives, each whole and as the module has it.
+/// Same as [`merge`], for an adapter whose parameters `read` returns in full and in the module's layout.
 ///
 /// # Errors
-/// As [`merge`], and those of `read`.
+/// Same as [`merge`], and the errors of `read`.
 pub fn merge_with(
     adapted: &AdaptedModel,
     base: &Path,

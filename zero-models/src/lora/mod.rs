@@ -1,14 +1,15 @@
-//! LoRA, <https://arxiv.org/abs/2106.09685>: training a small addition to some linear layers of a model that stays as it is.
+//! LoRA, <https://arxiv.org/abs/2106.09685>: trains a small addition to some linear layers of a frozen model.
 //!
-//! An adapted layer computes `x W + b + scale * dropout(x) A B` with `A` `[d_in, r]` and `B` `[r, d_out]`; only `A` and `B` are
-//! trained. What is frozen has no gradient, no optimizer state and no part in reductions; over a backend that shards
-//! parameters it is sharded and gathered as any parameter.
+//! An adapted layer computes `x W + b + scale * dropout(x) A B` with `A` `[d_in, r]` and `B` `[r, d_out]`; only `A` and `B` are trained.
+//! Frozen parameters have no gradient and no optimizer state, and take no part in reductions. On a backend that shards parameters, they
+//! are sharded and gathered like any other.
 //!
-//! * A model's layers are [`Linear`], which computes as Burn's until it is adapted. [`Adaptable`] lists them; GPT-2 and BERT
-//!   are, and a module of one's own becomes it with a loop.
-//! * [`LoraConfig`] says which layers, by their names in Hugging Face's model, and how. It is PEFT's `adapter_config.json`.
-//! * [`adapt`] adds fresh adapters, [`load`] those of a folder that PEFT or `zero export` wrote, [`merge`] adds them to the
-//!   weights of a folder and writes another.
+//! * A model's layers are [`Linear`], which computes like Burn's until it has an adapter. [`Adaptable`] lists them. The models of this
+//!   crate implement it, and your own module can, with a loop over its layers.
+//! * [`LoraConfig`] selects the layers, by their names in Hugging Face's model, and sets the rank and scale. It is PEFT's
+//!   `adapter_config.json`.
+//! * [`adapt`] adds initialized adapters, [`load`] adds those in a folder that PEFT or `zero export` wrote, and [`merge`] merges them
+//!   with the weights in a folder and writes another folder.
 //!
 //! ```
 //! use burn_flex::Flex;
@@ -43,11 +44,11 @@ pub use crate::peft::LoraConfig;
 #[cfg(feature = "burn")]
 use crate::{AdaptedModel, ModelConfig, ModelError, Result};
 
-/// Adds a fresh adapter to every layer that `lora` names, `A` uniform as PEFT draws it and `B` zero, and freezes all else but
-/// [`LoraConfig::modules_to_save`]. `model` describes the module; weights are loaded before.
+/// Adds an initialized adapter to every layer that `lora` selects, with `A` uniform as in PEFT and `B` zero, and freezes all other
+/// parameters except [`LoraConfig::modules_to_save`]. `model` describes the module; its weights must be loaded already.
 ///
 /// # Errors
-/// [`ModelError::Adapter`] when a name that is asked for is no layer's, or a value is none.
+/// [`ModelError::Adapter`] if no layer has a requested name, or if a value is invalid.
 #[cfg(feature = "burn")]
 pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     mut module: M,
@@ -63,7 +64,7 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
         if let Some(at) = left.iter().position(|wanted| *wanted == path) {
             left.swap_remove(at);
             let [d_in, d_out] = layer.sizes();
-            // As torch's linear layers are drawn, which PEFT takes for A.
+            // The initialization of torch's linear layers, which PEFT uses for A.
             let bound = (d_in as f64).sqrt().recip();
             let a = Initializer::Uniform { min: -bound, max: bound }.init([d_in, lora.r], device);
             let b = Initializer::Zeros.init([lora.r, d_out], device);
@@ -73,7 +74,7 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     module.tables(&mut |path, [rows, width], adapter| {
         if let Some(at) = left.iter().position(|wanted| *wanted == path) {
             left.swap_remove(at);
-            // As PEFT draws them: the part that is looked up is zero.
+            // The matrix that is looked up is zero, as in PEFT.
             let a = Initializer::Zeros.init([rows, lora.r], device);
             let b = Initializer::Normal { mean: 0.0, std: 1.0 }.init([lora.r, width], device);
             *adapter = Some(Adapter::new(a, b, 0.0, lora.scale()));
@@ -88,7 +89,7 @@ pub fn adapt<B: FusedBackend, M: Adaptable<B>>(
     Ok(module.map(&mut freeze))
 }
 
-/// Sets which parameters are trained, by their paths.
+/// A mapper that sets whether each parameter is trained, by its path.
 #[cfg(feature = "burn")]
 struct Freeze<'a> {
     path: Vec<String>,

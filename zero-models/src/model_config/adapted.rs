@@ -1,4 +1,4 @@
-//! A model of which LoRA trains a part: the layers that are adapted, and the parameters that follow from them.
+//! A model with a LoRA adapter: the adapted layers, and the parameters that follow from them.
 
 use std::path::PathBuf;
 
@@ -13,42 +13,42 @@ use crate::peft::{ALL, LoraConfig, PREFIX, REGEX, peft_name};
 use crate::safetensors_file::{Checkpoint, StoredTensor};
 use crate::{ModelError, ModelParam, Result};
 
-/// A layer that is adapted.
+/// A layer with an adapter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Layer {
-    /// Its path in the module.
+    /// Path in the module.
     pub(crate) path: String,
-    /// Its name in Hugging Face's model.
+    /// Name in Hugging Face's model.
     pub(crate) name: String,
     /// `[d_in, d_out]`
     pub(crate) shape: [usize; 2],
-    /// Whether it is a table of embeddings, whose rows are looked up.
+    /// True if it is an embedding table, whose rows are looked up.
     pub(crate) is_table: bool,
 }
 
 impl Layer {
-    /// The path of its adapter.
+    /// Returns the path of its adapter.
     pub(crate) fn adapter(&self) -> String {
         format!("{}{}", self.path, if self.is_table { "_adapter" } else { ".adapter" })
     }
 }
 
-/// A model with an adapter: what a checkpoint of the adapter alone has to say about itself.
+/// A model with a LoRA adapter, as a checkpoint of the adapter alone describes it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct AdaptedModel {
-    /// The model that stays as it is.
+    /// The base model.
     pub base: Box<ModelConfig>,
-    /// The folder with its weights, if they came from one.
+    /// The folder of the base model's weights, if they came from one.
     pub weights: Option<PathBuf>,
-    /// What is trained.
+    /// The settings of the adapter.
     pub lora: LoraConfig,
 }
 
 impl AdaptedModel {
-    /// A model of the family of `base`.
+    /// Describes the model `base` with the adapter `lora`.
     ///
     /// # Errors
-    /// [`ModelError::Adapter`] when a name that `lora` asks for is no layer's, and for values that are none.
+    /// [`ModelError::Adapter`] if no layer has a name that `lora` asks for, or if a value is invalid.
     pub fn new(base: ModelConfig, lora: LoraConfig, weights: Option<PathBuf>) -> Result<Self> {
         lora.check()?;
         let adapted = Self { base: Box::new(base), weights, lora };
@@ -57,13 +57,13 @@ impl AdaptedModel {
         Ok(adapted)
     }
 
-    /// The layers that are adapted.
+    /// Returns the layers that have adapters.
     pub(crate) fn layers(&self) -> Result<Vec<Layer>> {
         let targets: Vec<String> = match &*self.lora.target_modules {
             [] => self.base.lora_targets()?.iter().map(ToString::to_string).collect(),
             targets => targets.to_vec(),
         };
-        // What is saved whole has no adapter besides.
+        // A layer that is saved in full has no adapter.
         let is_saved = |layer: &Layer| {
             let modules = &self.lora.modules_to_save;
             modules.iter().any(|module| {
@@ -98,7 +98,7 @@ impl AdaptedModel {
                 }
                 found
             }
-            // As PEFT, which names the layers of many families: one that is there is enough.
+            // One match is enough, as in PEFT, whose list names the layers of many families.
             targets => {
                 let wanted = |layer: &&Layer| targets.iter().any(|target| ends_with(&layer.name, target));
                 all.iter().filter(wanted).cloned().collect()
@@ -117,7 +117,7 @@ impl AdaptedModel {
         }
     }
 
-    /// A target that PEFT adapts and this program does not: a head that is a table, or a table of positions.
+    /// Returns a target that PEFT adapts and this crate does not: a head that is a table, or a position table.
     fn other_target(&self, targets: &[String]) -> Option<String> {
         if matches!(targets, [one] if one == ALL || one.contains(REGEX)) {
             return None;
@@ -132,18 +132,20 @@ impl AdaptedModel {
         others.find(|name| targets.iter().any(|target| ends_with(name, target)))
     }
 
-    /// Whether the parameter at this path of the base is the weight of a linear layer of the module: no head that is a table.
+    /// Returns `true` if the parameter at this path of the base is the weight of a linear layer of the module; a head that is a table is
+    /// not.
     pub fn is_linear(&self, path: &str) -> bool {
         linears(&self.base).iter().any(|layer| path.strip_suffix(".weight") == Some(&layer.path))
     }
 
-    /// The parameters of [`LoraConfig::modules_to_save`].
+    /// Returns the parameters of [`LoraConfig::modules_to_save`].
     fn saved(&self) -> Result<Vec<ModelParam>> {
         let parameters = self.base.parameters();
         let module =
             |param: &ModelParam| param.name.rsplit_once('.').map_or(String::new(), |(module, _)| module.to_string());
         let modules = &self.lora.modules_to_save;
-        // The module itself, or one that it is in. PEFT compares the ends of names here, so that `classifier` is `pre_classifier` too.
+        // The module itself, or one that contains it. PEFT compares the ends of names here, so that `classifier` also matches
+        // `pre_classifier`.
         let within = |name: &str, wanted: &str| {
             let mut ends = name.match_indices('.').map(|(at, _)| at).chain([name.len()]);
             ends.any(|at| name[..at].ends_with(wanted))
@@ -151,7 +153,7 @@ impl AdaptedModel {
         let wanted = |param: &ModelParam| modules.iter().any(|wanted| within(&module(param), wanted));
         let saved: Vec<ModelParam> = parameters.iter().filter(|param| wanted(param)).cloned().collect();
         match &**modules {
-            // PEFT names the heads of other families where it is not told, and then trains no head whole.
+            // By default, PEFT names the heads of other families, and then trains no head in full.
             modules if saved.is_empty() && modules.iter().all(|name| name == "classifier" || name == "score") => {
                 Ok(saved)
             }
@@ -163,7 +165,7 @@ impl AdaptedModel {
         }
     }
 
-    /// What is trained, with the names that PEFT gives it: adapters, and modules that are saved besides.
+    /// Returns the trained parameters with their names in PEFT: adapters, and modules that are saved in full.
     pub fn parameters(&self) -> Vec<ModelParam> {
         let layers = self.layers().expect("it was checked when it was made");
         let saved = self.saved().expect("it was checked when it was made");
@@ -180,7 +182,7 @@ impl AdaptedModel {
         adapters.chain(saved).collect()
     }
 
-    /// The parameters, each with its tensor in a file of PEFT's, whose names may lack what the bare model's names lack.
+    /// Pairs the parameters with their tensors in a file of PEFT. Its names may lack the prefixes that the base model's names may lack.
     pub(super) fn stored<'a>(&self, checkpoint: &'a Checkpoint) -> Result<Vec<(ModelParam, StoredTensor<'a>)>> {
         let base = self.base.rules();
         let named = |name: &str| self.in_state_dict(name);
@@ -190,7 +192,7 @@ impl AdaptedModel {
         stored(self.parameters(), checkpoint, Rules { in_state_dict: &named, repeats: &repeats, ..AS_NAMED })
     }
 
-    /// The name of a tensor of an adapter with what the names of the whole model begin with.
+    /// Returns the name of an adapter's tensor with the prefix of the full model's names.
     fn in_state_dict(&self, name: &str) -> Option<String> {
         const FIELDS: [&str; 4] = [".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"];
         if name.contains(".base_layer.") {
@@ -209,7 +211,7 @@ impl AdaptedModel {
         Some(format!("{PREFIX}{whole}"))
     }
 
-    /// The same with tables that a file holds whole though no key says so, as PEFT saves them with `save_embedding_layers`.
+    /// Adds tables that a file holds in full although no key names them, as PEFT saves them with `save_embedding_layers`.
     pub(crate) fn with_saved_tables(&self, checkpoint: &Checkpoint) -> Self {
         let mut all = self.clone();
         let known = self.parameters();
@@ -230,7 +232,7 @@ impl AdaptedModel {
         all
     }
 
-    /// The text of PEFT's `adapter_config.json`.
+    /// Returns the keys of PEFT's `adapter_config.json`.
     pub(crate) fn to_peft(&self) -> Value {
         let mut keys = serde_json::to_value(&self.lora).expect("numbers and texts have a JSON form");
         let layers = self.layers().expect("it was checked when it was made");
@@ -241,7 +243,7 @@ impl AdaptedModel {
         keys["task_type"] = json!(self.base.task_type());
         keys["base_model_name_or_path"] = json!(self.weights.as_ref().map(|dir| dir.display().to_string()));
         keys["bias"] = json!("none");
-        // Whether the base stores weights as [in, out]: transformers' Conv1D.
+        // True if the base stores the weight as [in, out]: transformers' Conv1D.
         let in_out = |layer: &Layer| {
             let name = format!("{}.weight", layer.name);
             self.base.parameters().iter().any(|param| param.name == name && !param.transposed)
@@ -252,7 +254,7 @@ impl AdaptedModel {
     }
 }
 
-/// The linear layers of a model: its matrices that are a layer's weight.
+/// Returns the linear layers of a model: its matrices that are the weight of a layer.
 fn linears(model: &ModelConfig) -> Vec<Layer> {
     let linear = |param: ModelParam| {
         let shape = <[usize; 2]>::try_from(&*param.shape).ok()?;
@@ -262,7 +264,7 @@ fn linears(model: &ModelConfig) -> Vec<Layer> {
     model.parameters().into_iter().filter_map(linear).collect()
 }
 
-/// The table of a model's tokens, if it can be adapted.
+/// Returns the token embedding of a model, if it can have an adapter.
 fn table(model: &ModelConfig) -> Option<Layer> {
     let (path, _) = model.adaptable_table()?;
     let param = model.parameters().into_iter().find(|param| param.path == path)?;
@@ -270,7 +272,7 @@ fn table(model: &ModelConfig) -> Option<Layer> {
     Some(Layer { path: param.path, name, shape: <[usize; 2]>::try_from(&*param.shape).ok()?, is_table: true })
 }
 
-/// As PEFT compares names.
+/// Compares names as PEFT does: `target` must be the name, or its last parts.
 fn ends_with(name: &str, target: &str) -> bool {
     name.strip_suffix(target).is_some_and(|before| before.is_empty() || before.ends_with('.'))
 }

@@ -1,19 +1,19 @@
-//! Distances between a query and a key as rows of a table: in go distances, out come the numbers of their buckets.
+//! Buckets of relative positions: maps distances between a query and a key to rows of a table.
 
-/// A division of distances among the rows of a table, <https://arxiv.org/abs/1910.10683>, section 2.1.
+/// A mapping of distances to rows of a table, <https://arxiv.org/abs/1910.10683>, section 2.1.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Buckets {
-    /// Rows of the table.
+    /// Number of rows of the table.
     pub(super) count: usize,
-    /// The distance from which on all are in the last bucket.
+    /// Distance from which all larger ones share the last bucket.
     pub(super) max_distance: usize,
-    /// True if keys behind the query have buckets of their own, and not that of the query itself.
+    /// True if keys after the query have their own buckets, instead of the bucket of the query itself.
     pub(super) both_sides: bool,
 }
 
 impl Buckets {
-    /// The bucket of a key `distance` positions behind the query. Small distances have a bucket each, larger ones share them by their
-    /// logarithm, which is rounded as torch rounds it on a CPU.
+    /// Returns the bucket of a key `distance` positions after the query. Small distances have one bucket each. Larger ones share buckets
+    /// by their logarithm, which is rounded as torch does on a CPU.
     pub(super) fn of(self, distance: i64) -> usize {
         let (side, count) = match self.both_sides {
             true => (if distance > 0 { self.count / 2 } else { 0 }, self.count / 2),
@@ -35,7 +35,7 @@ impl Buckets {
 mod tests {
     use super::*;
 
-    /// The fixture has what transformers computes of distances from -300 on (`tests/fixtures/make_models_reference.py`).
+    /// The fixture holds the buckets that transformers computes for distances from -300 on (`tests/fixtures/make_models_reference.py`).
     #[test]
     fn buckets_are_those_of_transformers() {
         let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/fixtures/t5_tiny/buckets.json");

@@ -1,4 +1,4 @@
-//! The sizes of a T5: in goes a preset's name or Hugging Face's `config.json`, out come parameter counts and shapes.
+//! The configuration of T5: from a preset or Hugging Face's `config.json`, with parameter counts and shapes.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -9,20 +9,20 @@ use crate::generate::Sampling;
 use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
 use crate::{Activation, ModelError, Result};
 
-/// Which of the models that differ in little, by `model_type`.
+/// A variant of T5, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum T5Kind {
     /// T5, of version 1.0 and 1.1, and Flan-T5.
     T5,
-    /// mT5: as T5 of version 1.1, for many languages.
+    /// mT5: like T5 of version 1.1, for many languages.
     Mt5,
 }
 
 hf_config! {
-    /// The configuration of a T5 or an mT5.
+    /// The configuration of T5 or mT5.
     pub struct T5Config of "T5" {
-        /// Which of them it is.
+        /// The variant.
         model_type: T5Kind = T5Kind::T5,
         /// Number of tokens in the vocabulary.
         vocab_size: usize = 32128,
@@ -32,33 +32,33 @@ hf_config! {
         d_kv: usize = 64,
         /// Width of the feed-forward layers.
         d_ff: usize = 2048,
-        /// Number of layers of the encoder.
+        /// Number of encoder layers.
         num_layers: usize = 6,
-        /// Number of layers of the decoder; those of the encoder if a file does not say.
+        /// Number of decoder layers; `num_layers` if absent.
         num_decoder_layers: usize = 6,
         /// Number of attention heads.
         num_heads: usize = 8,
-        /// Number of buckets that distances are in, each with a bias for each head.
+        /// Number of buckets of distances, each with a bias per head.
         relative_attention_num_buckets: usize = 32,
-        /// The distance from which on all are in the last bucket.
+        /// Distance from which all larger ones share the last bucket.
         relative_attention_max_distance: usize = 128,
-        /// Dropout probability of embeddings, attention probabilities and what layers give.
+        /// Dropout probability of embeddings, attention probabilities and layer outputs.
         dropout_rate: f64 = 0.1,
-        /// A number that norms add to the mean square.
+        /// Epsilon that norms add to the mean square.
         layer_norm_epsilon: f64 = 1e-6,
-        /// Factor of the standard deviations of fresh weights.
+        /// Factor of the standard deviations of initial weights.
         initializer_factor: f64 = 1.0,
-        /// True if the activation of the feed-forward layers is a gate.
+        /// True if the feed-forward layers are gated.
         is_gated_act: bool = false,
-        /// True if the head's weight is the token embedding. The weights beside a `config.json` decide, as in transformers.
+        /// True if the head's weight is the token embedding. The weights alongside a `config.json` decide, as in transformers.
         tie_word_embeddings: bool = true,
-        /// True if what the head reads is divided by the square root of the width: of version 1.0.
+        /// True if the head's input is divided by the square root of the width, as in version 1.0.
         scale_decoder_outputs: bool = true,
-        /// The token that fills up short rows.
+        /// The padding token.
         pad_token_id: u32 = 0,
-        /// The token that ends a text.
+        /// The end-of-sequence token.
         eos_token_id: u32 = 1,
-        /// The token that the decoder begins with; the padding if a file does not say.
+        /// The first token that the decoder reads; the padding token if absent.
         decoder_start_token_id: u32 = 0,
     }
     /// The activation of the feed-forward layers (`dense_act_fn` in JSON).
@@ -69,7 +69,7 @@ hf_config! {
     }
 }
 
-/// A `config.json` of any year, with the keys of [`T5Config`].
+/// Converts a `config.json` of any version to the keys of [`T5Config`].
 fn complete(text: &str) -> Result<String> {
     let syntax = |source| ModelError::ConfigSyntax { model: T5Config::FAMILY, source };
     let mut keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
@@ -86,7 +86,7 @@ fn complete(text: &str) -> Result<String> {
     for (key, from, default) in [
         ("num_decoder_layers", "num_layers", Value::Null),
         ("decoder_start_token_id", "pad_token_id", 0.into()),
-        // An mT5 is never scaled, and a T5 unless its file says that the head is not tied.
+        // An mT5 is never scaled; a T5 is scaled unless its file says that the head is not tied.
         ("scale_decoder_outputs", "tie_word_embeddings", true.into()),
     ] {
         let of_another = keys.get(from).cloned().unwrap_or(default);
@@ -102,10 +102,10 @@ fn complete(text: &str) -> Result<String> {
     Ok(Value::from(keys).to_string())
 }
 
-/// The name of what newer versions have, whose activation is `gelu_new`.
+/// The `feed_forward_proj` of newer versions, whose activation is `gelu_new`.
 const GATED_GELU: &str = "gated-gelu";
 
-/// Reads a `feed_forward_proj`: whether there is a gate, and the activation.
+/// Reads a `feed_forward_proj`: returns whether there is a gate, and the activation.
 fn feed_forward(named: &Value) -> Result<(bool, Activation)> {
     let (model, key) = (T5Config::FAMILY, "feed_forward_proj");
     let read = |name: &str| Activation::from_hf_name(model, key, name).ok();
@@ -118,7 +118,7 @@ fn feed_forward(named: &Value) -> Result<(bool, Activation)> {
     found.ok_or(ModelError::Unsupported { model, key, got, supported })
 }
 
-/// Layers of each half, width, width of a head, heads, feed-forward width; version 1.1 or Flan.
+/// Layers of encoder and decoder, width, width of a head, heads, feed-forward width; true for version 1.1 or Flan.
 const PRESETS: [(&str, ([usize; 5], bool)); 7] = [
     ("t5-small", ([6, 512, 64, 8, 2048], false)),
     ("flan-t5-small", ([8, 512, 64, 6, 1024], true)),
@@ -130,10 +130,10 @@ const PRESETS: [(&str, ([usize; 5], bool)); 7] = [
 ];
 
 impl T5Config {
-    /// The names that [`preset`](Self::preset) knows, small to large.
+    /// Names that [`preset`](Self::preset) accepts, small to large.
     pub const PRESETS: &'static [&'static str] = &names(&PRESETS);
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// | preset | parameters | layers of each half | width | heads |
     /// |---|---|---|---|---|
@@ -145,8 +145,7 @@ impl T5Config {
     /// | `flan-t5-large` | 783 M | 24 | 1024 | 16 |
     /// | `flan-t5-xl` | 2.85 B | 24 | 2048 | 32 |
     ///
-    /// The published models have dropout 0.1; presets have none, as for GPT-2. What is read from a `config.json` is taken as it
-    /// stands there.
+    /// The published models have dropout 0.1; presets have none, as for GPT-2. Values read from a `config.json` are kept.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
@@ -195,18 +194,18 @@ impl T5Config {
         check_count(Self::FAMILY, if is_deeper { "num_decoder_layers" } else { "num_layers" }, self)
     }
 
-    /// Width of all heads.
+    /// Returns the total width of the heads.
     pub fn inner_width(&self) -> usize {
         self.num_heads.saturating_mul(self.d_kv)
     }
 
-    /// Settings of greedy generation: the token that ends a text.
+    /// Returns the settings of greedy generation: the end token.
     #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling { stop: vec![self.eos_token_id], ..Sampling::default() }
     }
 
-    /// The class of Hugging Face's transformers.
+    /// Returns the class in transformers.
     pub(crate) fn architecture(&self) -> &'static str {
         match self.model_type {
             T5Kind::T5 => "T5ForConditionalGeneration",
@@ -214,7 +213,7 @@ impl T5Config {
         }
     }
 
-    /// The keys of `config.json`.
+    /// Returns the keys of `config.json`.
     pub(crate) fn to_keys(&self) -> Value {
         let mut keys = serde_json::to_value(self).expect("a configuration is numbers and texts");
         let gate = if self.is_gated_act { "gated-" } else { "" };

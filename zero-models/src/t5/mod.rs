@@ -1,9 +1,8 @@
-//! T5 and mT5, an encoder and a decoder of pre-norm transformer layers that know distances and no positions,
-//! <https://arxiv.org/abs/1910.10683>.
+//! T5 and mT5, an encoder and a decoder of pre-norm transformer layers with relative positions only, <https://arxiv.org/abs/1910.10683>.
 //!
-//! In go token ids of a text and of what is to be made of it, out come logits or a loss; [`generate`] makes text. [`T5Config`]
-//! is a preset or a Hugging Face `config.json`, [`T5`] the module that it initialises, and [`weights`] fills it from a Hugging
-//! Face checkpoint.
+//! The model takes token ids of a source text and of a target text, and returns logits or a loss; [`generate`] generates text.
+//! [`T5Config`] is a preset or a Hugging Face `config.json`, [`T5`] is the module that it initializes, and [`weights`] loads a Hugging
+//! Face checkpoint into the module.
 
 #[cfg(feature = "burn")]
 mod buckets;

@@ -1,9 +1,9 @@
-//! T5 as a module: in go token ids of a text and of what is to be made of it, out come logits or a loss.
+//! The T5 module: computes logits or a loss from token ids of a source text and of a target text.
 //!
 //! Between embedding and head, activations are rows `[n, d]`, as in [`crate::gpt2`].
 //!
-//! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `h` heads, `f` inner width,
-//! `n` = `b * t` rows, `m` = `b * u` rows, `s` pairs of a query and a key.
+//! Shape suffixes: `b` batch, `t` positions of the decoder, `u` of the encoder, `d` width of the model, `h` heads, `f` inner width, `n`
+//! = `b * t` rows, `m` = `b * u` rows, `s` query-key pairs.
 
 use std::ops::Range;
 
@@ -22,30 +22,30 @@ use crate::linear::{Adaptable, Linear, each_field};
 use crate::seq2seq::{Encoded, Seq2SeqLm};
 use crate::{Activation, init};
 
-/// A T5 or an mT5 with its language-model head, as Hugging Face's `T5ForConditionalGeneration`.
+/// T5 or mT5 with its language-model head, like Hugging Face's `T5ForConditionalGeneration`.
 #[derive(Module, Debug)]
 pub struct T5<B: Backend> {
-    /// Token embedding `[vocab_size, d_model]`, of both halves, and of the head if that is tied.
+    /// Token embedding `[vocab_size, d_model]`, shared by encoder and decoder, and by the head if that is tied.
     pub shared: Param<Tensor<B, 2>>,
-    /// The half that reads a text.
+    /// The encoder, which reads the source text.
     pub encoder: T5Stack<B>,
-    /// The half that makes another of it.
+    /// The decoder, which generates the target text.
     pub decoder: T5Stack<B>,
-    /// The head's weight `[vocab_size, d_model]`, if it is not tied.
+    /// Weight of the head `[vocab_size, d_model]`, if it is not tied.
     pub lm_head: Option<Param<Tensor<B, 2>>>,
     head_scale: f64,
     pad_token: u32,
     start_token: u32,
 }
 
-/// One half of the model.
+/// The encoder or the decoder.
 #[derive(Module, Debug)]
 pub struct T5Stack<B: Backend> {
-    /// The bias of each head's scores by the bucket of a distance, `[num_buckets, num_heads]`.
+    /// Bias of each head's scores, by the bucket of a distance, `[num_buckets, num_heads]`.
     pub relative_attention_bias: Param<Tensor<B, 2>>,
     /// The layers.
     pub block: Vec<T5Block<B>>,
-    /// The factors of the last norm `[d_model]`.
+    /// Factors of the final norm `[d_model]`.
     pub final_layer_norm: Param<Tensor<B, 1>>,
     max_distance: usize,
     is_decoder: bool,
@@ -53,12 +53,12 @@ pub struct T5Stack<B: Backend> {
     dropout: Dropout,
 }
 
-/// One layer: attention and feed-forward layer, each of a normed copy of what it is added to.
+/// One layer: attention and feed-forward layer, each applied to its normalized input and added to the input.
 #[derive(Module, Debug)]
 pub struct T5Block<B: Backend> {
-    /// Attention to the own text.
+    /// Self-attention.
     pub self_attention: T5Attention<B>,
-    /// Attention to what the encoder has read, in the decoder.
+    /// Cross-attention to the encoder's output, in the decoder.
     pub cross_attention: Option<T5Attention<B>>,
     /// The feed-forward layer.
     pub feed_forward: T5FeedForward<B>,
@@ -66,18 +66,18 @@ pub struct T5Block<B: Backend> {
     dropout: Dropout,
 }
 
-/// Attention without biases, and with scores that are not scaled.
+/// Attention without biases and with unscaled scores.
 #[derive(Module, Debug)]
 pub struct T5Attention<B: Backend> {
-    /// The factors of the norm before it `[d_model]`.
+    /// Factors of the norm before it `[d_model]`.
     pub layer_norm: Param<Tensor<B, 1>>,
-    /// Queries, `[d_model, num_heads * d_kv]`.
+    /// Query projection, `[d_model, num_heads * d_kv]`.
     pub q: Linear<B>,
-    /// Keys.
+    /// Key projection.
     pub k: Linear<B>,
-    /// Values.
+    /// Value projection.
     pub v: Linear<B>,
-    /// From the heads back to the width of the model.
+    /// Output projection, from the heads back to the width of the model.
     pub o: Linear<B>,
     heads: usize,
     dropout: Dropout,
@@ -86,26 +86,26 @@ pub struct T5Attention<B: Backend> {
 /// The feed-forward layer, `wo(act(wi(x)))`, or with a gate `wo(act(wi_0(x)) * wi_1(x))`.
 #[derive(Module, Debug)]
 pub struct T5FeedForward<B: Backend> {
-    /// The factors of the norm before it `[d_model]`.
+    /// Factors of the norm before it `[d_model]`.
     pub layer_norm: Param<Tensor<B, 1>>,
-    /// Up, `[d_model, d_ff]`, if there is no gate.
+    /// Up projection, `[d_model, d_ff]`, if there is no gate.
     pub wi: Option<Linear<B>>,
-    /// The gate, `[d_model, d_ff]`.
+    /// Gate projection, `[d_model, d_ff]`.
     pub wi_0: Option<Linear<B>>,
-    /// The part that the gate multiplies, `[d_model, d_ff]`.
+    /// Up projection that the gate multiplies, `[d_model, d_ff]`.
     pub wi_1: Option<Linear<B>>,
-    /// Down, `[d_ff, d_model]`.
+    /// Down projection, `[d_ff, d_model]`.
     pub wo: Linear<B>,
     activation: Activation,
     dropout: Dropout,
 }
 
 impl T5Config {
-    /// A model with fresh parameters, drawn as Hugging Face does: weights from normal distributions whose deviations follow from the
-    /// sizes, factors of norms `initializer_factor`. A parameter is allocated on its first use.
+    /// Initializes a model as Hugging Face does: weights from normal distributions whose standard deviations follow from the sizes,
+    /// factors of norms `initializer_factor`. A parameter is allocated on its first use.
     ///
     /// # Panics
-    /// If [`validate`](Self::validate) refuses the configuration.
+    /// If [`validate`](Self::validate) fails.
     pub fn init<B: Backend>(&self, device: &B::Device) -> T5<B> {
         self.validate().unwrap_or_else(|error| panic!("{error}"));
         let table = || init::normal([self.vocab_size, self.d_model], self.initializer_factor, device);
@@ -168,13 +168,13 @@ impl T5Config {
 }
 
 impl<B: FusedBackend> T5<B> {
-    /// Token embeddings `[n, d]`, as the layers of a half read them.
+    /// Returns token embeddings `[n, d]`, as the layers of `stack` read them.
     fn embed(&self, stack: &T5Stack<B>, ids_bt: Ids<B>) -> Tensor<B, 2> {
         let [b, t] = ids_bt.dims();
         stack.dropout.forward(embedding(self.shared.val(), ids_bt.reshape([b * t])))
     }
 
-    /// Norms and scales the rows of the last layer for the head.
+    /// Normalizes and scales the last layer's rows for the head.
     fn before_head(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         let x_nd = self.decoder.end(x_nd);
         if self.head_scale == 1.0 { x_nd } else { x_nd * self.head_scale }
@@ -257,19 +257,19 @@ impl<B: FusedBackend> Seq2SeqLm<B> for T5<B> {
 }
 
 impl<B: FusedBackend> T5Stack<B> {
-    /// The biases `[h, s]` of queries at these positions and keys from the first on, up to the last query.
+    /// Returns the biases `[h, s]` of queries at these positions and all keys up to the last query.
     fn bias(&self, queries: Range<usize>, like_nd: &Tensor<B, 2>) -> Tensor<B, 2> {
         let [count, _] = self.relative_attention_bias.lazy_shape().dims();
         let buckets = Buckets { count, max_distance: self.max_distance, both_sides: !self.is_decoder };
         let (first, keys) = (queries.start, queries.end as i64);
-        // Of all distances, so that logarithms are few.
+        // By distance, so that few logarithms are computed.
         let by_distance: Vec<i32> = (1 - keys..keys - first as i64).map(|at| buckets.of(at) as i32).collect();
         let of_query = |query: usize| &by_distance[keys as usize - 1 - query..][..keys as usize];
         let of_pairs: Vec<i32> = queries.flat_map(of_query).copied().collect();
         embedding(self.relative_attention_bias.val(), Tensor::from_ints(&*of_pairs, &like_nd.device())).transpose()
     }
 
-    /// The masks of rows of `t` tokens with the biases of all pairs.
+    /// Adds the biases of all pairs to the masks of rows of `t` tokens.
     fn biased(&self, masks: Masks<B>, [b, t]: [usize; 2], like_nd: &Tensor<B, 2>) -> Masks<B> {
         let options = self.block[0].self_attention.options(b, self.is_decoder);
         masks.biased(self.bias(0..t, like_nd), options, [t, t])
@@ -281,7 +281,7 @@ impl<B: FusedBackend> T5Stack<B> {
 }
 
 impl<B: FusedBackend> T5Block<B> {
-    /// Applies the layer to rows `[n, d]`; `look` computes attention; its last argument is true for attention to what the encoder has read.
+    /// Applies the layer to rows `[n, d]`. `look` computes attention; its last argument is true for cross-attention.
     fn forward(
         &self,
         mut x_nd: Tensor<B, 2>,
@@ -300,7 +300,7 @@ impl<B: FusedBackend> T5Block<B> {
 }
 
 impl<B: FusedBackend> T5FeedForward<B> {
-    /// Normed rows `[n, d]` to what `wo` reads, `[n, f]`.
+    /// Computes the input of `wo`, `[n, f]`, from normalized rows `[n, d]`.
     fn widened(&self, x_nd: Tensor<B, 2>) -> Tensor<B, 2> {
         self.dropout.forward(match (&self.wi, &self.wi_0, &self.wi_1) {
             (None, Some(gate), Some(up)) => dense_activated(gate, self.activation, x_nd.clone()) * dense(up, x_nd),
@@ -311,7 +311,7 @@ impl<B: FusedBackend> T5FeedForward<B> {
 }
 
 impl<B: FusedBackend> T5Attention<B> {
-    /// Queries of some rows, keys and values of others.
+    /// Returns the queries of `x_nd`, and the keys and values of `others_md`.
     fn parts(&self, x_nd: &Tensor<B, 2>, others_md: &Tensor<B, 2>) -> [Tensor<B, 2>; 3] {
         let [k, v] = self.keys_and_values(others_md);
         [dense(&self.q, x_nd.clone()), k, v]

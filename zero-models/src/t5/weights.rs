@@ -1,11 +1,11 @@
-//! T5 checkpoints of Hugging Face: in go a model and a folder, out comes the model with the folder's weights.
+//! Loading of Hugging Face's T5 checkpoints.
 //!
-//! Names are those of `T5ForConditionalGeneration` and `MT5ForConditionalGeneration`, which agree. Linear weights are `[out, in]` there
-//! and transposed on loading. The biases of distances, which all layers of a half share, are in its first block there.
+//! Names are those of `T5ForConditionalGeneration`, which `MT5ForConditionalGeneration` shares. Linear weights are stored as `[out, in]`
+//! and transposed on loading. The biases of distances, which all layers of the encoder or the decoder share, are stored in its first
+//! block.
 //!
-//! Not loaded are the `embed_tokens.weight` of both halves, which are the token embedding again, and `lm_head.weight` if it is the
-//! same: they are checked to be, and stand in if the embedding is absent. Nor is the bias of distances between the halves that old
-//! files have, as nothing reads it.
+//! The `embed_tokens.weight` of encoder and decoder, and `lm_head.weight` of a tied head, repeat the token embedding: they must equal
+//! it, and replace it if it is absent. The bias of distances in cross-attention, which old files have, is ignored, as nothing reads it.
 
 use std::path::Path;
 
@@ -90,8 +90,7 @@ impl Family for T5Config {
         }
     }
 
-    /// As transformers since version 5, which writes that heads are tied whether they are or not: a head is one of its own if it
-    /// differs from the embedding.
+    /// Unties the head if it differs from the embedding, as transformers does since version 5, whose files say that every head is tied.
     fn with_weights_in(self, dir: &Path) -> Self {
         let Ok(checkpoint) = Checkpoint::open(dir) else { return self };
         let tie_word_embeddings = match (checkpoint.get(SHARED), checkpoint.get(HEAD)) {

@@ -1,4 +1,4 @@
-//! A module of no family of this crate, in and out under other names.
+//! A module outside this crate's families, loaded and exported under other names.
 
 use burn::module::Module;
 use burn::nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};

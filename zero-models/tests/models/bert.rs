@@ -1,6 +1,6 @@
 //! cargo test -p zero-models --test models bert
 //!
-//! What a BERT must do whatever its weights are.
+//! Properties of a BERT that hold for any weights.
 
 use burn::module::Module;
 use burn::tensor::{Int, Tensor, TensorData, s};

@@ -1,7 +1,7 @@
 //! cargo test -p zero-models --test models checkpoint_fuzz
 //!
-//! Hugging Face checkpoints that somebody has damaged or made up: every one is opened, and its tensors are converted, or it
-//! is refused with an error that names its file. None makes the reader panic.
+//! Damaged or crafted Hugging Face checkpoints: each is opened and its tensors are converted, or it is refused with an error that names
+//! its file. None makes the reader panic.
 
 use crate::mutate;
 
@@ -15,14 +15,14 @@ use safetensors::tensor::{Dtype, TensorView, serialize};
 use zero_models::ModelError;
 use zero_models::safetensors_file::Checkpoint;
 
-/// Mutated inputs of each kind.
+/// Number of mutated inputs of each kind.
 const FILES: usize = 30_000;
 const INDICES: usize = 10_000;
 
 const FILE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
-/// A sound file: every type that is converted, one that is not, a scalar and nothing at all.
+/// A valid file: every type that can be converted, one that cannot, a scalar and an empty tensor.
 fn file(suffix: &str) -> Vec<u8> {
     let types = [Dtype::F64, Dtype::F32, Dtype::F16, Dtype::BF16, Dtype::I32];
     let data = vec![0x3c; 1 << 10];
@@ -37,7 +37,7 @@ fn file(suffix: &str) -> Vec<u8> {
     serialize(views.collect::<Vec<_>>(), texts).unwrap()
 }
 
-/// Opens the folder and converts all that there is.
+/// Opens the folder and converts every tensor.
 fn read(dir: &Path) -> Result<usize, ModelError> {
     let checkpoint = Checkpoint::open(dir)?;
     let mut elements = 0;
@@ -68,14 +68,14 @@ impl Tally {
         *self.0.entry(outcome).or_default() += 1;
     }
 
-    /// Not by a macro, whose output the test harness keeps for itself.
+    /// Prints without a macro, as the test harness captures the output of macros.
     fn print(&self, what: &str) {
         let cases: usize = self.0.values().sum();
         writeln!(std::io::stderr().lock(), "{cases} {what}: {:?}", self.0).unwrap();
     }
 }
 
-/// A file of this header with `data` behind it.
+/// Returns a file of this header followed by `data`.
 fn with_header(json: &[u8], data: &[u8]) -> Vec<u8> {
     [&(json.len() as u64).to_le_bytes()[..], json, data].concat()
 }
@@ -139,7 +139,7 @@ fn mutated_indices_and_shards() {
     tally.print("mutated indices and shards");
 }
 
-/// What opening a file of this header answers.
+/// Returns the error of opening a file of this header.
 fn refusal(json: &str, data: &[u8]) -> String {
     let dir = tempfile::tempdir().unwrap();
     fs::write(dir.path().join(FILE), with_header(json.as_bytes(), data)).unwrap();

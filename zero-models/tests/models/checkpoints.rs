@@ -1,6 +1,6 @@
 //! cargo test -p zero-models --test models checkpoints
 //!
-//! Checkpoints that load, in every layout Hugging Face has written, and every malformed one that must not.
+//! Checkpoints that load, in every layout that Hugging Face has written, and malformed ones that must not.
 
 use crate::common;
 
@@ -32,7 +32,7 @@ fn load(dir: &Path) -> Result<Gpt2<Flex>, ModelError> {
     gpt2::weights::load(fresh(), dir, &Default::default())
 }
 
-/// What loading the folder answers.
+/// Returns the error of loading the folder.
 fn refusal(dir: &Path) -> String {
     load(dir).map(|_| "loaded").unwrap_err().to_string()
 }

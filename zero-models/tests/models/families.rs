@@ -1,6 +1,6 @@
 //! cargo test -p zero-models --test models families
 //!
-//! Logits, losses and text of Hugging Face's models on the same weights: what `tests/fixtures/make_models_reference.py` has written.
+//! Logits, losses and text of Hugging Face's models on the same weights, as written by `tests/fixtures/make_models_reference.py`.
 
 use std::path::{Path, PathBuf};
 
@@ -29,7 +29,7 @@ pub fn json(folder: &str, file: &str) -> Value {
     serde_json::from_str(&std::fs::read_to_string(fixture(folder).join(file)).unwrap()).unwrap()
 }
 
-/// The first rows of a tensor of the fixture's batches.
+/// Returns the first rows of a tensor of the fixture's batches.
 pub fn rows(folder: &str, name: &str, count: usize) -> Tensor<B, 2, Int> {
     let bytes = std::fs::read(fixture(folder).join("batches.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -39,7 +39,7 @@ pub fn rows(folder: &str, name: &str, count: usize) -> Tensor<B, 2, Int> {
     all.slice(s![0..count])
 }
 
-/// Within 1e-5 of the largest logit.
+/// Checks that logits differ by at most 1e-5 of the largest.
 #[track_caller]
 pub fn same_logits(what: &str, logits: Tensor<B, 3>, file: &Value) {
     let expected: Vec<Vec<Vec<f64>>> = serde_json::from_value(file["logits"].clone()).unwrap();
@@ -59,7 +59,7 @@ pub fn same_loss(what: &str, got: Tensor<B, 1>, reference: &Value) {
     assert!((got - expected).abs() <= 1e-5 * expected, "{what}: {got}, expected {expected}");
 }
 
-/// Text as transformers make it, all prompts at once and each alone.
+/// Compares text with that of transformers, for all prompts at once and for each alone.
 pub fn same_text(folder: &str, made: impl Fn(&[Vec<u32>], &Sampling) -> Vec<Vec<u32>>) {
     let file = json(folder, "generated.json");
     let tokens = |value: &Value| -> Vec<Vec<u32>> { serde_json::from_value(value.clone()).unwrap() };
@@ -106,7 +106,7 @@ fn llama_mistral_and_qwens_are_hugging_faces() {
     }
 }
 
-/// Where probabilities are dropped out the masks are made of elementary operations: each kind of layer has its own.
+/// Attention dropout selects elementary operations, where each type of layer has its own masks.
 #[test]
 fn windows_of_some_layers_are_theirs_alone() {
     type A = burn::backend::Autodiff<Flex>;
@@ -147,7 +147,7 @@ fn encoders_are_hugging_faces() {
     }
 }
 
-/// One label and none in `problem_type`, as rerankers have; and losses of other kinds of labels on a head with classes.
+/// A single label without `problem_type`, as in rerankers; and losses of other kinds of labels on a head with classes.
 #[test]
 fn heads_for_numbers_and_several_labels_are_hugging_faces() {
     let device = Default::default();
@@ -191,7 +191,7 @@ fn a_bart_with_a_classification_head_is_hugging_faces() {
     same_logits(name, logits.unsqueeze(), &serde_json::json!({ "logits": [reference["logits"]] }));
 }
 
-/// Saves of the model alone, of one that generates, and of one with a classification head, for each other.
+/// Checkpoints of the bare model, of one that generates, and of one with a classification head, loaded by each other.
 #[test]
 fn a_barts_head_may_be_fresh_or_left_out() {
     let (device, dir) = (Default::default(), tempfile::tempdir().unwrap());
@@ -214,7 +214,7 @@ fn a_barts_head_may_be_fresh_or_left_out() {
     bart::weights::load(generation.init::<B>(&device), &fixture("bart_tiny_classes"), &device).unwrap();
 }
 
-/// Saves of the encoder alone, and of a model with a pooler, have no head.
+/// Checkpoints of the bare encoder, and of a model with a pooler, have no head.
 #[test]
 fn an_encoders_head_may_be_fresh() {
     let device = Default::default();
@@ -234,7 +234,7 @@ fn an_encoders_head_may_be_fresh() {
     }
 }
 
-/// Logits, a loss and texts of a model that makes texts of texts.
+/// Compares logits, a loss and texts of a sequence-to-sequence model.
 fn same_seq2seq(folder: &str, model: &impl Seq2SeqLm<B>) {
     let of = |name: &str, count: usize| rows(folder, name, count);
     let (ids, mask, labels) = (of("input_ids", 2), of("attention_mask", 2), of("labels", 2));
@@ -262,7 +262,7 @@ fn t5s_are_hugging_faces() {
     }
 }
 
-/// The files of a fixture in a folder, with other keys in `config.json`, and other tensors.
+/// Copies the files of a fixture to a folder, with other keys in `config.json` and other tensors.
 fn changed(folder: &str, keys: &[(&str, Value)], tensors: impl Fn(&mut Vec<Entry>)) -> tempfile::TempDir {
     let dir = tempfile::tempdir().unwrap();
     let mut config = json(folder, "config.json");
@@ -284,7 +284,7 @@ fn changed(folder: &str, keys: &[(&str, Value)], tensors: impl Fn(&mut Vec<Entry
     dir
 }
 
-/// Files as they were published, and as transformers 5 writes them.
+/// Published files, and files written by transformers 5.
 #[test]
 fn the_weights_of_a_t5_decide_whether_its_head_is_tied() {
     let again = |entries: &mut Vec<Entry>, name: &str| {
@@ -326,7 +326,7 @@ fn the_weights_of_a_t5_decide_whether_its_head_is_tied() {
     assert!(matches!(told, ModelError::Untied { .. }), "{told}");
 }
 
-/// Where probabilities are dropped out, attention is computed otherwise.
+/// Dropout selects attention by elementary operations, which must give the same logits.
 #[test]
 fn attention_of_a_t5_without_kernels_is_the_same() {
     type A = burn::backend::Autodiff<Flex>;

@@ -1,6 +1,6 @@
 //! cargo test -p zero-models --test models gpt2
 //!
-//! What a GPT-2 must do whatever its weights are.
+//! Properties of a GPT-2 that hold for any weights.
 
 use burn::module::Module;
 use burn::tensor::{Int, Tensor, TensorData, s};
@@ -33,7 +33,7 @@ fn values<const D: usize>(tensor: Tensor<Flex, D>) -> Vec<f32> {
     tensor.into_data().to_vec().unwrap()
 }
 
-/// The cross-entropy, computed in 64 bits, of each row of logits that has a label.
+/// Computes the cross-entropy of each row of logits that has a label, in 64 bits.
 fn by_hand(logits: &[f32], vocab: usize, labels: &[i32]) -> f64 {
     let losses: Vec<f64> = logits
         .chunks(vocab)

@@ -1,7 +1,7 @@
 //! cargo test -p zero-models --test models hf_export
 //!
-//! Checkpoints that are written as Hugging Face's: loaded again, laid out as transformers does, and never left half done.
-//! That transformers itself loads them is checked by `transformers_export.sh`.
+//! Exported checkpoints: loaded again, laid out as by transformers, and never left incomplete. `transformers_export.sh` checks that
+//! transformers itself loads them.
 
 use crate::common;
 
@@ -47,7 +47,7 @@ fn llama_config() -> LlamaConfig {
     }
 }
 
-/// Of halves that differ.
+/// Returns a configuration whose encoder and decoder differ.
 fn bart_config() -> BartConfig {
     BartConfig {
         vocab_size: 31,
@@ -62,7 +62,7 @@ fn bart_config() -> BartConfig {
     }
 }
 
-/// With a head of its own or without, with a gate or without; of halves that differ.
+/// Returns a configuration with a tied head or its own, with a gate or without; encoder and decoder differ.
 fn t5_config(model_type: T5Kind, is_gated_act: bool, tied: bool) -> ModelConfig {
     let config = T5Config {
         model_type,
@@ -122,7 +122,7 @@ fn configs() -> Vec<ModelConfig> {
 
 type Values = Vec<(String, Vec<f32>)>;
 
-/// The parameters of a noisy model.
+/// Returns the parameters of a model with noise.
 fn values(config: &ModelConfig) -> Values {
     let device = Default::default();
     match config {
@@ -336,7 +336,7 @@ fn a_tied_head_is_not_written_and_an_untied_bias_is_written_twice() {
     assert_eq!(untied["cls.predictions.decoder.bias"], untied["cls.predictions.bias"]);
 }
 
-/// Every element is asked for once, front to back; what is transposed as a whole.
+/// Every element is read once, front to back; transposed parameters are read in full.
 #[test]
 fn ranges_cover_each_parameter_once() {
     let config = ModelConfig::from(bert_config(true));
@@ -365,7 +365,7 @@ fn ranges_cover_each_parameter_once() {
     }
 }
 
-/// An export fails in whichever way; nothing is left, and the message has these parts.
+/// Checks that an export fails, that nothing is left, and that the message has these parts.
 #[track_caller]
 fn fails(
     dtype: ExportDtype,

@@ -22,7 +22,7 @@ fn reference(name: &str) -> Value {
     serde_json::from_str(&text).unwrap()
 }
 
-/// The rows of the first step, as the reference took them.
+/// Returns the rows of the first step, as the reference read them.
 pub fn first_rows<const D: usize>(folder: &str, name: &str, rows: usize) -> Tensor<Flex, D, Int> {
     let bytes = std::fs::read(fixture(folder).join("batches.safetensors")).unwrap();
     let file = SafeTensors::deserialize(&bytes).unwrap();
@@ -43,7 +43,7 @@ fn assert_close(got: &[f32], expected: &Value) {
     }
 }
 
-/// The sampled logits of row 0.
+/// Compares the sampled logits of row 0.
 #[track_caller]
 fn assert_sample(logits: &Tensor<Flex, 3>, reference: &Value) {
     for t in [0, 5] {

@@ -1,6 +1,6 @@
 //! cargo test -p zero-models --test models lora
 //!
-//! Adapters of PEFT, made by `tests/fixtures/make_lora.py`: what they make of logits, and that they are written as PEFT writes them.
+//! Adapters of PEFT, made by `tests/fixtures/make_lora.py`: their effect on logits, and that they are written as by PEFT.
 
 use std::collections::{BTreeSet, HashMap};
 use std::path::Path;
@@ -20,7 +20,7 @@ use zero_models::{
 use crate::common::small;
 use crate::hf_parity::{first_rows, fixture};
 
-/// The adapter of the Llama has the table of embeddings too.
+/// The adapter of the Llama also adapts the embedding table.
 const CASES: [&str; 5] = ["gpt2_tiny", "bert_tiny_classes", "llama_tiny", "t5_tiny", "bart_tiny_classes"];
 
 fn config(case: &str) -> ModelConfig {
@@ -71,7 +71,7 @@ fn bart_with(dir: &Path, adapter: Option<&Path>) -> Bart<Flex> {
     }
 }
 
-/// As the script takes them.
+/// Computes logits as the script does.
 fn logits(case: &str, dir: &Path, adapter: Option<&Path>) -> Vec<Vec<f32>> {
     let rows = |logits: Tensor<Flex, 2>| -> Vec<Vec<f32>> {
         logits.iter_dim(0).map(|row| row.into_data().to_vec().unwrap()).collect()
@@ -125,7 +125,7 @@ fn adapters_of_peft_make_the_same_logits_beside_the_weights_and_merged_into_them
     }
 }
 
-/// Elements of a module's parameters, by path.
+/// Returns the elements of a module's parameters, by path.
 fn by_path<M: Module<Flex>>(module: &M) -> HashMap<String, Vec<f32>> {
     small::by_path(module).into_iter().collect()
 }
@@ -317,7 +317,7 @@ fn layers_are_named_as_peft_names_them() {
     assert!(names(saved).iter().all(|name| !name.contains("classifier.lora_")));
 }
 
-/// Files as PEFT writes them of other saves: of the bare model, with tables whose rows became more, and pickled.
+/// Other files of PEFT: of the bare model, with resized tables, and pickled.
 #[test]
 fn adapters_of_other_saves_are_read() {
     let (case, device) = ("llama_tiny", Default::default());

@@ -1,4 +1,4 @@
-//! The models, one binary, as each links all of Burn: `cargo test -p zero-models --test models [MODULE]`.
+//! Tests of the models, in one binary because each links all of Burn: `cargo test -p zero-models --test models [MODULE]`.
 
 mod any_module;
 mod bert;

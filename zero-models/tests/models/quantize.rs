@@ -12,7 +12,7 @@ use zero_ops::FusedBackend;
 
 use crate::hf_parity::{first_rows, fixture};
 
-/// What the backend takes quantised rows for.
+/// Returns the values that the backend reads from quantized rows.
 fn dequantized(rows: Tensor<Flex, 2>, how: Quantized) -> Tensor<Flex, 2> {
     let dtype = burn::tensor::FloatDType::F32;
     let values = <Flex as FusedBackend>::dequantized(rows.into_primitive().tensor(), how, dtype);
@@ -37,7 +37,7 @@ fn nf4_is_that_of_bitsandbytes() {
     assert_eq!(got, expected);
 }
 
-/// A model whose linear layers have the values that quantised ones stand for.
+/// Replaces the weights of linear layers by their dequantized values.
 fn as_if<M: Adaptable<Flex>>(mut model: M, format: Format) -> M {
     model.linears(&mut |_, layer| {
         let [_, width] = layer.sizes();
@@ -48,7 +48,7 @@ fn as_if<M: Adaptable<Flex>>(mut model: M, format: Format) -> M {
     model
 }
 
-/// How far the logits of the quantised model are from those of the plain one, in parts of the largest.
+/// Returns the largest difference between the logits of the quantized and the unquantized model, relative to the largest logit.
 fn off(what: &str, [got, expected, plain]: [Vec<f32>; 3]) -> f32 {
     let largest = plain.iter().fold(0f32, |largest, x| largest.max(x.abs()));
     let off = |other: &[f32]| got.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max) / largest;

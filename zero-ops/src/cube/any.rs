@@ -1,5 +1,5 @@
-//! From a tensor of any backend to CubeCL's: functions for all backends come here to learn which of CubeCL's tensors, if any,
-//! a backend has.
+//! Access to CubeCL's tensors from generic code: functions for all backends use this to find out which of CubeCL's tensors, if any, a
+//! backend has.
 
 use std::any::{Any, TypeId};
 
@@ -17,13 +17,13 @@ use cubecl::prelude::ComputeClient;
 use super::many::shaped;
 use super::tensor::OnCube;
 
-/// What makes tensors from tensors on any runtime.
+/// A computation of tensors from tensors, on any runtime.
 pub(crate) trait Body: Send + Sync + 'static {
-    /// Makes the promised tensors, or flat ones of as many elements.
+    /// Computes the promised tensors, or flat ones with the same numbers of elements.
     fn run<R: CubeRuntime>(&self, inputs: Vec<CubeTensor<R>>) -> Vec<CubeTensor<R>>;
 }
 
-/// Runs `$found` with `$tensor` as the type that `$given` is, or `$otherwise`.
+/// Runs `$found` with `$tensor` as the CubeCL tensor type that `$given` is, or else `$otherwise`.
 macro_rules! on_the_tensor_of {
     ($given:ty, $tensor:ident => $found:expr, $otherwise:expr) => {{
         #[cfg(feature = "cuda")]
@@ -48,17 +48,17 @@ macro_rules! on_the_tensor_of {
     };
 }
 
-/// Whether the tensors of `B` are CubeCL's, on a runtime that this was built for.
+/// Returns whether the tensors of `B` are CubeCL's, on a runtime that this crate was built for.
 pub fn has_cube_tensors<B: Backend>() -> bool {
     on_the_tensor_of!(FloatTensor<B>, T => { let _ = TypeId::of::<T>(); true }, false)
 }
 
-/// Has `body` make tensors of the shapes and types `outputs` from `inputs`, of which there is at least one: at once, or when
-/// fusion comes to it.
+/// Runs `body` to compute tensors of the shapes and types `outputs` from `inputs`, of which there is at least one: at once, or when fusion
+/// executes it.
 ///
 /// # Panics
 ///
-/// When [`has_cube_tensors`] is false.
+/// If [`has_cube_tensors`] is false.
 pub(crate) fn run<B: Backend>(
     name: &'static str,
     inputs: Vec<FloatTensor<B>>,
@@ -79,12 +79,12 @@ pub(crate) fn run<B: Backend>(
     )
 }
 
-/// What makes a tensor from nothing on any runtime, at once.
+/// A computation of a tensor from no inputs, on any runtime, at once.
 pub(crate) trait Born {
     fn make<R: CubeRuntime>(&self, device: &R::Device) -> Option<CubeTensor<R>>;
 }
 
-/// The tensor that `what` makes on a device of `B`, if `B`'s tensors are CubeCL's and it makes one.
+/// Returns the tensor that `what` computes on a device of `B`, if `B`'s tensors are CubeCL's and it computes one.
 pub(crate) fn born<B: Backend>(device: &B::Device, what: &impl Born) -> Option<FloatTensor<B>> {
     let device: &dyn Any = device;
     on_the_tensor_of!(
@@ -100,25 +100,25 @@ pub(crate) fn born<B: Backend>(device: &B::Device, what: &impl Born) -> Option<F
     )
 }
 
-/// Values on their way from a device to the host, see [`begin_read`].
+/// Values being copied from a device to the host, see [`begin_read`].
 pub struct Read(Box<dyn FnOnce() -> Result<Vec<TensorData>, String> + Send>);
 
 impl Read {
-    /// Waits for the values, in the order of the tensors.
+    /// Waits for the values and returns them in the order of the tensors.
     ///
     /// # Panics
     ///
-    /// When the device has failed.
+    /// If the device has failed.
     pub fn wait(self) -> Vec<TensorData> {
         (self.0)().unwrap_or_else(|error| panic!("reading tensors from the device failed: {error}"))
     }
 }
 
-/// Begins to copy tensors to the host behind all that the device has been given, without waiting for it.
+/// Begins to copy tensors to the host after all work submitted to the device so far, without waiting for it.
 ///
 /// # Panics
 ///
-/// When [`has_cube_tensors`] is false, or there is no tensor.
+/// If [`has_cube_tensors`] is false, or there is no tensor.
 pub fn begin_read<B: Backend>(tensors: Vec<FloatTensor<B>>) -> Read {
     on_the_tensor_of!(
         FloatTensor<B>,
@@ -127,8 +127,8 @@ pub fn begin_read<B: Backend>(tensors: Vec<FloatTensor<B>>) -> Read {
     )
 }
 
-/// Sends all that the calling thread has given a device of `B` to it, without waiting for the device. Burn's fusion would send it when
-/// something is asked for.
+/// Submits all work that the calling thread has queued for a device of `B`, without waiting for the device. Burn's fusion would submit it
+/// only when a result is read.
 pub fn send<B: Backend>(device: &B::Device) {
     let device: &dyn Any = device;
     on_the_tensor_of!(
@@ -152,8 +152,8 @@ fn read_of<R: CubeRuntime>(tensors: Vec<CubeTensor<R>>) -> Read {
         CopyDescriptor::new(x.handle.clone().binding(), shape, strides, x.elem_size())
     };
     let descriptors = tensors.iter().map(descriptor).collect();
-    // The call gives the device the copies, and what it returns borrows the client. CUDA's waits for them when it is first polled, so it
-    // is not before the second time that this is.
+    // The call submits the copies, and its result borrows the client. CUDA's future blocks on the copies when it is first polled, so it is
+    // polled only when this one is polled a second time.
     let mut copies = Box::pin(async move {
         let copies = client.read_tensor_async(descriptors);
         let mut is_first = true;
@@ -170,12 +170,12 @@ fn read_of<R: CubeRuntime>(tensors: Vec<CubeTensor<R>>) -> Read {
     }))
 }
 
-/// What is asked of a device on any runtime.
+/// A question to a device, on any runtime.
 pub(crate) trait Question {
     fn answer<R: CubeRuntime>(&self, client: &ComputeClient<R>) -> bool;
 }
 
-/// Whether a device of `B` is CubeCL's, and what is asked holds.
+/// Returns whether a device of `B` is CubeCL's and the answer to `what` is yes.
 pub(crate) fn asked<B: Backend>(device: &B::Device, what: &impl Question) -> bool {
     let device: &dyn Any = device;
     on_the_tensor_of!(
@@ -191,22 +191,22 @@ pub(crate) fn asked<B: Backend>(device: &B::Device, what: &impl Question) -> boo
     )
 }
 
-/// Elements on a CUDA device.
+/// Elements in a CUDA device's memory.
 #[cfg(feature = "cuda")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CudaSpan {
-    /// Where they begin: a `CUdeviceptr` of the device's primary context.
+    /// Address of the first: a `CUdeviceptr` of the device's primary context.
     pub pointer: u64,
-    /// How many.
+    /// Number of elements.
     pub elements: usize,
 }
 
-/// Makes what the device is given from now on come after an operation that was begun.
+/// Makes all work submitted to the device from now on wait for an operation that was begun.
 #[cfg(feature = "cuda")]
 pub type End = Box<dyn FnOnce() + Send>;
 
-/// An operation that was begun on a CUDA device, beside what the device computes, with the memory that it reads. Once nobody
-/// holds it, what follows comes after it, so that its memory can be used again.
+/// An operation that runs on a CUDA device concurrently with the device's other work, together with the memory that it reads. When the last
+/// handle is dropped, later work is ordered after the operation, so that its memory can be reused.
 #[cfg(feature = "cuda")]
 #[derive(Clone)]
 pub struct OnCuda(std::sync::Arc<Begun>);
@@ -235,7 +235,7 @@ impl Drop for Begun {
 
 #[cfg(feature = "cuda")]
 impl OnCuda {
-    /// `tensors`, which the operation makes, for use by what follows.
+    /// Returns `tensors`, the operation's outputs, for use by later work.
     pub fn end<B: Backend>(&self, tensors: Vec<FloatTensor<B>>) -> Vec<FloatTensor<B>> {
         struct Pass(OnCuda);
 
@@ -251,14 +251,14 @@ impl OnCuda {
     }
 }
 
-/// Has `begin` start to write tensors of the shapes and types `outputs` from `inputs`, of which there is at least one, by their
-/// addresses: row-major without gaps; at once, or when fusion comes to it. What it starts on the device must come after all
-/// that the device's primary context has been given before; what it gives makes all that is given later come after it, unless
-/// nothing was started. Nobody uses the tensors but through [`OnCuda::end`].
+/// Has `begin` start writing tensors of the shapes and types `outputs` from `inputs`, of which there is at least one. It gets their
+/// addresses, row-major without gaps, and is called at once or when fusion executes it. The work that it starts must come after all work
+/// submitted to the device's primary context before. The [`End`] that it returns makes later work wait; `None` means that it started
+/// nothing. The outputs may be used only through [`OnCuda::end`].
 ///
 /// # Errors
 ///
-/// The inputs, when the backend's tensors are not on CUDA.
+/// Returns the inputs if the backend's tensors are not on CUDA.
 #[cfg(feature = "cuda")]
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub fn begin_on_cuda<B: Backend>(
@@ -288,7 +288,7 @@ pub fn begin_on_cuda<B: Backend>(
             let outputs: Vec<Plain> = self.outputs.iter().map(make).collect();
             let spans = |memory: &[Plain]| memory.iter().map(span).collect::<Vec<_>>();
             if let Some(end) = (self.begin)(&spans(&inputs), &spans(&outputs)) {
-                // Both sides' memory is held until what follows is ordered: the outputs too may be dropped before.
+                // Both sides' memory is held until later work is ordered: the outputs too may be dropped before that.
                 let held: Box<dyn Any + Send> = Box::new((inputs, outputs.clone()));
                 *self.begun.0.0.lock().expect("nobody panics with it") = Some((end, held));
             }
@@ -305,7 +305,7 @@ pub fn begin_on_cuda<B: Backend>(
     Ok((run::<B>(name, inputs, outputs, body), begun))
 }
 
-/// The memory of tensors, if they are CubeCL's; otherwise the tensors.
+/// Returns the memory of tensors if they are CubeCL's, otherwise the tensors.
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub(crate) fn into_memory<B: Backend>(
     tensors: Vec<FloatTensor<B>>,
@@ -320,7 +320,7 @@ pub(crate) fn into_memory<B: Backend>(
     )
 }
 
-/// A tensor's memory, as any thread may use it.
+/// A tensor's memory, usable by any thread.
 pub(crate) trait Memory<B: Backend>: Send + Sync {
     fn tensor(&self) -> FloatTensor<B>;
 
@@ -328,12 +328,12 @@ pub(crate) trait Memory<B: Backend>: Send + Sync {
 
     fn duplicate(&self) -> Box<dyn Memory<B>>;
 
-    /// Where it lies, on CUDA and row-major without gaps.
+    /// Returns its address, if it is on CUDA and row-major without gaps.
     #[cfg(feature = "cuda")]
     fn on_cuda(&self) -> Option<CudaSpan>;
 }
 
-/// Memory whose tensors are `T`.
+/// Memory of tensors of type `T`.
 struct Of<T: OnCube>(CubeTensor<T::Runtime>);
 
 impl<B: Backend, T: OnCube> Memory<B> for Of<T> {
@@ -357,14 +357,14 @@ impl<B: Backend, T: OnCube> Memory<B> for Of<T> {
     }
 }
 
-/// Where a tensor without gaps lies. Asking waits until the device's thread has launched all that comes before.
+/// Returns the address of a tensor without gaps. Waits until the device's thread has launched all earlier work.
 #[cfg(feature = "cuda")]
 fn span(memory: &CubeTensor<cubecl::cuda::CudaRuntime>) -> CudaSpan {
     let resource = memory.client.get_resource(memory.handle.clone()).expect("memory that a handle holds");
     CudaSpan { pointer: resource.resource().ptr, elements: elements(memory) }
 }
 
-/// New memory on a CUDA device of `B`, its elements whatever was there before; none if `B` has other devices.
+/// Allocates uninitialized memory on a CUDA device of `B`, or returns `None` if `B` has other devices.
 #[cfg(feature = "cuda")]
 pub(crate) fn uninit_on_cuda<B: Backend>(
     device: &B::Device,
@@ -382,19 +382,19 @@ pub(crate) fn uninit_on_cuda<B: Backend>(
     on_the_tensor_of!(FloatTensor<B>, T => Some((Box::new(Of::<T>(same(memory))), span)), None)
 }
 
-/// `value` under the name that its type has here.
+/// Returns `value` as the type `T`, which is `A`.
 pub(crate) fn same<A: 'static, T: 'static>(value: A) -> T {
     let mut value = Some(value);
     let value = (&mut value as &mut dyn Any).downcast_mut::<Option<T>>();
     value.and_then(Option::take).expect("the types have been compared")
 }
 
-/// Elements of a tensor.
+/// Returns the number of elements of a tensor.
 pub(crate) fn elements(x: &impl TensorMetadata) -> usize {
     x.shape().num_elements()
 }
 
-/// Whether kernels here can count so many elements, in 32 bit and with a chunk's room above.
+/// Returns whether kernels can index this many elements in 32 bit, with room for one more chunk.
 pub(crate) fn is_countable(elements: usize) -> bool {
     i32::try_from(elements).is_ok()
 }

@@ -1,4 +1,4 @@
-//! What gradients are multiplied by, made of their sums of squares where these are: no host waits for it.
+//! The factor by which gradients are clipped, computed on the device from their sums of squares, so the host does not wait.
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
@@ -13,12 +13,12 @@ use super::norm::cube_sum;
 use super::tensor::{empty, launch, packed};
 use crate::options::Clip;
 
-/// The one number that gradients are multiplied by, in fp32, by the formula of PyTorch's `clip_grad_norm_`: from `sums` as
-/// [`sums_of_squares`](super::norm::sums_of_squares) makes them. NaN where nothing is to be updated, and only then.
+/// Returns the factor of gradients as one fp32 number, by the formula of PyTorch's `clip_grad_norm_`, from `sums` of
+/// [`sums_of_squares`](super::norm::sums_of_squares). It is NaN if and only if nothing is to be updated.
 ///
 /// # Panics
 ///
-/// When the backend's tensors are not CubeCL's.
+/// If the backend's tensors are not CubeCL's.
 pub fn clip_factor<B: Backend>(sums: FloatTensor<B>, clip: Clip) -> FloatTensor<B> {
     assert_eq!(sums.dtype(), DType::F32, "sums of squares are in fp32");
     let output = (Shape::from([1]), DType::F32);
@@ -42,7 +42,7 @@ impl Body for Clip {
     }
 }
 
-/// `sums`: of `tensors` tensors, then the number of elements that are not finite.
+/// Computes the factor. `sums`: one per tensor, then the number of elements that are not finite.
 #[cube(launch_unchecked)]
 fn factor_kernel(
     sums: &Array<f32>,
@@ -64,16 +64,16 @@ fn factor_kernel(
         let odd = sums[tensors];
         let mut share = 1.0f32;
         if comptime!(clips) {
-            // Of a norm that is no number nothing is the lesser.
+            // A NaN norm clips nothing.
             if odd == 0.0f32 {
                 share = min(most / (sum.sqrt() / loss_scale + 1e-6f32), 1.0f32);
             }
         }
         let mut made = share / loss_scale;
         if comptime!(skips) {
-            // By its bits: what a comparison with infinity comes to is up to a compiler's idea of fast.
+            // Compares bits: a compiler's fast math may change a comparison with infinity.
             let exponent = u32::reinterpret(sum) & 0x7f80_0000u32;
-            // Not a number, then. (CUDA's compiler reinterprets no constant.)
+            // Then the factor is NaN. (CUDA's compiler does not reinterpret constants.)
             let is_odd = odd > 0.0f32 || exponent == 0x7f80_0000u32;
             made = f32::reinterpret(select(is_odd, 0x7fc0_0000u32, u32::reinterpret(made)));
         }

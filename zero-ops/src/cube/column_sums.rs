@@ -1,4 +1,4 @@
-//! Sums of columns, in two stages of fixed order: those of blocks of rows, then theirs.
+//! Sums of columns, in two stages of fixed order: over blocks of rows, then over the blocks.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -12,7 +12,7 @@ use super::rows::{
 };
 use super::tensor::{OnCube, empty, launch, run};
 
-/// The sums of blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
+/// Sums blocks of rows; `x`: `[n, d]`, `out`: `[blocks, d]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn column_sums_kernel<E: Float, O: Float, N: Size>(
     x: &Strided<E, N>,
@@ -51,13 +51,13 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
     out
 }
 
-/// The second stage: rows of partial sums `[blocks, d]` in fp32 to `[d]`.
+/// Runs the second stage, which sums rows of partial sums `[blocks, d]` in fp32 to `[d]`.
 pub(super) fn total<R: CubeRuntime>(partial: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
     let [rows, d] = dims(&partial);
     shaped(launch(partial, Blocks::one(rows), dtype), Shape::from([d]))
 }
 
-/// The sums of the columns of `x` `[n, d]`, `[d]`, added in fp32 and rounded once.
+/// Returns the sums `[d]` of the columns of `x` `[n, d]`, added in fp32 and rounded once.
 pub(super) fn column_sums<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let ([n, d], dtype) = (dims(&x), x.dtype);
     if n * d == 0 {
@@ -71,7 +71,7 @@ pub(super) fn column_sums<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     total(launch(x, blocks, DType::F32), dtype)
 }
 
-/// [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward).
+/// Implements [`fused_linear_bias_backward`](crate::FusedBackend::fused_linear_bias_backward).
 pub(crate) fn bias_backward<T: OnCube>(grad: T) -> T {
     let outputs = [(Shape::from([grad.shape()[1]]), grad.dtype())];
     let [sums] = run("linear: gradient of bias", [grad], None, outputs, |[grad], _| [column_sums(grad)]);

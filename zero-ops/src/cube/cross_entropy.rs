@@ -1,10 +1,9 @@
-//! Cross-entropy of a linear layer's rows, whose logits exist for some rows at a time.
+//! Cross-entropy of a linear layer's rows, with logits for some rows at a time.
 //!
-//! For each chunk of rows: its logits by a product, one kernel that makes each row's loss and puts the logits'
-//! gradient in the logits' place, and two products of that gradient, for `x` and for `weight`. Of operands in 16 bit the
-//! logits and their gradient are in 16 bit, as the product of such tensors is everywhere; the exponentials, the sums and
-//! what is made of the gradient are in fp32. The mean's divisor is applied to the products, from a number that stays on the
-//! device: in fp16 a share of thousands of rows would vanish in the logits' gradient.
+//! For each chunk of rows: its logits by a product, one kernel that computes each row's loss and overwrites the logits with their gradient,
+//! and two products of that gradient, for `x` and for `weight`. For 16-bit operands the logits and their gradient are in 16 bit, like any
+//! product of such tensors; the exponentials, the sums and the results of the gradient's products are in fp32. The mean's divisor, a number
+//! that stays on the device, is applied to the products: a logits' gradient in fp16 would vanish if divided by thousands of rows.
 
 mod kernels;
 
@@ -21,18 +20,18 @@ use super::rows::{Blocks, address_type, cubes, dims, stride, strided, units, vec
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
 
-/// Bytes that the logits of a chunk take at most: on a device of less than 10 GiB, and of more than 40 GiB. Each chunk more reads and
-/// writes the weight's gradient in fp32 once more.
+/// Maximum size of a chunk's logits in bytes: on a device of less than 10 GiB, and of more than 40 GiB. Each further chunk reads and writes
+/// the weight's gradient in fp32 once more.
 const LOGITS_BYTES: [usize; 2] = [256 << 20, 1 << 30];
 
-/// The bytes for this device: a tenth of its largest allocation, which CubeCL makes a quarter of a GPU's memory.
+/// Returns the size for this device: a tenth of its largest allocation, which CubeCL sets to a quarter of a GPU's memory.
 fn logits_bytes<R: CubeRuntime>(x: &CubeTensor<R>) -> usize {
     let largest = x.client.properties().memory.max_page_size;
     usize::try_from(largest / 10).unwrap_or(usize::MAX).clamp(LOGITS_BYTES[0], LOGITS_BYTES[1])
 }
 
-/// Memory for a chunk's logits. One of more than [`LOGITS_BYTES`]`[0]` is kept from one step to the next: CubeCL would make it a part of
-/// a page of a sixteenth of the device.
+/// Allocates a chunk's logits. Memory of more than [`LOGITS_BYTES`]`[0]` is kept between steps: CubeCL would otherwise place it in a page
+/// of a sixteenth of the device's memory.
 fn logits_memory<R: CubeRuntime>(like: &CubeTensor<R>, shape: [usize; 2], dtype: DType) -> CubeTensor<R> {
     if shape[0] * shape[1] * dtype.size() <= LOGITS_BYTES[0] {
         return empty(like, shape, dtype);
@@ -41,20 +40,20 @@ fn logits_memory<R: CubeRuntime>(like: &CubeTensor<R>, shape: [usize; 2], dtype:
     kept.expect("a hint to the allocator does not fail")
 }
 
-/// Chunks are a multiple of this many rows where they can be: products like it, and no slice then needs a copy.
+/// Chunks are a multiple of this many rows if possible: products favour it, and no slice then needs a copy.
 const ROWS: usize = 256;
 
-/// Rows of logits are a multiple of this many bytes: vectors of them are then aligned whatever the vocabulary, and products of matrix
-/// units have no rest. Behind the vocabulary the weight is 0 and nothing is read but by the products.
+/// Rows of logits are padded to a multiple of this many bytes: their vectors are then aligned for any vocabulary, and matrix units have no
+/// remainder. In the padding the weight is 0; only products read it.
 const ROW_BYTES: usize = 128;
 
-/// Where the product for the weight is cut in two: a view must begin at a multiple of the devices' alignment, 256 bytes.
+/// Row at which the product for the weight may be split: a view must begin at a multiple of the devices' alignment, 256 bytes.
 const PRODUCT_ROWS: usize = 128;
 
-/// What fp16 gradients of logits, at most 1, are multiplied by: the smallest are 2^-24, and some matter that are smaller.
+/// Factor of fp16 gradients of logits, at most 1: the smallest fp16 number is 2^-24, and some smaller gradients matter.
 const FP16_SCALE: f32 = 1024.0;
 
-/// What is ignored, in the type of the targets.
+/// The ignored target, in the type of the targets.
 #[derive(Clone, Copy)]
 struct Ignored {
     is_any: bool,
@@ -63,13 +62,13 @@ struct Ignored {
 
 impl Ignored {
     fn new(ignored: Option<i64>, dtype: DType) -> Self {
-        // A number that the type does not have is no target's.
+        // A number that the type cannot hold is never a target.
         let ignored = ignored.filter(|ignored| dtype == DType::I64 || i32::try_from(*ignored).is_ok());
         Self { is_any: ignored.is_some(), value: InputScalar::new(ignored.unwrap_or(0), dtype) }
     }
 }
 
-/// Targets that kernels can read.
+/// Converts targets to a type that kernels can read.
 fn ids<R: CubeRuntime>(targets: CubeTensor<R>) -> CubeTensor<R> {
     packed(if matches!(targets.dtype, DType::I32 | DType::I64) { targets } else { cast(targets, DType::I32) })
 }
@@ -104,10 +103,10 @@ fn mean<R: CubeRuntime>(losses: CubeTensor<R>, counted: CubeTensor<R>) -> CubeTe
     mean
 }
 
-/// A call's operands, and what the kernels put their results in.
+/// A call's operands, and the buffers of its results.
 struct Call<R: CubeRuntime> {
     x: CubeTensor<R>,
-    /// With rows of zeros behind the vocabulary.
+    /// Padded with rows of zeros after the vocabulary.
     weight: CubeTensor<R>,
     vocabulary: usize,
     targets: CubeTensor<R>,
@@ -129,7 +128,7 @@ impl<R: CubeRuntime> Call<R> {
         Self { x: with_whole_rows(x), weight, vocabulary, targets, ignored, losses, counted, scale }
     }
 
-    /// Rows of a chunk whose logits take at most `bytes`, about the same for all chunks.
+    /// Returns the rows of a chunk whose logits take at most `bytes`, about the same for all chunks.
     fn rows_per_chunk(&self, bytes: usize) -> usize {
         let ([n, _], [columns, _]) = (dims(&self.x), dims(&self.weight));
         let most = (bytes / (columns * self.x.elem_size())).max(1);
@@ -138,13 +137,13 @@ impl<R: CubeRuntime> Call<R> {
         even.next_multiple_of(ROWS).min(most).min(n)
     }
 
-    /// The rows of `x` in `range`.
+    /// Returns the rows of `x` in `range`.
     fn rows(&self, range: std::ops::Range<usize>) -> CubeTensor<R> {
         let [n, d] = dims(&self.x);
         if range == (0..n) { self.x.clone() } else { slice(self.x.clone(), &[range, 0..d]) }
     }
 
-    /// `[rows, v]` with columns behind them.
+    /// Computes logits `[rows, v]`, with padding columns after them.
     fn logits(&self, x: CubeTensor<R>) -> CubeTensor<R> {
         let ([rows, _], [columns, _], dtype) = (dims(&x), dims(&self.weight), x.dtype);
         let logits = logits_memory(&x, [rows, columns], dtype);
@@ -152,14 +151,14 @@ impl<R: CubeRuntime> Call<R> {
         product(x, by, logits)
     }
 
-    /// The losses of the rows from `first`, and the gradient of `logits` in their place if it is wanted.
+    /// Computes the losses of the rows from `first`, and overwrites `logits` with their gradient if `is_gradient`.
     fn losses(&self, logits: &CubeTensor<R>, first: usize, is_gradient: bool) {
         let ([rows, _], v) = (dims(logits), self.vocabulary);
         let width = vector_size(&[logits]);
         let stride = stride(logits, width);
         let units = units(&logits.client, v, 16, 512);
-        // SAFETY: units read and write vectors of rows of `logits`, which have a whole number of them;
-        // targets and losses of `rows` rows from `first` on, which there are; the target's column by comparison only.
+        // SAFETY: units read and write vectors of rows of `logits`, which are multiples of a vector, and existing targets and losses of
+        // `rows` rows from `first` on; the target's column is only compared.
         unsafe {
             launch! {
                 rows_kernel on logits.client,
@@ -171,8 +170,8 @@ impl<R: CubeRuntime> Call<R> {
         }
     }
 
-    /// The product for `weight`, without rows behind the vocabulary: a buffer as large as the gradient it becomes a part of, which
-    /// the allocator has at hand. What [`PRODUCT_ROWS`] do not divide is a product of its own, so that units read vectors in both.
+    /// Returns the product for `weight` without padding rows, in a buffer as large as the gradient that it is added to, which the allocator
+    /// can reuse. The remainder of [`PRODUCT_ROWS`] is a separate product, so that units read vectors in both.
     fn weight_gradient(&self, d_logits: &CubeTensor<R>, x: &CubeTensor<R>) -> CubeTensor<R> {
         let ([rows, d], v) = (dims(x), self.vocabulary);
         let part = empty(x, [v, d], DType::F32);
@@ -185,12 +184,12 @@ impl<R: CubeRuntime> Call<R> {
         part
     }
 
-    /// Puts `part` where it belongs in a gradient, with the mean's divisor.
+    /// Writes or adds `part` to its rows of a gradient, divided by the mean's divisor.
     fn place(&self, part: CubeTensor<R>, out: &CubeTensor<R>, first: usize, is_added: bool) {
         let [rows, d] = dims(&part);
         let size = vector_size(&[&part, out]);
         let (blocks, address) = (Blocks::new(rows, d), address_type(&[&part, out]));
-        // SAFETY: units read rows below `rows` of `part`, and write as many of `out` from `first` on, which there are.
+        // SAFETY: units read rows below `rows` of `part`, and write the same number of existing rows of `out` from `first` on.
         unsafe {
             launch! {
                 place_kernel on part.client, (blocks.count(d / size), Blocks::dim(), address, size), [],
@@ -200,7 +199,7 @@ impl<R: CubeRuntime> Call<R> {
     }
 }
 
-/// Rows with rows of zeros behind them, `rows` in all.
+/// Pads rows with rows of zeros, to `rows` in total.
 fn padded<R: CubeRuntime>(x: CubeTensor<R>, rows: usize) -> CubeTensor<R> {
     let ([given, d], dtype) = (dims(&x), x.dtype);
     if given == rows || d == 0 {
@@ -219,14 +218,14 @@ fn padded<R: CubeRuntime>(x: CubeTensor<R>, rows: usize) -> CubeTensor<R> {
     out
 }
 
-/// A tensor of other dimensions in `x`'s memory, whose rows lie as `x`'s do, from an element on.
+/// Returns a tensor of another shape in `x`'s memory from element `first` on, with the row stride of `x`.
 fn view<R: CubeRuntime>(x: &CubeTensor<R>, first: usize, shape: [usize; 2]) -> CubeTensor<R> {
     let handle = x.handle.clone().offset_start((first * x.elem_size()) as u64);
     let meta = Metadata::new(Shape::from(shape), x.meta.strides().clone());
     CubeTensor::new(x.client.clone(), handle, meta, x.device.clone(), x.dtype)
 }
 
-/// Ranges of `each` of `n` rows.
+/// Returns ranges of `each` of `n` rows.
 fn chunks(n: usize, each: usize) -> impl Iterator<Item = std::ops::Range<usize>> {
     (0..n).step_by(each).map(move |first| first..n.min(first + each))
 }
@@ -248,7 +247,7 @@ fn loss<R: CubeRuntime>(
     mean(call.losses.clone(), call.counted)
 }
 
-/// The loss, and the gradients for `x` and, if it is wanted, for `weight`.
+/// Returns the loss, and the gradients for `x` and, with `of_weight`, for `weight`.
 fn loss_with_gradients<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
     ignored: Option<i64>,
@@ -279,7 +278,7 @@ fn loss_with_gradients<R: CubeRuntime>(
     [mean(call.losses.clone(), call.counted), dx].into_iter().chain(d_weight).collect()
 }
 
-/// [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
+/// Implements [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
 pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
     let outputs = [(Shape::from([1]), DType::F32)];
     let body = move |inputs, _| [loss(inputs, ignored, None)];
@@ -287,9 +286,9 @@ pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignor
     loss
 }
 
-/// [`linear_cross_entropy_with_gradients`](crate::FusedBackend::linear_cross_entropy_with_gradients).
+/// Implements [`linear_cross_entropy_with_gradients`](crate::FusedBackend::linear_cross_entropy_with_gradients).
 ///
-/// A target that is neither ignored nor a column makes the loss NaN: a device has no way to say which it was.
+/// A target that is neither ignored nor a column makes the loss NaN: a device cannot report which one it was.
 pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     x: T,
     weight: T,
@@ -300,7 +299,7 @@ pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     (loss, dx, d_weight)
 }
 
-/// [`linear_cross_entropy_with_x_gradient`](crate::FusedBackend::linear_cross_entropy_with_x_gradient).
+/// Implements [`linear_cross_entropy_with_x_gradient`](crate::FusedBackend::linear_cross_entropy_with_x_gradient).
 pub(crate) fn linear_cross_entropy_with_x_gradient<T: OnCube>(
     x: T,
     weight: T,
@@ -360,7 +359,7 @@ mod tests {
         Tensor::<Plain, D>::from_primitive(TensorPrimitive::Float(x)).into_data().to_vec().unwrap()
     }
 
-    /// 600 rows in chunks of one row, of some, of 256, and in one; of vocabularies below and above a product's rows.
+    /// Tests 600 rows in chunks of one row, of some, of 256, and in one; with vocabularies below and above a product's rows.
     #[test]
     fn chunks_change_nothing() {
         [11, 300].into_iter().for_each(chunks_of);

@@ -1,8 +1,8 @@
-//! The gradient of an embedding: each id's row is the sum of the rows of its places, in their order, added in fp32 and rounded once.
+//! The gradient of an embedding: each id's row is the sum of the rows at its positions, in order, added in fp32 and rounded once.
 //!
-//! A cube has a place. It lists the places of the same id, and if its own is the first of them, adds up their rows: a frequent id's
-//! places are shared out to [`HEIGHT`] rows of units, whose sums are added as a tree. Nothing is sorted in memory, and no two cubes
-//! write one row.
+//! Each cube has a position. It lists the positions of the same id and, if its own is the first of them, sums their rows. The positions of
+//! a frequent id are split over [`HEIGHT`] rows of units, whose sums are added as a tree. Nothing is sorted in memory, and no two cubes
+//! write the same row.
 
 #![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
 
@@ -14,15 +14,15 @@ use cubecl::prelude::*;
 use super::rows::{HEIGHT, STRIP, address_type, cubes, dims, over_height, stride, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, launch, packed, run};
 
-/// Units of a cube.
+/// Number of units of a cube.
 const UNITS: usize = STRIP * HEIGHT;
 
-/// Places of an id that are listed at a time.
+/// Number of positions of an id that are listed at a time.
 const LISTED: usize = 2048;
 
-/// Lists those places of `id` that are the `from`th of them up to the `from + LISTED`th, and gives how many there are in all.
+/// Lists the positions of `id` numbered `from..from + LISTED`, and returns the number of all.
 ///
-/// A unit looks through places that lie together, so that the list is in their order.
+/// Each unit scans adjacent positions, so that the list is in order.
 #[cube]
 fn list_places<I: Int>(
     ids: &Array<I>,
@@ -40,11 +40,11 @@ fn list_places<I: Int>(
     for place in first..end {
         own += u32::cast_from(ids[place] == id);
     }
-    // Nobody counts before all have read the counts before.
+    // Wait until all units have read the previous counts.
     sync_cube();
     counts[me] = own;
     sync_cube();
-    // Sums of the units up to each, in steps that double.
+    // Prefix sums over the units, with doubling steps.
     let mut step = 1usize;
     while step < UNITS.comptime() {
         let mut before = 0u32;
@@ -70,7 +70,7 @@ fn list_places<I: Int>(
     all
 }
 
-/// `ids`: `[n]`, `grad`: `[n, d]`; `out`: `[v, d]`, of which the rows of ids that there are are written.
+/// `ids`: `[n]`, `grad`: `[n, d]`; `out`: `[v, d]`, of which the rows of existing ids are written.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
     ids: &Array<I>,
@@ -89,7 +89,7 @@ fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
     while place < places {
         let id = ids[place];
         let all = list_places(ids, id, places, 0u32, &mut listed, &mut counts);
-        // What is no row's has no gradient.
+        // An id that is not a row has no gradient.
         if listed[0] as usize == place && id >= I::new(0) && usize::cast_from(id) < rows {
             let mut first = 0usize;
             while first < vectors {
@@ -114,7 +114,7 @@ fn embedding_gradient_kernel<E: Float, I: Int, N: Size>(
                 if UNIT_POS_Y == 0 && column < vectors {
                     out[usize::cast_from(id) * vectors + column] = Vector::cast_from(sum);
                 }
-                // Nobody adds up the next columns before all have read these sums.
+                // Wait until all units have read these sums.
                 sync_cube();
                 first += STRIP.comptime();
             }
@@ -146,7 +146,7 @@ fn gradient<R: CubeRuntime>(ids: CubeTensor<R>, grad: CubeTensor<R>, rows: usize
     out
 }
 
-/// [`fused_embedding_backward`](crate::FusedBackend::fused_embedding_backward).
+/// Implements [`fused_embedding_backward`](crate::FusedBackend::fused_embedding_backward).
 pub(crate) fn embedding_backward<T: OnCube>(ids: T, grad: T, rows: usize) -> T {
     let outputs = [(Shape::from([rows, grad.shape()[1]]), grad.dtype())];
     let body = move |[ids, grad]: [_; 2], _| [gradient(ids, grad, rows)];
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
     use crate::cube::tested::{Plain, TestRuntime};
 
-    /// An id of nearly all places, more than are listed at a time; ids of a few, of none, and what is no row.
+    /// Tests an id at nearly all positions, more than are listed at a time; ids at a few, at none, and an id that is not a row.
     #[test]
     fn rows_are_summed_in_order() {
         for [n, v, d] in [[1, 1, 1], [300, 7, 130], [2 * LISTED + 100, 50, 6]] {

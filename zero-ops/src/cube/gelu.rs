@@ -20,24 +20,24 @@ use crate::options::Gelu;
 
 /// `2 sqrt(2 / pi)`
 const SLOPE: f32 = (2.0 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
-/// What `x^3` is multiplied by, relative to `x`.
+/// Coefficient of `x^3` relative to that of `x`.
 const CUBIC: f32 = 0.044715;
 /// `1 / sqrt(2)`
 const ROOT: f32 = FRAC_1_SQRT_2 as f32;
 /// The normal density at 0, `1 / sqrt(2 pi)`.
 const DENSITY: f32 = (0.5 * FRAC_2_SQRT_PI * FRAC_1_SQRT_2) as f32;
 
-/// `0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))` of the tanh formula.
+/// Returns `0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y))` of the tanh formula.
 #[cube]
 fn tanh_gate<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0f32);
     let slope = Vector::new(SLOPE.comptime()) + x * x * Vector::new((SLOPE * CUBIC).comptime());
-    // No infinity, of which a fast division may make something else than 0.
+    // Avoids infinity, whose reciprocal a fast division may not make 0.
     let exponent = min(Vector::new(0.0f32) - x * slope, Vector::new(80.0f32));
     one / (one + exponent.exp())
 }
 
-/// The normal distribution's share below `x`.
+/// Returns the cumulative normal distribution at `x`.
 #[cube]
 fn erf_gate<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let half = Vector::<f32, N>::new(0.5f32);
@@ -84,7 +84,7 @@ fn gelu_kernel<E: Float, N: Size>(
     }
 }
 
-/// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias' gradient by blocks of rows, `[blocks, f]`.
+/// `x`, `grad`: `[n, f]`, `bias`: `[f]`, `dx`: `[n, f]`, `partial`: the bias's gradient per block of rows, `[blocks, f]`.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gelu_gradients_kernel<E: Float, N: Size>(
     x: &Strided<E, N>,
@@ -128,12 +128,12 @@ fn forward<R: CubeRuntime>(kind: Gelu, x: CubeTensor<R>, bias: Option<CubeTensor
     }
     let x = with_whole_rows(x);
     let has_bias = bias.is_some();
-    // Where there is none, the kernel is given something to not read.
+    // Without a bias, the kernel gets a placeholder that it does not read.
     let bias = bias.map_or_else(|| x.clone(), packed);
     let size = vector_size(&[&x, &bias, &out]);
     let (blocks, dtype) = (Blocks::new(n, f), x.dtype.into());
     let address = address_type(&[&x, &bias, &out]);
-    // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`, which all operands have.
     unsafe {
         launch! {
             gelu_kernel on x.client, (blocks.count(f / size), Blocks::dim(), address, size), [],
@@ -173,14 +173,14 @@ fn backward<R: CubeRuntime>(
     (dx, has_bias.then(|| total(partial, dtype)))
 }
 
-/// [`fused_gelu`](crate::FusedBackend::fused_gelu).
+/// Implements [`fused_gelu`](crate::FusedBackend::fused_gelu).
 pub(crate) fn gelu<T: OnCube>(kind: Gelu, x: T, bias: Option<T>) -> T {
     let outputs = [(x.shape(), x.dtype())];
     let [out] = run("gelu", [x], bias, outputs, move |[x], bias| [forward(kind, x, bias)]);
     out
 }
 
-/// [`gelu_backward_fused`](crate::FusedBackend::gelu_backward_fused).
+/// Implements [`gelu_backward_fused`](crate::FusedBackend::gelu_backward_fused).
 pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: T) -> (T, Option<T>) {
     let mut outputs = vec![(x.shape(), x.dtype())];
     outputs.extend(bias.as_ref().map(|_| (Shape::from([x.shape()[1]]), x.dtype())));

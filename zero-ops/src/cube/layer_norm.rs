@@ -1,8 +1,7 @@
-//! Layer norm of rows, <https://arxiv.org/abs/1607.06450>, and the norm of their root mean square, <https://arxiv.org/abs/1910.07467>,
-//! which takes no mean away; and their gradients, in one pass over memory each.
+//! Layer norm of rows, <https://arxiv.org/abs/1607.06450>, and RMS norm, <https://arxiv.org/abs/1910.07467>, which does not subtract the
+//! mean; and their gradients, in one pass over memory each.
 //!
-//! A cube has a row at a time, in the registers of its units unless the row is very wide: then it is read again, from the
-//! cache.
+//! A cube processes one row at a time, in the registers of its units; it reads a very wide row again, from the cache.
 
 #![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
 
@@ -19,22 +18,22 @@ use super::rows::{
 };
 use super::tensor::{OnCube, empty, launch, packed, run};
 
-/// Elements that a unit keeps in registers at most.
+/// Maximum number of elements that a unit keeps in registers.
 const KEPT: usize = 16;
 
-/// Units of a cube at most.
+/// Maximum number of units of a cube.
 const UNITS: usize = 512;
 
-/// Blocks of rows whose share of the gradients for gamma and beta is summed by one cube, at most.
+/// Maximum number of row blocks, each summed by one cube, for the gradients of gamma and beta.
 const BLOCKS: usize = 1024;
 
-/// How a cube has a row.
+/// Distribution of a row over a cube.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Plan {
     units: usize,
-    /// Vectors of a unit at most.
+    /// Maximum number of vectors per unit.
     each: usize,
-    /// Whether they stay in registers.
+    /// The vectors stay in registers.
     kept: bool,
 }
 
@@ -122,10 +121,9 @@ fn layer_norm_kernel<E: Float, N: Size>(
     }
 }
 
-/// `x`, `grad`: `[n, d]`, `gamma`: `[d]`, `mean`, `rstd`: `[n]`; `dx`: `[n, d]`, `d_gamma`, `d_beta`: by blocks of rows,
-/// `[blocks, d]`.
+/// `x`, `grad`: `[n, d]`, `gamma`: `[d]`, `mean`, `rstd`: `[n]`; `dx`: `[n, d]`, `d_gamma`, `d_beta`: per block of rows, `[blocks, d]`.
 ///
-/// A cube has the rows of a block one after another, and a unit the same columns of each: what it adds up is its own.
+/// A cube processes the rows of a block in order, and a unit the same columns of each, so its sums are its own.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn layer_norm_gradients_kernel<E: Float, N: Size>(
     x: &Strided<E, N>,
@@ -249,7 +247,7 @@ fn cube_count(cubes: usize) -> CubeCount {
     CubeCount::new_1d(cubes.try_into().expect("cubes are counted in 32 bit"))
 }
 
-/// The norm, and what is saved of each row: with `centred` the mean, and the scale.
+/// Returns the norm and the saved values of each row: the mean, if `centred`, and the scale.
 fn forward<R: CubeRuntime>(
     x: CubeTensor<R>,
     gamma: CubeTensor<R>,
@@ -265,12 +263,12 @@ fn forward<R: CubeRuntime>(
     }
     let (x, gamma) = (with_whole_rows(x), packed(gamma));
     let has_beta = beta.is_some();
-    // Where there is none, the kernel is given something to not read.
+    // Without a beta, the kernel gets a placeholder that it does not read.
     let beta = beta.map_or_else(|| gamma.clone(), packed);
     let size = vector_size(&[&x, &gamma, &beta, &out]);
     let plan = plan(&x.client, d, size);
     let address = address_type(&[&x, &gamma, &beta, &out]);
-    // SAFETY: units read and write rows below `n` and vectors below `d / size`; all operands have so many.
+    // SAFETY: units read and write rows below `n` and vectors below `d / size`, which all operands have.
     unsafe {
         launch! {
             layer_norm_kernel on x.client, (cube_count(cubes(n)), CubeDim::new_1d(plan.units as u32), address, size), [],
@@ -281,7 +279,7 @@ fn forward<R: CubeRuntime>(
     [out, mean, rstd]
 }
 
-/// The gradients for `x`, `gamma` and, with `centred`, `beta`.
+/// Returns the gradients for `x`, `gamma` and, if `centred`, `beta`.
 fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5], centred: bool) -> [CubeTensor<R>; 3] {
     let ([n, d], dtype) = (dims(&x), x.dtype);
     let dx = empty(&x, [n, d], dtype);
@@ -309,15 +307,15 @@ fn backward<R: CubeRuntime>([x, gamma, mean, rstd, grad]: [CubeTensor<R>; 5], ce
     [dx, total(d_gamma, dtype), d_beta]
 }
 
-/// [`layer_norm_forward`](crate::FusedBackend::layer_norm_forward). What is saved is in fp32 whatever the type of `x`: it is
-/// small, and all gradients depend on it.
+/// Implements [`layer_norm_forward`](crate::FusedBackend::layer_norm_forward). Saved values are in fp32 whatever the type of `x`: they are
+/// small, and all gradients depend on them.
 pub(crate) fn layer_norm<T: OnCube>(x: T, gamma: T, beta: Option<T>, epsilon: f64) -> (T, T, T) {
     let rows = Shape::from([x.shape()[0]]);
     let outputs = [(x.shape(), x.dtype()), (rows.clone(), DType::F32), (rows, DType::F32)];
     run("layer norm", [x, gamma], beta, outputs, move |[x, gamma], beta| forward(x, gamma, beta, epsilon, true)).into()
 }
 
-/// [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
+/// Implements [`layer_norm_backward`](crate::FusedBackend::layer_norm_backward).
 pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, grad: T) -> (T, T, T) {
     let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
     let outputs = [(x.shape(), dtype), (columns.clone(), dtype), (columns, dtype)];
@@ -325,7 +323,7 @@ pub(crate) fn layer_norm_backward<T: OnCube>(x: T, gamma: T, mean: T, rstd: T, g
     run("layer norm: gradient", inputs, None, outputs, |inputs, _| backward(inputs, true)).into()
 }
 
-/// [`rms_norm_forward`](crate::FusedBackend::rms_norm_forward), saving in fp32 as above.
+/// Implements [`rms_norm_forward`](crate::FusedBackend::rms_norm_forward), which also saves in fp32.
 pub(crate) fn rms_norm<T: OnCube>(x: T, gamma: T, epsilon: f64) -> (T, T) {
     let outputs = [(x.shape(), x.dtype()), (Shape::from([x.shape()[0]]), DType::F32)];
     run("rms norm", [x, gamma], None, outputs, move |[x, gamma], _| {
@@ -335,7 +333,7 @@ pub(crate) fn rms_norm<T: OnCube>(x: T, gamma: T, epsilon: f64) -> (T, T) {
     .into()
 }
 
-/// [`rms_norm_backward`](crate::FusedBackend::rms_norm_backward).
+/// Implements [`rms_norm_backward`](crate::FusedBackend::rms_norm_backward).
 pub(crate) fn rms_norm_backward<T: OnCube>(x: T, gamma: T, rrms: T, grad: T) -> (T, T) {
     let (dtype, columns) = (x.dtype(), Shape::from([x.shape()[1]]));
     let outputs = [(x.shape(), dtype), (columns, dtype)];
@@ -348,7 +346,7 @@ pub(crate) fn rms_norm_backward<T: OnCube>(x: T, gamma: T, rrms: T, grad: T) -> 
 
 compiled! {
     for dtype in TYPES {
-        // Also a row that registers do not hold.
+        // Includes a row that does not fit into registers.
         for d in WIDTHS.into_iter().chain([768, 9000]) {
             let [x, grad] = [(); 2].map(|()| tensor([4096, d], dtype));
             let [gamma, beta] = [(); 2].map(|()| tensor([d], dtype));

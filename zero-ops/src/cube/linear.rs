@@ -1,8 +1,8 @@
-//! Products of linear layers, in memory without gaps, with bias and residual: in the product's kernel where it takes them, else by one of
-//! their own.
+//! Products of linear layers, in memory without gaps, with bias and residual: added in the product's kernel if it supports them, otherwise
+//! by a separate one.
 //!
-//! Burn's fusion would join bias and residual to the product by a tuner of its own, which knows fewer kernels (ADR 20);
-//! and what it gives out has gaps behind its rows, which an update and a norm of whole tensors copy away.
+//! Burn's fusion would join bias and residual to the product with its own tuner, which knows fewer kernels (ADR 20). Its output has gaps
+//! after its rows, which updates and norms of full tensors would have to copy away.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::ops::permute;
@@ -17,7 +17,7 @@ use super::rows::{
 };
 use super::tensor::{OnCube, empty, first, launch, packed, run};
 
-/// `out`: `[n, f]`, the product, to which `bias` `[f]` and `residual` `[n, f]` are added.
+/// Adds `bias` `[f]` and `residual` `[n, f]` to `out` `[n, f]`, the product.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn add_to_product_kernel<E: Float, N: Size>(
     out: &mut Array<Vector<E, N>>,
@@ -44,7 +44,7 @@ fn add_to_product_kernel<E: Float, N: Size>(
     }
 }
 
-/// Of matrices of one type, in memory without gaps.
+/// Multiplies matrices of one type, in memory without gaps.
 fn matrices<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
     let ([n, inner], [_, f], dtype) = (dims(&lhs), dims(&rhs), lhs.dtype);
     if n * f * inner == 0 {
@@ -58,18 +58,18 @@ fn transposed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     permute(x, &[1, 0])
 }
 
-/// A product with bias and residual, in its place.
+/// Adds bias and residual to a product in place.
 fn add<R: CubeRuntime>(out: CubeTensor<R>, Added { bias, residual }: Added<R>) -> CubeTensor<R> {
     let ([n, f], has_bias, has_residual) = (dims(&out), bias.is_some(), residual.is_some());
     if n * f == 0 || !(has_bias || has_residual) {
         return out;
     }
-    // Where there is none, the kernel is given something to not read.
+    // Without one of them, the kernel gets a placeholder that it does not read.
     let [bias, residual] = [bias, residual].map(|x| x.unwrap_or_else(|| out.clone()));
     let size = vector_size(&[&out, &bias, &residual]);
     let (blocks, dtype) = (Blocks::new(n, f), out.dtype.into());
     let address = address_type(&[&out, &residual]);
-    // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`, which all operands have.
     unsafe {
         launch! {
             add_to_product_kernel on out.client, (blocks.count(f / size), Blocks::dim(), address, size),
@@ -80,7 +80,7 @@ fn add<R: CubeRuntime>(out: CubeTensor<R>, Added { bias, residual }: Added<R>) -
     out
 }
 
-/// [`fused_linear`](crate::FusedBackend::fused_linear).
+/// Implements [`fused_linear`](crate::FusedBackend::fused_linear).
 pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Option<T>) -> T {
     let promised = vec![(Shape::from([x.shape()[0], weight.shape()[1]]), x.dtype())];
     let (has_bias, has_residual) = (bias.is_some(), residual.is_some());
@@ -100,7 +100,7 @@ pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Opti
     made.into_iter().next().expect("an output was promised")
 }
 
-/// [`fused_linear_x_backward`](crate::FusedBackend::fused_linear_x_backward).
+/// Implements [`fused_linear_x_backward`](crate::FusedBackend::fused_linear_x_backward).
 pub(crate) fn x_backward<T: OnCube>(weight: T, grad: T) -> T {
     let outputs = [(Shape::from([grad.shape()[0], weight.shape()[0]]), grad.dtype())];
     let [dx] = run("linear: gradient of rows", [weight, grad], None, outputs, |[weight, grad], _| {
@@ -109,7 +109,7 @@ pub(crate) fn x_backward<T: OnCube>(weight: T, grad: T) -> T {
     dx
 }
 
-/// [`fused_linear_weight_backward`](crate::FusedBackend::fused_linear_weight_backward).
+/// Implements [`fused_linear_weight_backward`](crate::FusedBackend::fused_linear_weight_backward).
 pub(crate) fn weight_backward<T: OnCube>(x: T, grad: T) -> T {
     let outputs = [(Shape::from([x.shape()[1], grad.shape()[1]]), grad.dtype())];
     let [d_weight] =

@@ -1,9 +1,9 @@
-//! Many flat tensors in one launch.
+//! One launch over many flat tensors.
 //!
-//! A launch takes up to [`GROUP`] items. What each has to do is cut into chunks of [`CHUNK`] vectors, a chunk for a cube; the
-//! cubes of a launch are those of its items one after another, so that a launch is balanced whatever the items' sizes.
+//! A launch takes up to [`GROUP`] items. Each item is split into chunks of [`CHUNK`] vectors, one cube per chunk. The cubes of a launch are
+//! those of its items in order, so a launch is balanced for items of any sizes.
 //!
-//! Kernels are compiled for a number of items. To compile few, [`launch_groups`] only makes groups whose size is a power of two.
+//! A kernel is compiled per number of items. To compile few, [`launch_groups`] only makes groups whose size is a power of two.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -12,40 +12,39 @@ use cubecl::prelude::*;
 
 use super::tensor::{empty, packed};
 
-/// The largest number of items in a launch.
+/// Maximum number of items in a launch.
 pub(super) const GROUP: usize = 16;
 
-/// The largest number of arrays in a launch: CUDA's kernels may have only 4 KiB of arguments.
+/// Maximum number of arrays in a launch: CUDA's kernels can have only 4 KiB of arguments.
 const BINDINGS: usize = 128;
 
-/// Units of a cube: what every device that runs compute shaders of use has.
+/// Number of units of a cube: supported by every device that is useful for compute shaders.
 pub(super) const UNITS: u32 = 256;
 
-/// Vectors that a unit takes.
+/// Number of vectors per unit.
 pub(super) const TAKES: u32 = 4;
 
-/// Vectors that a cube takes.
+/// Number of vectors per cube.
 pub(super) const CHUNK: u32 = UNITS * TAKES;
 
-/// Elements of a wide vector: 16 bytes of fp32, the widest load of a GPU's unit.
+/// Number of elements of a wide vector: 16 bytes of fp32, the widest load of a GPU's unit.
 pub(super) const WIDE: usize = 4;
 
-/// Chunks of `vectors` vectors.
+/// Returns the number of chunks of `vectors` vectors.
 pub(super) fn chunks(vectors: usize) -> usize {
     vectors.div_ceil(CHUNK as usize)
 }
 
-/// How a launch over a group of items is laid out.
+/// Layout of a launch over a group of items.
 pub(super) struct Layout<R: CubeRuntime> {
     pub count: CubeCount,
     pub dim: CubeDim,
-    /// Where the cubes of each item end.
+    /// The end of each item's cubes.
     pub ends: SequenceArg<R, usize>,
 }
 
-/// Launches kernels over `items`: those of one `family` together, in the order in which families first come, in groups of as
-/// many as a launch of so many `bindings` an item may have, and of a power of two each. A launch may have more cubes than the
-/// items' `cubes`.
+/// Launches kernels over `items`. Items of one `family` are launched together, in order of the families' first occurrence, in groups whose
+/// size is a power of two and that fit the device at `bindings` per item. A launch may have more cubes than the items' `cubes`.
 pub(super) fn launch_groups<R: CubeRuntime, T, F: PartialEq>(
     client: &ComputeClient<R>,
     mut items: Vec<T>,
@@ -54,7 +53,7 @@ pub(super) fn launch_groups<R: CubeRuntime, T, F: PartialEq>(
     cubes: impl Fn(&F, &T) -> usize,
     launch: impl Fn(&F, &[T], Layout<R>),
 ) {
-    // Two are left for what all items share, one for the sizes of arrays.
+    // Two bindings are reserved for arguments that all items share, one for the sizes of arrays.
     let most = (client.properties().hardware.max_bindings as usize).saturating_sub(3).min(BINDINGS);
     while let Some(first) = items.first() {
         let which = family(first);
@@ -75,26 +74,26 @@ pub(super) fn launch_groups<R: CubeRuntime, T, F: PartialEq>(
     }
 }
 
-/// The units and cubes of a launch of `cubes` cubes; there may be more cubes than that.
+/// Returns the units and cubes of a launch of at least `cubes` cubes.
 pub(super) fn grid<R: CubeRuntime>(client: &ComputeClient<R>, cubes: usize) -> (CubeCount, CubeDim) {
     let dim = CubeDim::new_1d(UNITS);
     (cubecl::calculate_cube_count_elemwise(client, cubes * UNITS as usize, dim), dim)
 }
 
-/// Whether the cube is one of item `i`'s, where the cubes of each end at `ends`, and which of these.
+/// Returns whether the cube belongs to item `i`, given the `ends` of all items' cubes, and its index within the item.
 #[cube]
 pub(super) fn cube_of(ends: &Sequence<usize>, #[comptime] i: usize) -> (bool, usize) {
     let begin = if comptime!(i > 0) { *ends.index(comptime!(i - 1)) } else { 0usize.runtime() };
     (CUBE_POS >= begin && CUBE_POS < *ends.index(i), CUBE_POS - begin)
 }
 
-/// A tensor of one axis with the elements of `x` in row-major order; a copy only if they do not lie so.
+/// Flattens `x` to one axis in row-major order; copies only if its elements are in another order.
 pub(super) fn flat<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let elements = x.meta.num_elements();
     shaped(packed(x), Shape::new([elements]))
 }
 
-/// A tensor without gaps, seen in another shape.
+/// Returns a view of a tensor without gaps in another shape.
 pub(crate) fn shaped<R: CubeRuntime>(mut x: CubeTensor<R>, shape: Shape) -> CubeTensor<R> {
     let mut steps = strides![0; shape.num_dims()];
     let mut step = 1;
@@ -106,12 +105,12 @@ pub(crate) fn shaped<R: CubeRuntime>(mut x: CubeTensor<R>, shape: Shape) -> Cube
     x
 }
 
-/// A flat tensor with the same elements that nobody else holds: it may be written to.
+/// Returns `x`, or a copy if others hold it, so that it may be written to.
 pub(super) fn owned<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.handle.can_mut() { x } else { x.copy() }
 }
 
-/// A flat tensor like `x` to be written to, its elements whatever they were: `x` itself, if nobody else holds it.
+/// Returns a flat tensor like `x` to be overwritten: `x` itself if nobody else holds it, otherwise uninitialized memory.
 pub(super) fn overwritten<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.handle.can_mut() {
         return x;
@@ -120,7 +119,7 @@ pub(super) fn overwritten<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     empty(&x, shape, dtype)
 }
 
-/// Elements of the vectors in which all of `x` can be read: their number and where they begin in memory must allow it.
+/// Returns the vector width at which all of `x` can be read, given their numbers of elements and their alignments.
 pub(super) fn width<'a, R: CubeRuntime>(x: impl IntoIterator<Item = &'a CubeTensor<R>>) -> usize {
     let wide = |x: &CubeTensor<R>| {
         let bytes = (WIDE * x.dtype.size()) as u64;
@@ -129,7 +128,7 @@ pub(super) fn width<'a, R: CubeRuntime>(x: impl IntoIterator<Item = &'a CubeTens
     if x.into_iter().all(wide) { WIDE } else { 1 }
 }
 
-/// An array argument over all of a flat tensor.
+/// Returns an array argument over a full flat tensor.
 pub(super) fn array<R: CubeRuntime>(x: &CubeTensor<R>) -> ArrayArg<R> {
     x.clone().into_array_arg()
 }

@@ -1,12 +1,13 @@
 //! CubeCL: kernels for the backends on devices (burn-cuda, burn-wgpu), with and without Burn's fusion.
 //!
-//! What has no kernel here takes the default bodies, made of Burn's operations; with fusion, chains of elementwise ones are
-//! compiled into one kernel by Burn, and products go to its autotuned ones on tensor cores.
+//! Operations without a kernel here use the default bodies of Burn's operations. With fusion, Burn compiles chains of elementwise ones into
+//! one kernel, and products run its autotuned kernels on tensor cores. (CubeCL's cubes, planes and units are CUDA's blocks, warps and
+//! threads.)
 //!
-//! Kernels compute in fp32 whatever their operands are stored in (fp32, fp16, bfloat16), and round once. They use no
-//! atomics: every sum has one order of additions, so a step gives the same bits each time on one device.
+//! Kernels compute in fp32 whatever their operands are stored in (fp32, fp16, bfloat16), and round once. They use no atomics: every sum has
+//! a fixed order of additions, so a step gives the same bits each time on one device.
 
-/// The test that compiles a file's kernels, see `compiled.rs`.
+/// Defines the test that compiles a file's kernels, see `compiled.rs`.
 macro_rules! compiled {
     ($($launches:tt)*) => {
         #[test]
@@ -60,13 +61,12 @@ use crate::quantized::Quantized;
 use rows::takes;
 use tensor::is_float;
 
-/// Whether tensors of `B` are CubeCL's, and kernels compute in `dtype`.
+/// Returns whether tensors of `B` are CubeCL's and kernels compute in `dtype`.
 pub(crate) fn computes<B: burn_backend::Backend>(dtype: DType) -> bool {
     any::has_cube_tensors::<B>() && is_float(dtype)
 }
 
-/// The same bodies for the bare backend and for the one under fusion, whose tensors both are
-/// [`OnCube`](tensor::OnCube).
+/// Implements the same bodies for the bare backend and for the one with fusion, as the tensors of both are [`OnCube`](tensor::OnCube).
 macro_rules! fused_backends {
     ($($operations:tt)*) => {
         implement! {

@@ -1,8 +1,8 @@
-//! Sums of squares of many tensors, and how many of their elements are not finite, without a wait for the device.
+//! Sums of squares of many tensors, and the number of non-finite elements, without waiting for the device.
 //!
-//! Additions are in one fixed order: a unit adds what it reads, a cube the sums of its units in a tree, and a second launch
-//! the cubes' in the same way, in blocks. So the same elements give the same bits, and a chain of additions is about 70 long for
-//! 10^9 elements: an error below 5e-6 relative to the sum at worst.
+//! Additions have a fixed order: a unit adds the elements that it reads, a cube its units' sums in a tree, and a second launch the cubes'
+//! sums in the same way, in blocks. So the same elements give the same bits. A chain of additions is about 70 long for 10^9 elements, which
+//! bounds the relative error of the sum by 5e-6.
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
@@ -15,18 +15,18 @@ use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{Layout, UNITS, array, cube_of, flat, grid, launch_groups, width};
 use super::tensor::{empty, is_float, launch};
 
-/// Vectors that a unit adds.
+/// Number of vectors that a unit adds.
 const ADDS: u32 = 16;
 
-/// Vectors that a cube adds.
+/// Number of vectors that a cube adds.
 const CHUNK: u32 = UNITS * ADDS;
 
-/// Sums that a unit adds before it adds their sum to the others.
+/// Number of sums that a unit adds before it adds their sum to the others.
 const BLOCK: u32 = 16;
 
-/// The sum of squares of each tensor, in fp32, and the number of all elements that are infinite or NaN (rounded to fp32 from
-/// 2^24): `[tensors + 1]`. Where some are, sums may be anything. `None` when the backend's tensors are not CubeCL's, one is not
-/// of fp32 or 16 bit, or there are none.
+/// Returns the sum of squares of each tensor in fp32, and the number of all elements that are infinite or NaN (rounded to fp32 from 2^24
+/// on): `[tensors + 1]`. If there are any, the sums are unspecified. Returns `None` if the backend's tensors are not CubeCL's, one is
+/// neither fp32 nor 16 bit, or there are none.
 pub fn sums_of_squares<B: Backend>(tensors: &[FloatTensor<B>]) -> Option<FloatTensor<B>> {
     let taken = |x: &FloatTensor<B>| is_float(x.dtype()) && is_countable(elements(x));
     if tensors.is_empty() || !has_cube_tensors::<B>() || !tensors.iter().all(taken) {
@@ -38,7 +38,7 @@ pub fn sums_of_squares<B: Backend>(tensors: &[FloatTensor<B>]) -> Option<FloatTe
 
 struct SumsOfSquares;
 
-/// A tensor, and where the sums of its cubes are.
+/// A tensor, and the position of its cubes' sums.
 struct Place<'a, R: CubeRuntime> {
     x: &'a CubeTensor<R>,
     width: usize,
@@ -59,7 +59,7 @@ impl Body for SumsOfSquares {
             total += cubes;
             offsets.push(total as u32);
         }
-        // The counts come after the sums, and are added like those of one more tensor.
+        // The counts follow the sums, and are added like those of one more tensor.
         offsets.push(2 * total as u32);
 
         let client = inputs[0].client.clone();
@@ -71,8 +71,7 @@ impl Body for SumsOfSquares {
             |_| 1,
             |_, place| place.cubes,
             |&(dtype, width), group, Layout { count, dim, ends }| {
-                // SAFETY: a unit reads below an array's length; the places of the cubes are below `total` and no two are the
-                // same.
+                // SAFETY: a unit reads below an array's length; the cubes' positions are below `total` and distinct.
                 unsafe {
                     launch! {
                         squares_kernel on client, (count, dim, width), [],
@@ -86,7 +85,7 @@ impl Body for SumsOfSquares {
         let out = empty(&inputs[0], [inputs.len() + 1], DType::F32);
         let bytes: Vec<u8> = offsets.iter().flat_map(|offset| offset.to_le_bytes()).collect();
         let (count, dim) = grid(&client, inputs.len() + 1);
-        // SAFETY: the handle holds as many offsets; a cube beyond the results writes nothing, and reads none.
+        // SAFETY: the handle holds all offsets; a cube beyond the results writes nothing, and reads none.
         unsafe {
             let offsets = ArrayArg::from_raw_parts(client.create_from_slice(&bytes), offsets.len());
             total_kernel::launch_unchecked(&client, count, dim, array(&partial), offsets, array(&out));
@@ -95,7 +94,7 @@ impl Body for SumsOfSquares {
     }
 }
 
-/// Adds `values` of a cube's units; the sum comes to all of them.
+/// Adds the `value`s of a cube's units; all of them get the sum.
 #[cube]
 pub(super) fn cube_sum(value: f32) -> f32 {
     let mut tree = SharedMemory::<f32>::new(comptime![UNITS as usize]);
@@ -136,7 +135,7 @@ fn squares_kernel<G: Float, N: Size>(
                 if at < x_all.len() {
                     let x = Vector::<f32, N>::cast_from(x_all[at]);
                     squares += x * x;
-                    // By its bits: what a comparison with infinity comes to is up to a compiler's idea of fast.
+                    // Compares bits: a compiler's fast math may change a comparison with infinity.
                     let exponent = Vector::<u32, N>::reinterpret(x) & Vector::new(0x7f80_0000u32);
                     let finite = exponent.less_than(Vector::new(0x7f80_0000u32));
                     others += select_many(finite, Vector::new(0.0f32), Vector::new(1.0f32));

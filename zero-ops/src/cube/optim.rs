@@ -1,9 +1,9 @@
 //! The optimizer's update of many parameters: one pass over parameter, gradient and state.
 //!
-//! Every operation is rounded to fp32 by itself, as on the CPU, so that a run gives nearly the same numbers on both. Compilers
-//! for devices would contract `a b + c` to one rounding: CUDA's does by default and CubeCL has no switch for it. So a product
-//! that is added to something is a fused multiply-add with a negative zero that the compiler does not know (an argument of the
-//! kernel): it rounds to what the product alone rounds to, sign of zero included, and cannot be contracted again.
+//! Every operation is rounded to fp32 separately, as on the CPU, so that a run gives nearly the same numbers on both. Device compilers
+//! would contract `a b + c` to one rounding: CUDA's does by default, and CubeCL has no switch for it. So a product that is added to
+//! something is a fused multiply-add with a negative zero that the compiler does not know (an argument of the kernel). It rounds to the
+//! same value as the product alone, sign of zero included, and cannot be contracted again.
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
@@ -20,7 +20,7 @@ use super::tensor::{empty, is_float, launch};
 use zero_kernels::Rule;
 use zero_kernels::update::{Kernel, Sweep, step_key};
 
-/// Which of the kernels a rule is.
+/// Returns the kernel variant of a rule.
 fn kind(rule: &Rule) -> Kind {
     match rule {
         Rule::AdamW { .. } => Kind::AdamW,
@@ -43,37 +43,37 @@ pub struct Update {
     pub lr: f64,
     /// Number of the step, from 1.
     pub time: usize,
-    /// Whether states begin with this step: they are not read.
+    /// States begin with this step: they are not read.
     pub fresh: bool,
 }
 
 impl From<Kernel> for Update {
     fn from(Kernel { rule, lr, time, fresh, pass }: Kernel) -> Self {
         match pass {
-            // Plain descent along what the first pass gave.
+            // Plain descent along the direction of the first pass.
             Sweep::Second { trust } => Self { rule: Rule::sgd(), lr: lr * f64::from(trust), time, fresh: false },
             Sweep::Only | Sweep::First => Self { rule, lr, time, fresh },
         }
     }
 }
 
-/// A parameter to be updated, all of equally many elements.
+/// A parameter to be updated. All its tensors have the same number of elements.
 #[derive(Debug, Clone)]
 pub struct UpdateItem<T> {
-    /// Rule and numbers.
+    /// The rule and the numbers of the step.
     pub update: Update,
     /// The parameter, or its master, in fp32.
     pub parameter: T,
     /// The gradient, in fp32 or 16 bit.
     pub gradient: T,
-    /// The rule's states; none if they begin with this step.
+    /// The rule's states. May be empty if they begin with this step.
     pub states: Vec<T>,
-    /// The type that states are stored in: fp32, or bfloat16, rounded up or down by chance as on the CPU
+    /// Type in which states are stored: fp32, or bfloat16 with stochastic rounding as on the CPU
     /// ([`State::Bf16`](zero_kernels::update::State)).
     pub state_dtype: DType,
-    /// The place of the first element in its parameter, from which the chance follows.
+    /// Index of the first element in its parameter, from which the random bits of the rounding follow.
     pub first: usize,
-    /// A tensor of 16 bit that the updated parameter is also written to, its elements not read. None of LAMB.
+    /// A 16-bit tensor to which the updated parameter is also written; its elements are not read. `None` for LAMB.
     pub copy: Option<T>,
 }
 
@@ -84,33 +84,33 @@ pub struct Updated<T> {
     pub parameter: T,
     /// The rule's states.
     pub states: Vec<T>,
-    /// The parameter in 16 bit, if there was such a copy.
+    /// The parameter in 16 bit, if the item had a copy.
     pub copy: Option<T>,
-    /// Of LAMB, which leaves the parameter as it was: its update `u` in fp32. With the norms of both, plain descent along it
-    /// ([`Rule::sgd`]) of the learning rate times the trust ratio is the rest.
+    /// Only for LAMB, which leaves the parameter unchanged: its update `u` in fp32. The caller takes the norms of both, and then descends
+    /// ([`Rule::sgd`]) along `u` with the learning rate times the trust ratio.
     pub direction: Option<T>,
 }
 
-/// What gradients are multiplied by before all else.
+/// Factor of the gradients, applied before anything else.
 #[derive(Debug, Clone)]
 pub enum GradScale<T> {
-    /// A number that the host knows.
+    /// A number known to the host.
     Number(f32),
-    /// The one fp32 number of a tensor, which the host need not know. If that is NaN, nothing is updated: parameters and states stay
-    /// as they are, and states that would begin with this step mean nothing.
+    /// One fp32 number in a tensor, which the host need not know. If it is NaN, nothing is updated: parameters and states keep their
+    /// values, and states that would begin with this step are undefined.
     Tensor(T),
 }
 
-/// Updates all parameters in few launches, in place where nobody else holds a tensor, and without waiting for the device.
-/// Results are in the order of the items.
+/// Updates all parameters in few launches, in place if nobody else holds a tensor, without waiting for the device. Results are in the order
+/// of the items.
 ///
 /// # Errors
 ///
-/// The arguments, untouched, when the backend's tensors are not CubeCL's or are of other types than said at [`UpdateItem`].
+/// Returns the arguments unchanged if the backend's tensors are not CubeCL's or have types other than those of [`UpdateItem`].
 ///
 /// # Panics
 ///
-/// When the tensors of an item differ in their number of elements, there are other states than the rule has, or a copy of LAMB's.
+/// If the tensors of an item differ in their number of elements, the number of states is not the rule's, or LAMB has a copy.
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub fn fused_update<B: Backend>(
     items: Vec<UpdateItem<FloatTensor<B>>>,
@@ -163,7 +163,7 @@ pub fn fused_update<B: Backend>(
     Ok(updated.collect())
 }
 
-/// Whether the kernel reads and writes these types.
+/// Returns whether the kernel reads and writes these types.
 fn is_taken<T: TensorMetadata>(item: &UpdateItem<T>) -> bool {
     let states = matches!(item.state_dtype, DType::F32 | DType::BF16)
         && item.states.iter().all(|state| state.dtype() == item.state_dtype);
@@ -193,22 +193,22 @@ fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
     }
 }
 
-/// What is known of an item before its tensors are.
+/// Properties of an item that are known before its tensors.
 #[derive(Clone)]
 struct Plan {
     update: Update,
-    /// Whether its states are made here.
+    /// Its states are allocated here.
     made: bool,
     state_dtype: DType,
     first: usize,
     copied: bool,
-    /// Whether its update is made, and not the parameter.
+    /// The result is the update, not the parameter.
     directed: bool,
 }
 
 struct FusedUpdate {
     plans: Vec<Plan>,
-    /// What gradients are multiplied by, or the last input is that.
+    /// Factor of the gradients. If `None`, the last input is the factor.
     number: Option<f32>,
 }
 
@@ -218,7 +218,7 @@ struct Tensors<R: CubeRuntime> {
     parameter: CubeTensor<R>,
     gradient: CubeTensor<R>,
     states: Vec<CubeTensor<R>>,
-    /// Rounds states to bfloat16 by chance.
+    /// Rounds states to bfloat16 stochastically.
     rounds: bool,
     first: usize,
     /// The copy, or the direction.
@@ -226,7 +226,7 @@ struct Tensors<R: CubeRuntime> {
 }
 
 impl<R: CubeRuntime> Tensors<R> {
-    /// What the kernel is compiled for.
+    /// Returns the compile-time options of the item's kernel.
     fn family(&self) -> Family {
         Family {
             kind: kind(&self.update.rule),
@@ -258,14 +258,14 @@ impl Body for FusedUpdate {
             let (parameter, gradient) = (owned(next()), next());
             let states = (0..plan.update.rule.states()).map(|_| match plan.made {
                 true => empty(&parameter, parameter.meta.shape().clone(), plan.state_dtype),
-                // What is not read need not be copied.
+                // Values that are not read need not be copied.
                 false if plan.update.fresh => overwritten(next()),
                 false => owned(next()),
             });
             let states = states.collect();
             let copy = match plan.directed {
                 true => Some(empty(&parameter, parameter.meta.shape().clone(), DType::F32)),
-                // Where the factor may be that of no update, what is there stays.
+                // If the factor may be NaN, the copy must keep its elements.
                 false => plan.copied.then(|| if self.number.is_some() { overwritten(next()) } else { owned(next()) }),
             };
             let (rounds, first) = (plan.state_dtype == DType::BF16, plan.first);
@@ -280,7 +280,7 @@ impl Body for FusedUpdate {
     }
 }
 
-/// Launches the kernel for all items, those for one kernel together.
+/// Launches the kernels for all items, grouped by kernel.
 fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&CubeTensor<R>>) {
     let client = &items[0].parameter.client;
     launch_groups(
@@ -292,8 +292,8 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
         |family, group, Layout { count, dim, ends }| {
             let types: [StorageType; 3] =
                 [family.gradient.into(), family.copy.unwrap_or(DType::F32).into(), family.state.into()];
-            // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be one for all of an item,
-            // and its loops end with the chunk.
+            // SAFETY: a unit reads and writes below the arrays' length, which `check` has found to be the same for all of an item, and its
+            // loops end with the chunk.
             unsafe {
                 launch! {
                     update_kernel on client, (count, dim, family.width), [],
@@ -310,7 +310,7 @@ fn launch<R: CubeRuntime>(items: &[Tensors<R>], number: f32, factor: Option<&Cub
     );
 }
 
-/// The numbers of a step as the kernel reads them; those that its rule has not are 0.
+/// Returns the numbers of a step as the kernel reads them; those that its rule lacks are 0.
 fn numbers<R: CubeRuntime>(item: &Tensors<R>, scale: f32) -> NumbersLaunch<R> {
     let update = &item.update;
     let (beta_1, beta_2, epsilon, weight_decay, bias_correction) = match update.rule {
@@ -345,7 +345,7 @@ fn numbers<R: CubeRuntime>(item: &Tensors<R>, scale: f32) -> NumbersLaunch<R> {
     )
 }
 
-/// Which formulas the kernel is compiled for.
+/// Formulas for which the kernel is compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, CubeType)]
 enum Kind {
     AdamW,
@@ -359,15 +359,15 @@ enum Kind {
 }
 
 /// See [`numbers`].
-// What a kernel is launched with.
+// Arguments of a launch.
 #[derive(CubeType, CubeLaunch)]
 struct Numbers {
     scale: f32,
     lr: f32,
-    /// What decoupled weight decay leaves of a parameter.
+    /// Factor that decoupled weight decay applies to a parameter.
     keep: f32,
     weight_decay: f32,
-    /// Or the momentum.
+    /// Also the momentum.
     beta_1: f32,
     rest_1: f32,
     beta_2: f32,
@@ -377,19 +377,19 @@ struct Numbers {
     epsilon: f32,
     minus_zero: f32,
     fresh: u32,
-    /// The place of the first element.
+    /// Index of the first element.
     first: u32,
-    /// The key of the step.
+    /// Key of the step.
     step: u32,
 }
 
-/// A product that is rounded whatever is done with it next; see the module's head.
+/// Returns a product that is rounded before any further use; see the module's documentation.
 #[cube]
 fn times<N: Size>(a: Vector<f32, N>, b: f32, minus_zero: f32) -> Vector<f32, N> {
     fma(a, Vector::new(b), Vector::new(minus_zero))
 }
 
-/// A state, or 0 if it begins with this step. What is in memory then may be anything.
+/// Returns a state, or 0 if it begins with this step: its memory is then undefined.
 #[cube]
 fn old<S: Float, N: Size>(state: &Array<Vector<S, N>>, at: usize, fresh: u32) -> Vector<f32, N> {
     let mut old = Vector::<f32, N>::new(0.0);
@@ -399,7 +399,7 @@ fn old<S: Float, N: Size>(state: &Array<Vector<S, N>>, at: usize, fresh: u32) ->
     old
 }
 
-/// The bits of chance for elements from the vector `at` on: those of `zero_kernels::update::State`.
+/// Returns the random bits for elements from vector `at` on: those of `zero_kernels::update::State`.
 #[cube]
 fn chances<N: Size>(at: usize, n: &Numbers, #[comptime] rounds: bool) -> Vector<u32, N> {
     let mut chance = Vector::<u32, N>::new(0u32);
@@ -418,7 +418,7 @@ fn chances<N: Size>(at: usize, n: &Numbers, #[comptime] rounds: bool) -> Vector<
     chance
 }
 
-/// A state as it is kept: in fp32, or a number that bfloat16 has.
+/// Returns a state as it is stored: in fp32, or rounded to a number that bfloat16 represents.
 #[cube]
 fn kept<N: Size>(x: Vector<f32, N>, chance: Vector<u32, N>, #[comptime] rounds: bool) -> Vector<f32, N> {
     let mut kept = x;
@@ -426,7 +426,7 @@ fn kept<N: Size>(x: Vector<f32, N>, chance: Vector<u32, N>, #[comptime] rounds: 
         let upper = Vector::<u32, N>::new(0xffff_0000u32);
         let bits = Vector::<u32, N>::reinterpret(x);
         let rounded = (bits + chance) & upper;
-        // What is no number stays none, whatever is cut off.
+        // NaN stays NaN, whatever bits are cut off.
         let none = (bits & upper) | Vector::new(0x0040_0000u32);
         let is_none = (bits & Vector::new(0x7fff_ffffu32)).greater_than(Vector::new(0x7f80_0000u32));
         kept = Vector::<f32, N>::reinterpret(select_many(is_none, none, rounded));
@@ -434,13 +434,13 @@ fn kept<N: Size>(x: Vector<f32, N>, chance: Vector<u32, N>, #[comptime] rounds: 
     kept
 }
 
-/// A rule's only state as it is kept.
+/// Returns a rule's only state as it is stored.
 #[cube]
 fn one<N: Size>(x: Vector<f32, N>, at: usize, n: &Numbers, #[comptime] rounds: bool) -> Vector<f32, N> {
     kept(x, chances(at, n, rounds) & Vector::new(0xffffu32), rounds)
 }
 
-/// Moves both means on and gives the direction of the step.
+/// Updates both means and returns the direction of the step.
 #[cube]
 fn adam<S: Float, N: Size>(
     g: Vector<f32, N>,
@@ -459,7 +459,7 @@ fn adam<S: Float, N: Size>(
         (kept(m, chance & Vector::new(0xffffu32), rounds), kept(v, chance >> Vector::new(16u32), rounds));
     first[at] = Vector::cast_from(kept_m);
     second[at] = Vector::cast_from(kept_v);
-    // LAMB's second pass on the CPU has only what is kept.
+    // LAMB's second pass on the CPU has only the stored states.
     if comptime![of_kept] {
         m = kept_m;
         v = kept_v;
@@ -522,7 +522,7 @@ fn update_kernel<G: Float, C: Float, S: Float, N: Size>(
                             let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n, rounds, false);
                             p - times(delta, n.lr, z)
                         }
-                        // What is to be taken from the parameter.
+                        // The direction that is subtracted from the parameter.
                         Kind::Lamb => {
                             let delta = adam(g, firsts.index_mut(i), seconds.index_mut(i), at, n, rounds, true);
                             delta + times(p, n.weight_decay, z)
@@ -599,7 +599,7 @@ compiled! {
     for (gradient, copy) in TYPES.into_iter().flat_map(|g| [None, Some(DType::F16), Some(DType::BF16)].map(|c| (g, c)))
     {
         rules.iter().for_each(|rule| run(*rule, gradient, copy, 4096, 1, None, DType::F32));
-        // A group as large as they come, and elements one by one.
+        // A group of the maximum size, and elements one by one.
         run(rules[0], gradient, copy, 4096, GROUP, Some(&factor), DType::F32);
         run(rules[0], gradient, copy, 4097, 1, Some(&factor), DType::F32);
     }
@@ -627,7 +627,7 @@ mod tests {
         Tensor::<Plain, 1>::from_primitive(TensorPrimitive::Float(x.clone())).into_data().to_vec().unwrap()
     }
 
-    /// States that are rounded by chance have the CPU's bits. In fp32 here, so that a device without bfloat16 shows it.
+    /// Stochastically rounded states have the CPU's bits. Uses fp32 here, so that a device without bfloat16 checks it too.
     #[test]
     fn rounding_by_chance_is_the_cpus() {
         let rules = [Rule::adamw(), Rule::Lion { beta_1: 0.9, beta_2: 0.99, weight_decay: 0.1 }];

@@ -1,8 +1,8 @@
-//! Between flat tensors and buckets, the rows that one collective sends for many tensors.
+//! Conversion between flat tensors and buckets, whose rows one collective sends for many tensors.
 //!
-//! A tensor of `numel` elements is cut over `world` ranks at multiples of `stride = ceil(numel / world)`. A bucket has a row for
-//! each rank; a tensor has the same columns of every row: rank `r`'s hold its elements from `r stride` on, and zeros where it
-//! has fewer than `stride`. A large tensor may span buckets: then a bucket has `columns` of its columns, from `from` on.
+//! A tensor of `numel` elements is split over `world` ranks at multiples of `stride = ceil(numel / world)`. A bucket has a row per rank,
+//! and a tensor has the same columns in every row: rank `r`'s hold its elements from `r stride` on, padded with zeros to `stride`. A large
+//! tensor may span buckets: a bucket then has `columns` of its columns, from `from` on.
 
 use std::ops::Range;
 
@@ -18,54 +18,54 @@ use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, cube_of, flat, launch_groups, owned, width};
 use super::tensor::{empty, is_float, launch};
 
-/// Columns of a bucket: those after the item's before it.
+/// Columns of a bucket, which follow those of the previous item.
 #[derive(Debug, Clone)]
 pub struct PackItem<T> {
-    /// The tensor of `numel` elements in row-major order; zeros if there is none.
+    /// The tensor of `numel` elements in row-major order; zeros if `None`.
     pub tensor: Option<T>,
-    /// Elements of the whole tensor.
+    /// Number of elements of the full tensor.
     pub numel: usize,
-    /// The first of the tensor's columns.
+    /// First of the tensor's columns.
     pub from: usize,
-    /// How many columns.
+    /// Number of columns.
     pub columns: usize,
 }
 
-/// Where columns of a bucket go: those after the item's before it.
+/// Destination of columns of a bucket, which follow those of the previous item.
 #[derive(Debug, Clone)]
 pub struct UnpackItem<T> {
-    /// The tensor of `numel` elements whose other columns have been written already, or none: others are zeros.
+    /// A tensor of `numel` elements whose other columns have been written already. If `None`, the other columns are zeros.
     pub target: Option<T>,
-    /// Elements of the whole target: of the rank's piece when the bucket is one row, which may be fewer than columns.
+    /// Number of elements of the full target. If the bucket is one row, that of the rank's shard, which may be less than `columns`.
     pub numel: usize,
-    /// The first of the target's columns.
+    /// First of the target's columns.
     pub from: usize,
-    /// How many columns.
+    /// Number of columns.
     pub columns: usize,
-    /// The target's type.
+    /// Type of the target.
     pub dtype: DType,
 }
 
-/// Equally long tensors to be added, in the order of ranks.
+/// Tensors of one length to be added in rank order.
 #[derive(Debug, Clone)]
 pub struct SumItem<T> {
     /// The tensors, of one type.
     pub parts: Vec<T>,
-    /// Which of their elements in row-major order: all for an all-reduce, a rank's row of a bucket for a reduce-scatter.
+    /// Range of their elements in row-major order: all for an all-reduce, a rank's row of a bucket for a reduce-scatter.
     pub range: Range<usize>,
-    /// The type of the result.
+    /// Type of the result.
     pub dtype: DType,
 }
 
-/// A bucket `[world, columns]` of `dtype`, each element multiplied by `factor` in fp32 and rounded once.
+/// Packs a bucket `[world, columns]` of `dtype`. Each element is multiplied by `factor` in fp32 and rounded once.
 ///
 /// # Errors
 ///
-/// The items, when the backend's tensors are not CubeCL's, of other types than fp32 and 16 bit, or there is none.
+/// Returns the items if the backend's tensors are not CubeCL's, have types other than fp32 and 16 bit, or no item has one.
 ///
 /// # Panics
 ///
-/// When a tensor has other than `numel` elements, or an item more columns than the tensor has from `from` on.
+/// If a tensor does not have `numel` elements, or an item has more columns than the tensor has from `from` on.
 pub fn pack<B: Backend>(
     items: Vec<PackItem<FloatTensor<B>>>,
     world: usize,
@@ -98,16 +98,16 @@ pub fn pack<B: Backend>(
     Ok(bucket.expect("one tensor was promised"))
 }
 
-/// The targets of the columns of `bucket`, of `world` rows or, with 1, the rank's own row; each element multiplied by `factor`
-/// in fp32 and rounded once. Targets that nobody else holds are written in place. A target of no elements has one zero.
+/// Unpacks the columns of `bucket`, which has `world` rows or, with 1, the rank's own row, into targets. Each element is multiplied by
+/// `factor` in fp32 and rounded once. Targets that nobody else holds are written in place. A target without elements has one zero.
 ///
 /// # Errors
 ///
-/// The arguments, when the backend's tensors are not CubeCL's or of other types than fp32 and 16 bit.
+/// Returns the arguments if the backend's tensors are not CubeCL's or have types other than fp32 and 16 bit.
 ///
 /// # Panics
 ///
-/// When the bucket has other than `world` rows of the items' columns, or a target another number of elements or type than said.
+/// If the bucket does not have `world` rows of the items' columns, or a target's number of elements or type is not the item's.
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub fn unpack<B: Backend>(
     bucket: FloatTensor<B>,
@@ -127,7 +127,7 @@ pub fn unpack<B: Backend>(
     let mut inputs = vec![bucket];
     let mut at = 0;
     for UnpackItem { target, numel, from, columns, dtype } in items {
-        // A rank's own row has all columns of a tensor, its piece perhaps fewer elements.
+        // A rank's own row has all columns of a tensor; its shard may have fewer elements.
         let cut = if world == 1 {
             Cut::of_a_row(numel, from, at, columns)
         } else {
@@ -147,15 +147,15 @@ pub fn unpack<B: Backend>(
     Ok(any::run::<B>("unpack", inputs, outputs, Unpack { cuts, world, columns, factor }))
 }
 
-/// For each item `((part_0 + part_1) + part_2 ...) scale` in fp32, rounded once: flat, of as many elements as its range.
+/// Returns for each item `((part_0 + part_1) + part_2 ...) scale` in fp32, rounded once: flat, with the length of its range.
 ///
 /// # Errors
 ///
-/// The items, when the backend's tensors are not CubeCL's or of other types than fp32 and 16 bit.
+/// Returns the items if the backend's tensors are not CubeCL's or have types other than fp32 and 16 bit.
 ///
 /// # Panics
 ///
-/// When an item has no parts, or parts that differ in length or type, or a range beyond them.
+/// If an item has no parts, parts of different lengths or types, or a range that exceeds them.
 #[allow(clippy::type_complexity)] // The arguments given back.
 pub fn sum_parts<B: Backend>(
     items: Vec<SumItem<FloatTensor<B>>>,
@@ -203,17 +203,17 @@ impl Cut {
         Self { numel, stride, from, at, columns }
     }
 
-    /// Of one row: what it has beyond the target's elements is not read.
+    /// Creates the cut of one row: columns beyond the target's elements are not read.
     fn of_a_row(numel: usize, from: usize, at: usize, columns: usize) -> Self {
         Self { numel, stride: numel, from, at, columns }
     }
 
-    /// Whether all of it can be counted in wide vectors.
+    /// Returns whether all counts are multiples of a wide vector.
     fn is_wide(&self) -> bool {
         [self.numel, self.stride, self.from, self.at, self.columns].iter().all(|count| count.is_multiple_of(WIDE))
     }
 
-    /// The type of a tensor, and the width of the vectors in which it and rows of `row` elements of `bucket` can be taken.
+    /// Returns a tensor's type, and the vector width in which it and rows of `row` elements of `bucket` can be accessed.
     fn family<R: CubeRuntime>(&self, x: &CubeTensor<R>, bucket: &CubeTensor<R>, row: usize) -> (DType, usize) {
         (x.dtype, if row.is_multiple_of(WIDE) && self.is_wide() { width([x, bucket]) } else { 1 })
     }
@@ -234,7 +234,7 @@ impl Cut {
     }
 }
 
-/// A [`Cut`] in vectors, and how many cubes a row of it takes.
+/// A [`Cut`] in vectors, with the number of cubes per row.
 #[derive(CubeType, CubeLaunch)]
 struct Segment {
     numel: usize,
@@ -259,7 +259,7 @@ impl Body for Pack {
         let mut present = inputs.iter();
         let items = self.cuts.iter().map(|&(cut, some)| match some {
             true => (cut, present.next().expect("as many tensors as were given")),
-            // Any array will do where there is nothing to read.
+            // Without a tensor any array will do, as it is not read.
             false => (Cut { numel: 0, ..cut }, &inputs[0]),
         });
         let bucket = empty(&inputs[0], [self.world, self.columns], self.dtype);
@@ -339,7 +339,7 @@ struct SumParts {
     scale: f32,
 }
 
-/// Parts, where to begin in them, and their sum.
+/// Parts, the start of the range in them, and their sum.
 type Sum<R> = (Vec<CubeTensor<R>>, usize, CubeTensor<R>);
 
 impl Body for SumParts {
@@ -378,7 +378,7 @@ impl Body for SumParts {
     }
 }
 
-/// Of a cube among those of a cut: its row, the first column of a unit, and where the row's elements end.
+/// Returns, for a cube of a cut: its row, the unit's first column, and the end of the row's elements.
 #[cube]
 fn of_cube(cut: &Segment, cube: usize) -> (usize, usize, usize) {
     let rank = cube / cut.cubes;

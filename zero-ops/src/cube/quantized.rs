@@ -1,4 +1,4 @@
-//! Rows in 8 or 4 bit ([`crate::quantized`]), made of numbers and into what they stand for.
+//! Quantization to rows in 8 or 4 bit ([`crate::quantized`]), and dequantization.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::tensor::CubeTensor;
@@ -11,10 +11,10 @@ use super::tensor::{OnCube, empty, launch, packed, run};
 use crate::kinds::STORED_AS;
 use crate::quantized::{BLOCK, Format, NF4, Quantized};
 
-/// Units of a cube.
+/// Number of units of a cube.
 const UNITS: usize = 256;
 
-/// The number that a code of 4 bit stands for, in parts of the scale.
+/// Returns the number that a 4-bit code represents, relative to the scale.
 #[cube]
 fn of_four_bits(code: u32, #[comptime] format: Format) -> f32 {
     let mut value = 0.0f32;
@@ -30,7 +30,7 @@ fn of_four_bits(code: u32, #[comptime] format: Format) -> f32 {
     value
 }
 
-/// `rows`: words of 32 bit, blocks of `words` each; `out`: `[_, width]`. A unit has the word of a block's codes that its number says.
+/// `rows`: words of 32 bit, blocks of `words` each; `out`: `[_, width]`. A unit decodes one word of a block's codes.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn dequantize_kernel<E: Float>(
     rows: &Array<u32>,
@@ -56,7 +56,7 @@ fn dequantize_kernel<E: Float>(
             let at = column + word * 4 + comptime!(i as usize);
             if comptime!(format == Format::Int8) {
                 if at < width {
-                    // The sign of 8 bit.
+                    // Sign extension of 8 bit.
                     let value = f32::cast_from(byte) - select(byte > 127u32, 256.0f32, 0.0f32);
                     out[start + at] = E::cast_from(value * scale);
                 }
@@ -74,7 +74,7 @@ fn dequantize_kernel<E: Float>(
     }
 }
 
-/// As many units, or each takes several.
+/// Returns a launch of `wanted` units or, if that is too many, of the maximum, with several items per unit.
 fn units(wanted: usize) -> (CubeCount, CubeDim) {
     (CubeCount::new_1d(cubes(wanted.div_ceil(UNITS)) as u32), CubeDim::new_1d(UNITS as u32))
 }
@@ -89,8 +89,8 @@ fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> Cu
     let (per_row, words) = (width.div_ceil(BLOCK), how.format.block_bytes() / 4);
     let (count, dim) = units(d * per_row * (words - 1));
     let address = address_type(&[&rows, &out]);
-    // SAFETY: units read the blocks of `d` rows, and write columns below `width` of rows below `d`. The 16-bit numbers that
-    // rows are held as mean nothing: they are read by 32 bit, and blocks are multiples of that.
+    // SAFETY: units read the blocks of `d` rows, and write columns below `width` of rows below `d`. The 16-bit numbers in which rows are
+    // stored have no meaning: they are read as 32-bit words, and blocks are multiples of these.
     unsafe {
         launch! {
             dequantize_kernel on rows.client, (count, dim, address),
@@ -101,7 +101,7 @@ fn made<R: CubeRuntime>(rows: CubeTensor<R>, how: Quantized, dtype: DType) -> Cu
     out
 }
 
-/// The code of a number in parts of its block's scale.
+/// Returns the code of a number relative to its block's scale.
 #[cube]
 fn code_of(at: f32, #[comptime] format: Format) -> u32 {
     let mut code = 0u32;
@@ -112,7 +112,7 @@ fn code_of(at: f32, #[comptime] format: Format) -> u32 {
             code += select(at > middle.runtime(), 1u32, 0u32);
         }
     } else {
-        // Of few digits, so that what it is added to has no room for a fraction: the nearest, an even one where two are.
+        // The addition leaves no bits for a fraction: it rounds to nearest, ties to even.
         let most = if comptime!(format == Format::Int8) { 127.0f32 } else { 7.0f32 };
         let shifted = clamp(at, -most, most) + SHIFT.runtime();
         let mask = if comptime!(format == Format::Int8) { 255u32 } else { 15u32 };
@@ -124,10 +124,10 @@ fn code_of(at: f32, #[comptime] format: Format) -> u32 {
 
 /// 1.5 * 2^23.
 const SHIFT: f32 = 12_582_912.0;
-/// The bits of an infinity: those of what is finite are below, in the order of magnitudes.
+/// The bits of infinity. Those of finite magnitudes are smaller and in the same order.
 const INFINITE: u32 = 0x7f80_0000;
 
-/// `x`: `[_, width]`; `rows`: words of 32 bit, blocks of `words` each. A unit makes a block.
+/// `x`: `[_, width]`; `rows`: words of 32 bit, blocks of `words` each. A unit encodes one block.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn quantize_kernel<E: Float>(
     x: &Array<E>,
@@ -156,7 +156,7 @@ fn quantize_kernel<E: Float>(
         let scale = f32::reinterpret(largest) / steps;
         let words = comptime!(format.block_bytes() / 4);
         rows[block * words] = select(not_finite, 0x7fc0_0000u32, u32::reinterpret(scale));
-        // A scale of zero, or of no number, leaves nothing to divide.
+        // Nothing is divided by a scale of zero or NaN.
         let divides = !not_finite && scale > 0.0f32;
         for word in 0..comptime!(words - 1) {
             let mut codes = 0u32;
@@ -191,7 +191,7 @@ fn rows_of<R: CubeRuntime>(x: CubeTensor<R>, format: Format) -> CubeTensor<R> {
     }
     let (dtype, x, per_row) = (x.dtype, packed(x), width.div_ceil(BLOCK));
     let ((count, dim), address) = (units(n * per_row), address_type(&[&x, &out]));
-    // SAFETY: units read columns below `width` of rows below `n`, and write the blocks of as many rows.
+    // SAFETY: units read columns below `width` of rows below `n`, and write the blocks of the same rows.
     unsafe {
         launch! {
             quantize_kernel on x.client, (count, dim, address),
@@ -220,7 +220,7 @@ impl Body for Decode {
     }
 }
 
-/// [`dequantized`](crate::FusedBackend::dequantized).
+/// Implements [`dequantized`](crate::FusedBackend::dequantized).
 pub(crate) fn dequantized<T: OnCube>(rows: T, how: Quantized, dtype: DType) -> T {
     let outputs = [(Shape::from([rows.shape()[0], how.width]), dtype)];
     let [out] = run("dequantize", [rows], None, outputs, move |[rows], _| [made(rows, how, dtype)]);

@@ -1,5 +1,5 @@
-//! Random numbers addressed by position, made where they are used: SplitMix64's finaliser over a keyed Weyl sequence, bit by bit the
-//! numbers that zero-burn draws on the host.
+//! Random numbers addressed by index, computed where they are used: SplitMix64's finalizer over a keyed Weyl sequence, with the same bits
+//! that zero-burn draws on the host.
 
 use burn_backend::Backend;
 use burn_backend::tensor::FloatTensor;
@@ -14,7 +14,7 @@ use super::any::{Born, Question, asked, born};
 use super::many::array;
 use crate::options::AttentionDropout;
 
-/// `out`: 1 where the upper 24 bits of the number of its place are below `threshold`, 0 elsewhere.
+/// `out`: 1 if the upper 24 bits of the element's random number are below `threshold`, otherwise 0.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn bernoulli_kernel<E: Float>(
     out: &mut Array<E>,
@@ -30,7 +30,7 @@ fn bernoulli_kernel<E: Float>(
     out[i] = E::cast_from(upper_24_bits(key, u64::cast_from(i)) < threshold);
 }
 
-/// Of the number of place `i`.
+/// Returns the upper 24 bits of random number `i`.
 #[cube]
 pub(super) fn upper_24_bits(key: u64, i: u64) -> u64 {
     let z = key + (i + 1u64) * 0x9e37_79b9_7f4a_7c15u64;
@@ -83,7 +83,7 @@ impl Born for Bernoulli {
     }
 }
 
-/// Whether kernels on a device of `B` draw such numbers.
+/// Returns whether kernels on a device of `B` can draw these numbers.
 pub fn draws_on<B: Backend>(device: &B::Device) -> bool {
     struct Asked;
 
@@ -96,8 +96,8 @@ pub fn draws_on<B: Backend>(device: &B::Device) -> bool {
     asked::<B>(device, &Asked)
 }
 
-/// A tensor of 1 with the given probability and of 0 otherwise, of the numbers that SplitMix64's finaliser makes of `key` and an
-/// element's place; none if the backend's tensors are not CubeCL's, or its device does not count in 64 bit.
+/// Returns a tensor of 1 with the given probability and of 0 otherwise, drawn by SplitMix64's finalizer from `key` and an element's index.
+/// `None` if the backend's tensors are not CubeCL's, or its device has no 64-bit integers.
 pub fn bernoulli<B: Backend>(
     key: u64,
     probability: f64,
@@ -122,7 +122,7 @@ mod tests {
     use super::*;
     use crate::cube::tested::Plain;
 
-    /// Also a probability that is a number of steps, and the two at the ends.
+    /// Includes a probability that is exact in 24 bits, and both extremes.
     #[test]
     fn a_device_draws_what_the_host_draws() {
         for (key, probability) in [(7, 0.9), (u64::MAX - 3, 0.5), (1 << 63, 0.1), (5, 0.0), (6, 1.0)] {

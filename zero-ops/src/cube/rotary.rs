@@ -1,4 +1,4 @@
-//! Rotary positions, <https://arxiv.org/abs/2104.09864>, in one pass.
+//! Rotary position embedding, <https://arxiv.org/abs/2104.09864>, in one pass.
 
 #![allow(clippy::too_many_arguments)] // A kernel's arguments are all that it reads and writes.
 
@@ -12,7 +12,7 @@ use super::rows::{
 };
 use super::tensor::{OnCube, empty, launch, packed, run};
 
-/// `x`, `out`: `[n, d]`; `cos`, `sin`: `[t, e / 2]`. A unit has vectors of a head's first half and those of its second.
+/// `x`, `out`: `[n, d]`; `cos`, `sin`: `[t, e / 2]`. A unit rotates vectors of a head's first half with those of its second.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn rotary_kernel<E: Float, N: Size>(
     x: &Strided<E, N>,
@@ -70,7 +70,7 @@ fn turned<R: CubeRuntime>([x, cos, sin]: [CubeTensor<R>; 3], back: bool) -> Cube
     out
 }
 
-/// [`fused_rotary`](crate::FusedBackend::fused_rotary).
+/// Implements [`fused_rotary`](crate::FusedBackend::fused_rotary).
 pub(crate) fn rotary<T: OnCube>(x: T, cos: T, sin: T, back: bool) -> T {
     let outputs = [(x.shape(), x.dtype())];
     let [out] = run("rotary", [x, cos, sin], None, outputs, move |operands, _| [turned(operands, back)]);

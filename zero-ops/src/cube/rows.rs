@@ -1,7 +1,7 @@
-//! What the kernels over rows share: how rows lie, how units are set out over them, sums over a cube.
+//! Shared parts of the kernels over rows: layout of rows, distribution of units over them, sums over a cube.
 //!
-//! A kernel takes rows `[n, d]` of any distance from one another, as slices of wider tensors and the padded allocations of
-//! CUDA leave them, and reads vectors of up to [`WIDEST`] elements where all of its operands allow it.
+//! A kernel takes rows `[n, d]` with any stride, as in slices of wider tensors and CUDA's padded allocations, and reads vectors of up to
+//! [`WIDEST`] elements if all of its operands allow it.
 
 use burn_cubecl::CubeRuntime;
 use burn_cubecl::ops::numeric::zeros_client;
@@ -12,40 +12,40 @@ use cubecl::prelude::*;
 use super::many::shaped;
 use super::tensor::{OnCube, empty, is_float, packed};
 
-/// Elements of a vector at most: what every compiler has as one value.
+/// Maximum number of elements of a vector: every compiler supports it as one value.
 const WIDEST: usize = 4;
 
-/// Cubes of one dimension of a launch at most, which is what Vulkan promises.
+/// Maximum number of cubes along one dimension of a launch, which Vulkan guarantees.
 const CUBES: usize = 65535;
 
-/// Vectors of a row that a strip of units covers.
+/// Number of vectors of a row that a strip of units covers.
 pub(super) const STRIP: usize = 32;
 
-/// Rows that a strip of units covers at a time.
+/// Number of rows that a strip of units covers at a time.
 pub(super) const HEIGHT: usize = 8;
 
-/// Whether the kernels take such operands: they have one type.
+/// Returns whether the kernels support these operands: they have one float type.
 pub(super) fn takes<'a, T: OnCube>(x: &T, others: impl IntoIterator<Item = &'a T>) -> bool {
     is_float(x.dtype()) && others.into_iter().all(|other| other.dtype() == x.dtype())
 }
 
-/// Rows and columns.
+/// Returns the numbers of rows and columns.
 pub(super) fn dims<R: CubeRuntime>(x: &CubeTensor<R>) -> [usize; 2] {
     x.meta.shape().dims()
 }
 
-/// Rows `[n, d]` without gaps in a row; a copy only if they have.
+/// Returns rows `[n, d]` without gaps within a row; copies only if there are gaps.
 pub(super) fn with_whole_rows<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     let whole = x.meta.strides()[1] == 1 || x.meta.shape()[1] <= 1;
     if whole { x } else { packed(x) }
 }
 
-/// Vectors of `size` elements from one row to the next.
+/// Returns the stride between rows in vectors of `size` elements.
 pub(super) fn stride<R: CubeRuntime>(x: &CubeTensor<R>, size: usize) -> usize {
     x.meta.strides()[0] / size
 }
 
-/// The elements of a vector that `tensors` of one width can all be read by.
+/// Returns the number of elements of a vector that suits all `tensors`, which have one width.
 pub(super) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
     let bytes = tensors.iter().map(|tensor| tensor.elem_size()).max().expect("a kernel has an operand");
     let fits = |size: usize| {
@@ -59,25 +59,24 @@ pub(super) fn vector_size<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> usize {
     client.io_optimized_vector_sizes(bytes).find(|size| *size <= WIDEST && fits(*size)).unwrap_or(1)
 }
 
-/// The type that indices into all of these need: buffers may have more than 2^32 elements.
+/// Returns the type of indices into all of these tensors: buffers may have more than 2^32 elements.
 pub(super) fn address_type<R: CubeRuntime>(tensors: &[&CubeTensor<R>]) -> AddressType {
     tensors.iter().map(|tensor| tensor.required_address_type()).max().unwrap_or_default()
 }
 
-/// A power of two of units, of which each has about `each` of `elements`, from 32 to `most`.
+/// Returns a number of units, a power of two from 32 to `most`, such that each has about `each` of `elements`.
 pub(super) fn units<R: CubeRuntime>(client: &ComputeClient<R>, elements: usize, each: usize, most: usize) -> usize {
     let most = most.min(client.properties().hardware.max_units_per_cube as usize);
     let most = if most.is_power_of_two() { most } else { most.next_power_of_two() / 2 };
     elements.div_ceil(each).next_power_of_two().clamp(32.min(most), most)
 }
 
-/// As many cubes as there are items; each takes every `count`-th if that is too many.
+/// Returns a number of cubes for `items`: one each or, if that is too many, the maximum, with every `count`-th item per cube.
 pub(super) fn cubes(items: usize) -> usize {
     items.clamp(1, CUBES)
 }
 
-/// Units set out over rows and columns: cubes of [`STRIP`] vectors by [`HEIGHT`] rows, one above the other in blocks of
-/// `rows_per_block` rows.
+/// Distribution of units over rows and columns: cubes of [`STRIP`] vectors by [`HEIGHT`] rows, in vertical blocks of `rows_per_block` rows.
 #[derive(Clone, Copy)]
 pub(super) struct Blocks {
     pub blocks: usize,
@@ -86,25 +85,25 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Enough cubes to fill a device with rows of `d` elements, in which no unit has fewer than 4 rows if there are more.
+    /// Creates enough blocks to fill a device with rows of `d` elements, and at least 4 rows per unit if there are enough.
     pub fn new(rows: usize, d: usize) -> Self {
         let wanted = 2048usize.div_ceil(d.div_ceil(STRIP * WIDEST).max(1));
         let most = rows.div_ceil(4 * HEIGHT).clamp(1, CUBES);
         Self::of(rows, rows.div_ceil(wanted.min(most)))
     }
 
-    /// Blocks of so many rows, and at least one.
+    /// Creates blocks of `rows_per_block` rows, at least one.
     pub fn of(rows: usize, rows_per_block: usize) -> Self {
         let rows_per_block = rows_per_block.max(1);
         Self { blocks: rows.div_ceil(rows_per_block).max(1), rows, rows_per_block }
     }
 
-    /// One block of all rows.
+    /// Creates one block of all rows.
     pub fn one(rows: usize) -> Self {
         Self::of(rows, rows)
     }
 
-    /// Cubes over rows of so many vectors.
+    /// Returns the cubes over rows of `vectors` vectors.
     pub fn count(&self, vectors: usize) -> CubeCount {
         let strips = vectors.div_ceil(STRIP).try_into().expect("strips of a row are counted in 32 bit");
         CubeCount::new_2d(strips, self.blocks.try_into().expect("there are at most 65535 blocks"))
@@ -114,7 +113,7 @@ impl Blocks {
         CubeDim::new_2d(STRIP as u32, HEIGHT as u32)
     }
 
-    /// For a kernel, of rows of so many vectors.
+    /// Returns the kernel's argument, for rows of `vectors` vectors.
     pub fn extent<R: CubeRuntime>(&self, vectors: usize) -> ExtentLaunch<R> {
         ExtentLaunch::new(self.rows, vectors, self.rows_per_block)
     }
@@ -128,7 +127,7 @@ pub(super) struct Extent {
     pub rows_per_block: usize,
 }
 
-/// A unit's column of vectors, the first of its rows, which are [`HEIGHT`] apart, and where they end.
+/// Returns a unit's column of vectors, its first row, and the end of its rows, which are [`HEIGHT`] apart.
 #[cube]
 pub(super) fn own(extent: &Extent) -> (usize, usize, usize) {
     let first = CUBE_POS_Y as usize * extent.rows_per_block;
@@ -140,11 +139,11 @@ pub(super) fn own(extent: &Extent) -> (usize, usize, usize) {
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Strided<E: Float, N: Size> {
     pub vectors: Array<Vector<E, N>>,
-    /// Vectors from one row to the next.
+    /// Stride between rows in vectors.
     pub stride: usize,
 }
 
-/// Rows in vectors of `size` elements.
+/// Returns rows as a kernel's argument, in vectors of `size` elements.
 pub(super) fn strided<E: Float, N: Size, R: CubeRuntime>(x: CubeTensor<R>, size: usize) -> StridedLaunch<E, N, R> {
     let stride = stride(&x, size);
     StridedLaunch::new(x.into_array_arg(), stride)
@@ -155,7 +154,7 @@ pub(super) fn read<E: Float, N: Size>(rows: &Strided<E, N>, row: usize, column: 
     Vector::cast_from(rows.vectors[row * rows.stride + column])
 }
 
-/// A vector of `from`, or zeros if there is nothing to read.
+/// Reads a vector of `from`, or returns zeros if `is_there` is false.
 #[cube]
 pub(super) fn read_if<E: Float, N: Size>(
     from: &Array<Vector<E, N>>,
@@ -169,18 +168,18 @@ pub(super) fn read_if<E: Float, N: Size>(
     value
 }
 
-/// Zeros beside `like`: what a sum over no rows is.
+/// Returns zeros on `like`'s device: the result of a sum over no rows.
 pub(super) fn zeros<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let shape = shape.into();
     if shape.num_elements() == 0 {
         return empty(like, shape, dtype);
     }
-    // Of one axis: rows would have gaps.
+    // One axis, as rows would have gaps.
     let flat = Shape::from([shape.num_elements()]);
     shaped(zeros_client(like.client.clone(), like.device.clone(), flat, dtype), shape)
 }
 
-/// The sum of a vector's elements, from the first to the last.
+/// Returns the sum of a vector's elements, from first to last.
 #[cube]
 pub(super) fn across<N: Size>(vector: Vector<f32, N>) -> f32 {
     let mut sum = 0.0f32;
@@ -191,9 +190,9 @@ pub(super) fn across<N: Size>(vector: Vector<f32, N>) -> f32 {
     sum
 }
 
-/// The sums of `a` and of `b` over a cube of `units`, a power of two, in every unit; `shared` has two numbers for each.
+/// Returns the sums of `a` and of `b` over a cube of `units`, a power of two, in every unit. `shared` has two numbers per unit.
 ///
-/// The order of additions is that of a tree over units, the same on every device.
+/// Additions are in the order of a tree over units, the same on every device.
 #[cube]
 pub(super) fn over_cube(shared: &mut SharedMemory<f32>, a: f32, b: f32, #[comptime] units: usize) -> (f32, f32) {
     let me = UNIT_POS as usize;
@@ -211,12 +210,12 @@ pub(super) fn over_cube(shared: &mut SharedMemory<f32>, a: f32, b: f32, #[compti
         sync_cube();
     }
     let sums = (shared[0], shared[units]);
-    // Nobody writes the next sums before all have read these.
+    // Wait until all units have read these sums.
     sync_cube();
     sums
 }
 
-/// The sum over the [`HEIGHT`] units above one another, in those of the first row; others have parts of it.
+/// Returns the sum over the [`HEIGHT`] units of a column, in the first row of units; the others get partial sums.
 #[cube]
 pub(super) fn over_height<N: Size>(shared: &mut SharedMemory<Vector<f32, N>>, value: Vector<f32, N>) -> Vector<f32, N> {
     let me = UNIT_POS as usize;

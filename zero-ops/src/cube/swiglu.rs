@@ -12,16 +12,16 @@ use super::rows::{
 };
 use super::tensor::{OnCube, empty, launch, run};
 
-/// `1 / (1 + exp(-x))`
+/// Returns `1 / (1 + exp(-x))`
 #[cube]
 fn sigmoid<N: Size>(x: Vector<f32, N>) -> Vector<f32, N> {
     let one = Vector::<f32, N>::new(1.0f32);
-    // No infinity, of which a fast division may make something else than 0.
+    // Avoids infinity, whose reciprocal a fast division may not make 0.
     let exponent = min(Vector::new(0.0f32) - x, Vector::new(80.0f32));
     one / (one + exponent.exp())
 }
 
-/// `gate`, `up`, `out`: `[n, f]`. With `grad`, the gradients `d_gate` in place of `out`, and `d_up`.
+/// `gate`, `up`, `out`: `[n, f]`. With `backward`, `out` is the gradient `d_gate`, and `d_up` is written too.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn swiglu_kernel<E: Float, N: Size>(
     gate: &Strided<E, N>,
@@ -53,21 +53,21 @@ fn swiglu_kernel<E: Float, N: Size>(
     }
 }
 
-/// The result, or with `grad` the two gradients.
+/// Returns the result or, with `grad`, the two gradients.
 fn computed<R: CubeRuntime>([gate, up]: [CubeTensor<R>; 2], grad: Option<CubeTensor<R>>) -> Vec<CubeTensor<R>> {
     let ([n, f], backward) = (dims(&gate), grad.is_some());
     let mut made: Vec<_> = (0..1 + usize::from(backward)).map(|_| empty(&gate, [n, f], gate.dtype)).collect();
     if n * f == 0 {
         return made;
     }
-    // Where there is no gradient, the kernel is given something to not read, and to not write.
+    // Without a gradient, the kernel gets placeholders that it neither reads nor writes.
     let grad = grad.unwrap_or_else(|| gate.clone());
     let [gate, up, grad] = [gate, up, grad].map(with_whole_rows);
     let (out, d_up) = (made[0].clone(), made[made.len() - 1].clone());
     let operands = [&gate, &up, &grad, &out];
     let (size, address) = (vector_size(&operands), address_type(&operands));
     let (blocks, dtype) = (Blocks::new(n, f), gate.dtype.into());
-    // SAFETY: units read and write rows below `n` and vectors below `f / size`; all operands have so many.
+    // SAFETY: units read and write rows below `n` and vectors below `f / size`, which all operands have.
     unsafe {
         launch! {
             swiglu_kernel on gate.client, (blocks.count(f / size), Blocks::dim(), address, size), [],
@@ -79,7 +79,7 @@ fn computed<R: CubeRuntime>([gate, up]: [CubeTensor<R>; 2], grad: Option<CubeTen
     made
 }
 
-/// [`fused_swiglu`](crate::FusedBackend::fused_swiglu).
+/// Implements [`fused_swiglu`](crate::FusedBackend::fused_swiglu).
 pub(crate) fn swiglu<T: OnCube>(gate: T, up: T) -> T {
     let outputs = [(gate.shape(), gate.dtype())];
     let [out] = run("swiglu", [gate, up], None, outputs, |operands, _| {
@@ -88,7 +88,7 @@ pub(crate) fn swiglu<T: OnCube>(gate: T, up: T) -> T {
     out
 }
 
-/// [`swiglu_backward`](crate::FusedBackend::swiglu_backward).
+/// Implements [`swiglu_backward`](crate::FusedBackend::swiglu_backward).
 pub(crate) fn swiglu_backward<T: OnCube>(gate: T, up: T, grad: T) -> (T, T) {
     let about = (gate.shape(), gate.dtype());
     run("swiglu: gradient", [gate, up], Some(grad), [about.clone(), about], |operands, grad| {

@@ -1,4 +1,4 @@
-//! Running kernels on tensors that are CubeCL's: at once, or when Burn's fusion comes to them.
+//! Running kernels on CubeCL's tensors: at once, or when Burn's fusion executes them.
 
 use std::fmt;
 use std::sync::{Arc, Mutex};
@@ -15,8 +15,8 @@ use burn_fusion::stream::{Operation, OperationStreams};
 use burn_ir::{BackendIr, CustomOpIr, HandleContainer, OperationIr, TensorIr};
 use burn_std::{DType, Shape};
 
-/// Launches a kernel of unchecked bounds on a client, with the launch's layout, tensors, and other arguments. The kernel has the tensors
-/// as arrays: shapes and distances are arguments of their own, which go with the launch, where CubeCL uploads those of its tensors.
+/// Launches a kernel without bounds checks on a client, with the launch's layout, tensors and other arguments. The kernel takes the tensors
+/// as arrays: shapes and strides are separate arguments, passed with the launch, whereas CubeCL uploads those of its tensors.
 macro_rules! launch {
     ($kernel:ident on $client:expr, ($($layout:expr),+), [$($tensor:expr),*] $(, $argument:expr)* $(,)?) => {{
         let client = $client.clone();
@@ -31,10 +31,9 @@ pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
     /// The device's runtime.
     type Runtime: CubeRuntime;
 
-    /// Has `body` make tensors of the shapes and types `outputs` from `inputs`, of which there is at least one.
+    /// Runs `body` to compute tensors of the shapes and types `outputs` from `inputs`, of which there is at least one.
     ///
-    /// A tensor that nobody else holds comes with memory that `body` may write to and return
-    /// (`handle.can_mut()`).
+    /// If nobody else holds a tensor, `body` may write to its memory and return it (`handle.can_mut()`).
     fn run(
         name: &'static str,
         inputs: Vec<Self>,
@@ -42,17 +41,17 @@ pub(crate) trait OnCube: TensorMetadata + Clone + Sized + 'static {
         body: impl Fn(Vec<CubeTensor<Self::Runtime>>) -> Vec<CubeTensor<Self::Runtime>> + Send + Sync + 'static,
     ) -> Vec<Self>;
 
-    /// Sends all that the thread's stream has been given to the device, which is not waited for.
+    /// Submits all work queued on the thread's stream, without waiting for the device.
     fn send(device: &<Self::Runtime as cubecl::Runtime>::Device);
 
-    /// Sends all that makes these tensors to the device, and gives the memory that they will be in.
+    /// Submits all work that computes these tensors, and returns the memory that will hold them.
     fn into_memory(tensors: Vec<Self>) -> Vec<CubeTensor<Self::Runtime>>;
 
-    /// The calling thread's tensor in this memory.
+    /// Returns the calling thread's tensor in this memory.
     fn from_memory(memory: CubeTensor<Self::Runtime>) -> Self;
 }
 
-/// As [`OnCube::run`], from as many inputs as `body` asks for, with one more behind them if there is.
+/// Calls [`OnCube::run`] with the number of inputs that `body` expects, and an optional one after them.
 pub(crate) fn run<T: OnCube, const INPUTS: usize, const OUTPUTS: usize>(
     name: &'static str,
     inputs: [T; INPUTS],
@@ -70,7 +69,7 @@ pub(crate) fn run<T: OnCube, const INPUTS: usize, const OUTPUTS: usize>(
 
 type Many<T, const N: usize> = [CubeTensor<<T as OnCube>::Runtime>; N];
 
-/// The first of the inputs that an operation was given.
+/// Returns the first inputs of an operation.
 pub(crate) fn first<T, const N: usize>(given: &mut impl Iterator<Item = T>) -> [T; N] {
     std::array::from_fn(|_| given.next().expect("an operation is run with the inputs that it was given"))
 }
@@ -93,7 +92,7 @@ impl<R: CubeRuntime> OnCube for CubeTensor<R> {
 
     fn into_memory(tensors: Vec<Self>) -> Vec<Self> {
         if let Some(first) = tensors.first() {
-            // What is told here is not told again by a read.
+            // An error reported here is not reported again by a read.
             if let Err(error) = first.client.flush() {
                 crate::devices::failed(&error.to_string());
             }
@@ -152,7 +151,7 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
                 place
             })
             .collect();
-        // Runs what the thread's stream has been given; the device is not waited for.
+        // Submits the work of the thread's stream; does not wait for the device.
         client.sync(|| ());
         given.into_iter().map(|place| taken(&place).expect("the stream has run all that it was given")).collect()
     }
@@ -170,26 +169,26 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
     }
 }
 
-/// Which of a runtime's backends: all have the same tensors.
+/// One of a runtime's backends: all have the same tensors.
 pub(crate) type Plain<R> = CubeBackend<R, f32, i32, u8>;
 
-/// A fusion stream's tensors.
+/// Tensors of a fusion stream.
 type Handles<R> = HandleContainer<<Plain<R> as BackendIr>::Handle>;
 
-/// Where a tensor's memory is put when a stream comes to it, or taken from.
+/// A slot to which a stream moves a tensor's memory, or from which it takes it.
 type Place<R> = Mutex<Option<CubeTensor<R>>>;
 
 fn taken<R: CubeRuntime>(place: &Place<R>) -> Option<CubeTensor<R>> {
     place.lock().expect("nobody panics with it").take()
 }
 
-/// An operation in a fusion stream, run when the stream comes to it.
+/// An operation in a fusion stream, run when the stream reaches it.
 struct Deferred<F> {
     description: CustomOpIr,
     execute: F,
 }
 
-/// Adds an operation to a fusion stream, and gives its outputs.
+/// Adds an operation to a fusion stream, and returns its outputs.
 fn register<R: CubeRuntime>(
     client: &GlobalFusionClient<FusionCubeRuntime<R>>,
     streams: OperationStreams,
@@ -213,7 +212,7 @@ impl<R: CubeRuntime, F: Fn(&CustomOpIr, &mut Handles<R>) + Send + Sync> Operatio
     }
 }
 
-/// What was promised is what came: fusion has told others the shapes before they exist.
+/// Checks that results have the promised shapes and types: fusion has used these before the tensors exist.
 fn check<R: CubeRuntime>(made: &[CubeTensor<R>], expected: &[(Shape, DType)]) {
     assert_eq!(made.len(), expected.len(), "a kernel makes the tensors that it was said to make");
     for (made, (shape, dtype)) in made.iter().zip(expected) {
@@ -221,19 +220,19 @@ fn check<R: CubeRuntime>(made: &[CubeTensor<R>], expected: &[(Shape, DType)]) {
     }
 }
 
-/// A new tensor beside `like`, row-major without gaps, its elements whatever was in memory.
+/// Allocates an uninitialized tensor on `like`'s device, row-major without gaps.
 pub(crate) fn empty<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape>, dtype: DType) -> CubeTensor<R> {
     let empty = empty_device_contiguous_dtype(like.client.clone(), like.device.clone(), shape.into(), dtype);
     debug_assert!(empty.is_contiguous());
     empty
 }
 
-/// Row-major without gaps; a copy only if it is not.
+/// Returns `x` row-major without gaps; copies only if it is not so already.
 pub(crate) fn packed<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     if x.is_contiguous() { x } else { into_contiguous(x) }
 }
 
-/// Whether kernels here read and write the type.
+/// Returns whether the kernels here read and write the type.
 pub(crate) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F32 | DType::F16 | DType::BF16)
 }

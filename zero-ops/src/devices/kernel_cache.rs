@@ -25,16 +25,16 @@ use cudarc::driver::{result, sys::CUdevice_attribute};
 
 use super::attribute;
 
-/// Programs whose kernels are kept: a rebuilt program is another one.
+/// Number of programs whose kernels are kept: a rebuilt program is a new one.
 const PROGRAMS: usize = 8;
 
-/// Free space below which nothing is kept, in bytes. The kernels of GPT-2 1.5B take 4.5 MiB (`bench/gpu/dry.sh steps --start xl`).
+/// Free disk space in bytes below which nothing is kept. The kernels of GPT-2 1.5B take 4.5 MiB (`bench/gpu/dry.sh steps --start xl`).
 const LEAST_FREE: u64 = 256 << 20;
 
-/// The lock of a slot.
+/// File name of a slot's lock.
 const LOCK: &str = "lock";
 
-/// The folder that CubeCL makes in a slot.
+/// Name of the folder that CubeCL creates in a slot.
 const KERNELS: &str = "cuda";
 
 /// The lock of this process's slot, held until the process ends.
@@ -80,7 +80,7 @@ fn user_cache() -> Option<PathBuf> {
     from("XDG_CACHE_HOME").filter(|path| path.is_absolute()).or_else(|| Some(from("HOME")?.join(".cache")))
 }
 
-/// Names all that compiled kernels depend on and CubeCL does not look at: the program, the GPUs' architecture and the compiler.
+/// Names everything that compiled kernels depend on and CubeCL ignores: the program, the GPUs' architecture and the compiler.
 fn program_key() -> Result<String, String> {
     let unknown = |error: &dyn std::fmt::Display| format!("the GPUs' architecture is unknown: {error}");
     let count = result::device::get_count().map_err(|error| unknown(&error))?;
@@ -100,14 +100,14 @@ fn program_key() -> Result<String, String> {
         return Err("the visible GPUs have several architectures; choose those of one with CUDA_VISIBLE_DEVICES".into());
     };
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: writes the two numbers that it is given.
+    // SAFETY: writes the two numbers passed to it.
     unsafe { cudarc::nvrtc::sys::nvrtcVersion(&mut major, &mut minor) };
     let program = hash_of_program().map_err(|error| format!("cannot read the program's file: {error}"))?;
     Ok(format!("{program:016x}-sm_{architecture}-nvrtc_{major}.{minor}"))
 }
 
 fn hash_of_program() -> io::Result<u64> {
-    // The file that runs, even if another has taken its name since.
+    // The running file, even if another has taken its name since.
     let running = Path::new("/proc/self/exe");
     let mut file = File::open(if running.exists() { running.into() } else { std::env::current_exe()? })?;
     let (mut hasher, mut buffer) = (DefaultHasher::new(), vec![0; 1 << 20]);
@@ -128,7 +128,7 @@ fn take_slot(program: &Path) -> io::Result<(File, PathBuf)> {
         match lock.try_lock() {
             Ok(()) => {
                 lock.set_modified(SystemTime::now())?;
-                // CubeCL's own: this process is the only one here, so those that are there were left by a killed one.
+                // CubeCL's own locks: only this process uses the slot, so a killed process left those that exist.
                 remove_locks(&slot);
                 if number > 0 && !slot.join(KERNELS).exists() {
                     copy_kernels(&program.join("0"), &slot);
@@ -142,8 +142,8 @@ fn take_slot(program: &Path) -> io::Result<(File, PathBuf)> {
     unreachable!("numbers do not end")
 }
 
-/// Copies what the first slot has to a new one, so that many ranks start as fast as one. A file that another process is writing to ends
-/// in a part of an entry at worst, which CubeCL leaves out.
+/// Copies the first slot's kernels to a new one, so that many ranks start as fast as one. A file that another process is writing ends in a
+/// partial entry at worst, which CubeCL ignores.
 fn copy_kernels(from: &Path, to: &Path) {
     fn copy(from: &Path, to: &Path) -> io::Result<()> {
         fs::create_dir_all(to)?;
@@ -159,7 +159,7 @@ fn copy_kernels(from: &Path, to: &Path) {
         Ok(())
     }
 
-    // What cannot be copied is compiled.
+    // Kernels that cannot be copied are compiled.
     let _ = copy(&from.join(KERNELS), &to.join(KERNELS));
     remove_locks(to);
 }
@@ -170,13 +170,13 @@ fn remove_locks(folder: &Path) {
         if path.is_dir() {
             remove_locks(&path);
         } else if path.extension().is_some_and(|extension| extension == "lock") {
-            // One that stays costs CubeCL a wait of 30 s.
+            // A lock that remains costs CubeCL a wait of 30 s.
             let _ = fs::remove_file(path);
         }
     }
 }
 
-/// Removes the folders of programs that were not used for the longest time and are not in use.
+/// Removes the folders of the least recently used programs that are not in use.
 fn remove_oldest(root: &Path, current: &Path) {
     let mut others: Vec<(SystemTime, PathBuf)> = fs::read_dir(root)
         .into_iter()
@@ -191,7 +191,7 @@ fn remove_oldest(root: &Path, current: &Path) {
         .collect();
     others.sort_unstable_by(|a, b| b.cmp(a));
     for (_, path) in others.into_iter().skip(PROGRAMS - 1).filter(|(_, path)| !is_used(path)) {
-        // What cannot be removed is somebody else's, and harmless.
+        // A folder that cannot be removed belongs to somebody else, and is harmless.
         let _ = fs::remove_dir_all(path);
     }
 }
@@ -218,7 +218,7 @@ mod tests {
         fs::write(kernels.join("toc.json.log.lock"), "left by a killed process").unwrap();
         let (_second, other) = take_slot(&program).unwrap();
         assert_eq!((slot.ends_with("0"), other.ends_with("1")), (true, true));
-        // The second begins with the first one's kernels.
+        // The second slot begins with the first one's kernels.
         assert_eq!(fs::read_to_string(other.join("cuda/0.10.0/ptx/toc.json.log")).unwrap(), "kept");
         assert!(!other.join("cuda/0.10.0/ptx/toc.json.log.lock").exists());
         // The end of a process closes its files.

@@ -1,4 +1,4 @@
-//! Products of bfloat16 tensors. `None` where an operand has another type, or runs backwards: callers then widen.
+//! Products of bfloat16 tensors. `None` if an operand has another type or a negative stride: callers then widen.
 
 use burn_backend::DType;
 use burn_flex::FlexTensor;

@@ -1,4 +1,4 @@
-//! The elements of a tensor of any backend where they lie, if it is burn-flex's.
+//! In-place access to the elements of a tensor of any backend, if it is burn-flex's.
 
 use std::any::Any;
 
@@ -10,18 +10,18 @@ use burn_std::FloatDType;
 use super::{are_f32, narrow};
 use crate::update::Elements;
 
-/// The sum of the squares of a tensor of any backend, in one pass over it and without a copy, if it is burn-flex's, of 32 or
-/// 16 bit, and without gaps.
+/// Returns the sum of squares of a tensor of any backend, in one pass and without a copy, if it is burn-flex's, of 32 or 16 bit, and
+/// without gaps.
 pub fn sum_of_squares<B: Backend>(x: &FloatTensor<B>) -> Option<f64> {
     elements::<B>(x).map(Elements::sum_of_squares)
 }
 
-/// Whether tensors of this backend lie in the host's memory as slices that this crate can read and write: burn-flex's do.
+/// Returns whether tensors of this backend are slices in host memory that this crate can read and write, as burn-flex's are.
 pub fn is_host<B: Backend>() -> bool {
     std::any::TypeId::of::<B::FloatTensorPrimitive>() == std::any::TypeId::of::<FlexTensor>()
 }
 
-/// The elements of a tensor of any backend, without a copy, if it is burn-flex's, of 32 or 16 bit, and without gaps.
+/// Returns the elements of a tensor of any backend, without a copy, if it is burn-flex's, of 32 or 16 bit, and without gaps.
 pub fn elements<B: Backend>(x: &FloatTensor<B>) -> Option<Elements<'_>> {
     let x = (x as &dyn Any).downcast_ref::<FlexTensor>()?;
     match x.dtype() {
@@ -32,8 +32,8 @@ pub fn elements<B: Backend>(x: &FloatTensor<B>) -> Option<Elements<'_>> {
     }
 }
 
-/// `x` in this type, rounded to nearest even. burn-flex 0.21 goes by way of f64, of which `half` drops the digits that tell a number above
-/// the middle of two neighbours from the middle.
+/// Casts `x` to this type, rounded to nearest even. burn-flex 0.21 converts through f64, of which `half` drops the digits that distinguish
+/// a number just above the midpoint of two neighbours from the midpoint.
 pub fn cast<B: Backend>(x: FloatTensor<B>, dtype: FloatDType) -> FloatTensor<B> {
     let narrowed = (&x as &dyn Any)
         .downcast_ref::<FlexTensor>()
@@ -59,7 +59,7 @@ mod tests {
         // In bfloat16 and in half precision.
         let [a, b] = [0xbcb8_8001, 0x3f80_1001].map(f32::from_bits);
         let of = |value| Flex::float_from_data(TensorData::new(vec![value; 4], [2, 2]), &Default::default());
-        // As it lies, and as a view.
+        // Contiguous, and as a view.
         for x in [of(a), Flex::float_transpose(of(a))] {
             let narrow = cast::<Flex>(x, FloatDType::BF16);
             assert_eq!(narrow.as_slice(), Some(&[bf16::from_bits(0xbcb9); 4][..]));

@@ -1,4 +1,4 @@
-//! GELU of tensors in fp32 or bfloat16, by one kernel.
+//! GELU of fp32 or bfloat16 tensors, by one kernel.
 
 use burn_backend::Element;
 use burn_flex::FlexTensor;
@@ -10,7 +10,7 @@ use crate::cpu::gelu as cpu;
 use crate::cpu::half::Number;
 use crate::options::Gelu;
 
-/// `bias` is in fp32.
+/// Computes GELU of `x + bias`, with `bias` in fp32.
 pub(super) fn forward<T: Number + Element + Pod>(kind: Gelu, x: FlexTensor, bias: Option<FlexTensor>) -> FlexTensor {
     let (x, bias) = (packed_of::<T>(x), bias.map(packed));
     let [n, f] = dims(&x);
@@ -19,7 +19,7 @@ pub(super) fn forward<T: Number + Element + Pod>(kind: Gelu, x: FlexTensor, bias
     tensor(out, [n, f])
 }
 
-/// `bias` is in fp32, and so is its gradient.
+/// Returns the gradients for `x` and `bias`, with `bias` and its gradient in fp32.
 pub(super) fn backward<T: Number + Element + Pod>(
     kind: Gelu,
     x: FlexTensor,

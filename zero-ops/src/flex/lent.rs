@@ -1,4 +1,4 @@
-//! Tensors lent to others of the same process for as long as their owner keeps them.
+//! Tensors lent within the same process for as long as their owner keeps them.
 
 use std::any::Any;
 use std::sync::Weak;
@@ -17,15 +17,15 @@ pub struct Lent {
 }
 
 impl Lent {
-    /// Of a tensor of any backend, if its memory can be lent: burn-flex's can.
+    /// Lends a tensor of any backend, if its memory can be lent: burn-flex's can.
     pub fn of<B: Backend>(x: &FloatTensor<B>) -> Option<Self> {
         let x = (x as &dyn Any).downcast_ref::<FlexTensor>()?;
-        // The strong handle that `data_arc` makes is gone at the end of this line: the owner's stays the only one.
+        // The strong handle that `data_arc` creates is dropped at the end of this line: the owner's stays the only one.
         Some(Self { data: std::sync::Arc::downgrade(&x.data_arc()), layout: x.layout().clone(), dtype: x.dtype() })
     }
 
-    /// The tensor, if it is still there. Nobody writes to it meanwhile: burn-flex computes in place only where it holds the
-    /// one strong handle, and takes the memory away from weak ones when it does (`Arc::make_mut`), which voids the loan.
+    /// Returns the tensor, if it still exists. Nobody writes to it meanwhile: burn-flex computes in place only if it holds the sole strong
+    /// handle, and then moves the memory away from weak ones (`Arc::make_mut`), which ends the loan.
     pub fn borrow<B: Backend>(&self) -> Option<FloatTensor<B>> {
         let x = FlexTensor::from_arc(self.data.upgrade()?, self.layout.clone(), self.dtype);
         let x: Box<dyn Any> = Box::new(x);
@@ -64,7 +64,7 @@ mod tests {
         let wrapped = Tensor::<Flex, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(owned));
         let doubled = wrapped * 2.0;
         assert_eq!(before.unwrap().as_slice::<f32>().unwrap(), [1.0, 2.0]);
-        // Without a borrower the owner may have taken the memory along; then it is no longer lent.
+        // Without a borrower the owner may have reused the memory; then it is no longer lent.
         drop(doubled);
         assert!(lent.borrow::<Flex>().is_none_or(|x| x.as_slice::<f32>().unwrap() == [1.0, 2.0]));
     }

@@ -11,12 +11,12 @@ use crate::fallback;
 use crate::kinds::STORED_AS;
 use crate::quantized::Quantized;
 
-/// The bytes of quantised rows.
+/// Returns the bytes of quantized rows.
 fn bytes(rows: &FlexTensor) -> &[u8] {
     bytemuck::cast_slice(values::<half::f16>(rows))
 }
 
-/// Few rows of fp32 are multiplied by the weight as it lies, more by what it stands for: a token at a time, reading it is the work.
+/// Multiplies few fp32 rows by the codes directly, and more rows by the dequantized weight: for one token, reading the weight is the cost.
 pub(super) fn linear(
     x: FlexTensor,
     weight: FlexTensor,

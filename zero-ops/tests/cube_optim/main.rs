@@ -1,7 +1,7 @@
 //! The optimizer's kernels on a device (`../../src/cube/tested.rs`), with Burn's fusion and without, against plain Rust.
 //!
-//! Without a GPU: `VK_ICD_FILENAMES=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json cargo test -p zero-ops --features vulkan,cuda
-//! --test cube_optim`
+//! Without a GPU:
+//! `VK_ICD_FILENAMES=/usr/share/vulkan/icd.d/lvp_icd.x86_64.json cargo test -p zero-ops --features vulkan,cuda --test cube_optim`
 #![cfg(any(feature = "vulkan", feature = "cuda"))]
 
 mod norm;
@@ -30,17 +30,17 @@ fn tensor<B: Backend>(values: Vec<f32>, dtype: DType) -> FloatTensor<B> {
 fn values<B: Backend>(x: FloatTensor<B>) -> Vec<f32> {
     let data = burn::tensor::try_read_sync(B::float_into_data(x)).unwrap().unwrap();
     let data = data.convert_dtype(DType::F32);
-    // No bytes have no alignment.
+    // An empty buffer has no alignment.
     if data.num_elements() == 0 { Vec::new() } else { data.into_vec().unwrap() }
 }
 
-/// `values` as they are after a conversion to `dtype`.
+/// Returns `values` after a conversion to `dtype`.
 fn rounded(values: &[f32], dtype: DType) -> Vec<f32> {
     let data = TensorData::new(values.to_vec(), [values.len()]).convert_dtype(dtype);
     data.convert_dtype(DType::F32).into_vec().unwrap()
 }
 
-/// Whether the device computes with `dtype`; says so if not.
+/// Returns whether the device computes with `dtype`, and prints a line if not.
 fn supports<B: Backend>(dtype: DType) -> bool {
     let usage = B::dtype_usage(&device::<B>(), dtype);
     let supported = !usage.is_empty();

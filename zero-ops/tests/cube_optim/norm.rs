@@ -1,4 +1,4 @@
-//! Sums of squares and counts of what is not finite.
+//! Sums of squares and counts of non-finite elements.
 
 use burn_backend::{Backend, DType, TensorMetadata};
 use zero_ops::{Clip, clip_factor, sums_of_squares};
@@ -7,7 +7,7 @@ use crate::{Fused, Plain, numbers, rounded, supports, tensor, values};
 
 const LENGTHS: [usize; 12] = [1, 2, 3, 4, 31, 1000, 4097, 16_384, 16_388, 70_001, 0, 300_000];
 
-/// `count` lengths, all of those above among them.
+/// Returns `count` lengths, which include all of the above.
 fn lengths(count: usize) -> Vec<usize> {
     (0..count).map(|i| LENGTHS[i % LENGTHS.len()] + i / LENGTHS.len()).collect()
 }
@@ -50,7 +50,7 @@ fn sums_in_16_bit_are_exact() {
     }
 }
 
-/// Each product is rounded down by nearly half a unit: rounding of a long chain of additions would pile up.
+/// Each product is rounded down by nearly half a unit: rounding errors of a long chain of additions would accumulate.
 #[test]
 fn errors_do_not_pile_up() {
     let x = vec![0.1f32; 4_000_003];
@@ -95,7 +95,7 @@ fn nothing_and_other_backends_have_no_sums() {
     assert!(sums_of_squares::<burn_flex::Flex>(&[tensor::<burn_flex::Flex>(vec![1.0], DType::F32)]).is_none());
 }
 
-/// Of one sum and of more than a cube has units, against the formula in f64.
+/// One sum and more sums than a cube has units, against the formula in f64.
 #[test]
 fn factors_are_those_of_the_formula() {
     for count in [1, 5, 600] {
@@ -115,7 +115,7 @@ fn factors_are_those_of_the_formula() {
                     (got - expected).abs() <= 1e-6 * expected,
                     "{count} sums, {clip:?}: {got}, expected {expected}"
                 );
-                // As the host has it, whose norm is NaN then: nothing is clipped.
+                // Same as the host, whose norm is then NaN: nothing is clipped.
                 let odd = factor(3.0);
                 assert!(if skips { odd.is_nan() } else { f64::from(odd) == 1.0 / loss_scale }, "{clip:?}: {odd}");
             }

@@ -21,7 +21,7 @@ fn range(numel: usize, world: usize, rank: usize) -> std::ops::Range<usize> {
     (rank * stride).min(numel)..((rank + 1) * stride).min(numel)
 }
 
-/// A bucket's rows by the layout's definition.
+/// Returns a bucket's rows by the layout's definition.
 fn reference(sources: &[Source], world: usize, factor: f32) -> Vec<f32> {
     let mut bucket = Vec::new();
     for rank in 0..world {
@@ -47,7 +47,7 @@ fn packed<B: Backend>(sources: &[Source], world: usize, from: DType, to: DType, 
     pack::<B>(items.collect(), world, to, factor).unwrap_or_else(|_| panic!("the tensors are CubeCL's"))
 }
 
-/// `count` tensors whole; every fifth is absent.
+/// Returns `count` full tensors, of which every fifth is absent.
 fn whole(count: usize, world: usize, dtype: DType) -> Vec<Source> {
     let source = |i: usize| {
         let numel = LENGTHS[i % LENGTHS.len()] + i / LENGTHS.len();
@@ -123,7 +123,7 @@ fn in_16_bit() {
     }
 }
 
-/// What is a multiple of four everywhere goes in wide vectors.
+/// Multiples of four use wide vectors.
 #[test]
 fn multiples_of_four() {
     let source = |i: usize| {

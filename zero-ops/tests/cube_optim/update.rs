@@ -6,7 +6,7 @@ use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
 
 use crate::{Fused, Plain, TestRuntime, assert_panics, device, numbers, rounded, supports, tensor, values};
 
-/// One step by the formulas, each operation rounded to fp32. Of LAMB `p` becomes the direction.
+/// Runs one step by the formulas, each operation rounded to fp32. For LAMB `p` becomes the direction.
 fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
     let Update { rule, lr, time, fresh } = update;
     let (lr_32, time) = (lr as f32, time as i32);
@@ -83,7 +83,7 @@ const LAMB: Rule = Rule::Lamb {
 
 const LENGTHS: [usize; 8] = [1, 2, 3, 31, 1000, 4097, 70_001, 65_536];
 
-/// Each operation agrees to one rounding of its device's division and square root.
+/// Checks agreement up to one rounding of the device's division and square root per operation.
 fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
     assert_eq!(got.len(), expected.len(), "{what}");
     for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
@@ -92,10 +92,10 @@ fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
     }
 }
 
-/// An item on the device, and the same in plain Rust.
+/// An item on the device, and its copy in plain Rust.
 struct Mirror<B: Backend> {
     rule: Rule,
-    /// `None` while it is away.
+    /// `None` while an update holds it.
     on_device: Option<Updated<FloatTensor<B>>>,
     p: Vec<f32>,
     states: Vec<Vec<f32>>,
@@ -159,7 +159,7 @@ fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
                     assert!((copied - exact).abs() <= ulp * exact.abs().max(1e-4), "{}", what("copy"));
                 }
             }
-            // What was compared is exact from here on, so that steps are compared one by one.
+            // Copies the results, so that steps are compared one by one.
             mirror.p = got;
             mirror.states = updated.states.iter().map(|state| values::<B>(state.clone())).collect();
             mirror.on_device = Some(updated);
@@ -260,7 +260,7 @@ fn what_others_hold_is_not_changed() {
 #[test]
 fn what_nobody_else_holds_is_updated_in_place() {
     let memory = |x: &FloatTensor<Plain>| {
-        // The device's thread gives the handle its place.
+        // The device's thread assigns the handle's memory.
         <Plain as Backend>::sync(&device::<Plain>()).unwrap();
         format!("{:?}", x.handle.memory)
     };
@@ -275,7 +275,7 @@ fn what_nobody_else_holds_is_updated_in_place() {
     drop(held);
 }
 
-/// With fusion handles are out of reach; memory that the device has handed out is not.
+/// Handles are not accessible with fusion, but the device's memory usage is.
 #[test]
 fn in_place_with_fusion_too() {
     let in_use = || {
@@ -298,7 +298,7 @@ fn in_place_with_fusion_too() {
     }
 }
 
-/// With a factor that is none, what is held alone and what others hold too.
+/// Checks that a NaN factor updates nothing, whether others hold the tensors or not.
 fn nothing_is_updated<B: Backend>(copy: Option<DType>) {
     for (rule, is_held) in RULES.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
         let mut given = item::<B>(4097, false);

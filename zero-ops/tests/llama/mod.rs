@@ -1,4 +1,4 @@
-//! What Llama has besides, against plain loops in f64.
+//! Additional operations of Llama, against plain loops in f64.
 
 use burn_backend::TensorMetadata;
 use burn_std::{DType, FloatDType};
@@ -8,7 +8,7 @@ use zero_ops::{AttentionOptions, FusedBackend};
 use crate::shared::{assert_close, numbers, wide};
 use crate::{WIDTHS, device, pitched, primitive, row, rows, transposed, values};
 
-/// The result, and the gradients for `x` and `gamma`, with the reciprocals.
+/// Returns the result, the gradients for `x` and `gamma`, and the reciprocals.
 fn rms_norm(x: &[f32], gamma: &[f32], grad: &[f32], epsilon: f64) -> [Vec<f64>; 4] {
     let (d, [x, gamma, grad]) = (gamma.len(), [x, gamma, grad].map(wide));
     let (mut out, mut dx, mut d_gamma, mut rrms) = (Vec::new(), Vec::new(), vec![0.0; d], Vec::new());
@@ -40,7 +40,7 @@ pub fn rms_norm_agrees<B: FusedBackend>() {
             assert_close(&what, &values::<B, 2>(got), &out, 1e-5);
             assert_close(&what, &values::<B, 1>(saved.clone()), &rrms, 1e-5);
             let (got, got_gamma) = B::rms_norm_backward(primitive(x), on_device(), saved, primitive(grad));
-            // Of one or two elements the gradient is a difference of nearly equal numbers.
+            // In rows of one or two elements the gradient is a difference of nearly equal numbers.
             let tolerance = if d < 3 { 1e-3 } else { 1e-5 };
             assert_close(&what, &values::<B, 2>(got), &dx, tolerance);
             assert_close(&what, &values::<B, 1>(got_gamma), &d_gamma, tolerance);
@@ -98,7 +98,7 @@ pub fn rotary_agrees<B: FusedBackend>() {
     }
 }
 
-/// As the processor's, which are checked against f64.
+/// Compares with the CPU kernels, which are checked against f64.
 pub fn shared_heads_agree<B: FusedBackend>() {
     type Here = burn_flex::Flex;
     for (batch, t, heads, kv, e, masked) in [(1, 5, 4, 2, 8, false), (2, 17, 6, 1, 16, true), (2, 33, 6, 3, 8, true)] {
@@ -126,7 +126,7 @@ pub fn shared_heads_agree<B: FusedBackend>() {
     }
 }
 
-/// As near to the numbers as the formats can be, with the processor's scales.
+/// Checks that numbers are as close as the formats allow, with the CPU's scales.
 pub fn quantized_agrees<B: FusedBackend>() {
     for (name, format) in Format::NAMES {
         let gap = match format {
@@ -149,7 +149,7 @@ pub fn quantized_agrees<B: FusedBackend>() {
                 }
             }
         }
-        // What is not finite makes its block NaN, and no other.
+        // A non-finite number makes its block NaN, and no other.
         let mut elements = numbers(130, 14);
         elements[70] = f32::INFINITY;
         elements[129] = 0.0;
@@ -161,7 +161,7 @@ pub fn quantized_agrees<B: FusedBackend>() {
     }
 }
 
-/// As the processor's, bit by bit.
+/// Compares with the CPU's results bit by bit.
 pub fn dequantized_agrees<B: FusedBackend>() {
     for (name, format) in Format::NAMES {
         for (d, width) in [(1, 1), (3, 64), (5, 100), (300, 1600)] {

@@ -50,7 +50,7 @@ pub fn layer_norm_backward(x: &[f32], gamma: &[f32], grad: &[f32], d: usize, eps
     made
 }
 
-/// The function's value and slope.
+/// Returns the function's value and slope.
 fn gelu_at(kind: Gelu, x: f64) -> (f64, f64) {
     match kind {
         Gelu::Tanh => {

@@ -2,7 +2,8 @@
 //!
 //! `cargo run --release --features trainer --example bert -- --model bert-tiny --data ../examples/data/tinyshakespeare.txt --tokenizer DIR`
 //!
-//! `--help` lists the options, of which this front refuses by name what it has not. `--resume` goes on from a checkpoint of either front.
+//! `--help` lists the options; those that Burn 0.22's integration lacks are refused by name. `--resume` resumes from a checkpoint of either
+//! Burn version.
 
 mod model;
 #[path = "../shared/mod.rs"]
@@ -20,7 +21,7 @@ use zero_train::data::Source;
 use zero_train::language::{BertTask, Options, Program};
 use zero_train::trainer::{Rows, Trainer};
 
-/// A step finds the pages of the one before.
+/// Reuses the pages of the previous step.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 

@@ -1,8 +1,8 @@
-//! BERT for pre-training on Burn 0.22, with the parameters of `zero_models::Bert`: the same paths, shapes and values, which
-//! Hugging Face's files give. Its head is tied.
+//! BERT for pre-training on Burn 0.22. Its parameters have the paths, shapes and values of `zero_models::Bert`, which reads Hugging Face's
+//! files. Its head is tied.
 //!
-//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `m` rows of them
-//! that are predicted, `f` inner width.
+//! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `m`
+//! predicted rows, `f` inner width.
 
 use burn::module::{Module, Param};
 use burn::tensor::activation::log_softmax;
@@ -22,7 +22,7 @@ pub struct Bert {
     transform_norm: LayerNorm,
     prediction_bias: Param<Tensor<1>>,
     seq_relationship: Linear,
-    /// Burn's norms keep theirs to themselves.
+    /// A copy, as Burn's norms keep theirs private.
     epsilon: f64,
 }
 
@@ -51,7 +51,7 @@ struct Layer {
     attention_dropout: f64,
 }
 
-/// What the model learns from.
+/// A batch of inputs and labels.
 pub struct Batch {
     /// Token ids, some of them replaced by the mask token, `[b, t]`.
     pub ids_bt: Tensor<2, Int>,
@@ -59,23 +59,23 @@ pub struct Batch {
     pub types_bt: Tensor<2, Int>,
     /// 1 at tokens and 0 at padding, `[b, t]`.
     pub mask_bt: Tensor<2, Int>,
-    /// Which of the `n` rows are predicted, `[m]`.
+    /// Indices of the predicted rows out of `n`, `[m]`.
     pub predicted_m: Tensor<1, Int>,
-    /// The ids to predict there, or a negative number, `[m]`.
+    /// Ids to predict in these rows, or a negative number, `[m]`.
     pub labels_m: Tensor<1, Int>,
     /// 0 if the second segment follows the first, 1 if not, `[b]`.
     pub follows_b: Tensor<1, Int>,
 }
 
-/// What is added to the score of a key that is padding.
+/// Added to the score of a key that is padding.
 const MASKED: f32 = -3.0e4;
 
 impl Bert {
-    /// A BERT of this configuration, without its values.
+    /// Builds a BERT of this configuration with placeholder values.
     ///
     /// # Errors
     ///
-    /// Of a configuration that asks for more than this model has.
+    /// For a configuration with features that this model lacks.
     pub fn new(config: &BertConfig, device: &Device) -> Result<Self, ModelError> {
         let has = [
             ("tie_word_embeddings", config.tie_word_embeddings, "true"),
@@ -118,12 +118,12 @@ impl Bert {
         })
     }
 
-    /// The mean cross-entropies in nats over the labelled tokens and of whether segments follow one another, `[2]`.
+    /// Returns the mean cross-entropies in nats over the labelled tokens and of the next-sentence prediction, `[2]`.
     pub fn losses(&self, batch: Batch) -> Tensor<1> {
         Tensor::cat(self.predict(batch).map(|(logits, labels)| cross_entropy(logits, labels)).to_vec(), 0)
     }
 
-    /// The losses, and the parts of the labelled tokens and of the pairs of segments that are predicted right.
+    /// Returns both losses, and the accuracies over the labelled tokens and over the pairs of segments.
     pub fn measure(&self, batch: Batch) -> [f64; 4] {
         let [tokens, pairs] = self.predict(batch);
         let rights =
@@ -132,7 +132,7 @@ impl Bert {
         [loss[0], loss[1], rights[0], rights[1]]
     }
 
-    /// Logits in fp32, `[m, v]` of tokens and `[b, 2]` of whether segments follow one another, each with its labels.
+    /// Returns logits in fp32, `[m, v]` of tokens and `[b, 2]` of the next-sentence prediction, each with its labels.
     fn predict(&self, batch: Batch) -> [(Tensor<2>, Tensor<1, Int>); 2] {
         let [b, t] = batch.ids_bt.dims();
         let mut x_nd = self.embeddings.forward(batch.ids_bt, batch.types_bt, self.epsilon);
@@ -154,7 +154,7 @@ impl Bert {
     }
 }
 
-/// Over the rows whose label is not negative; 0 if there are none.
+/// Returns the mean cross-entropy over the rows whose label is not negative; 0 if there are none.
 fn cross_entropy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
     let [n] = labels_n.dims();
     let labelled_n = labels_n.clone().greater_equal_elem(0).float();
@@ -162,7 +162,7 @@ fn cross_entropy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
     (logs_n * labelled_n.clone()).sum().neg() / labelled_n.sum().clamp_min(1.0)
 }
 
-/// The part of the rows whose label is not negative that are predicted right; 0 if there are none.
+/// Returns the fraction of the rows with a non-negative label that are predicted correctly; 0 if there are none.
 fn accuracy(logits_nv: Tensor<2>, labels_n: Tensor<1, Int>) -> Tensor<1> {
     let labelled = labels_n.clone().greater_equal_elem(0).float().sum();
     let right_n = logits_nv.argmax(1).flatten::<1>(0, 1).equal(labels_n);
@@ -191,7 +191,7 @@ impl Layer {
         let mixed_nd = attention(q, k, v, Some(mask_bt), options);
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, self.hidden_dropout, x_nd);
         let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);
-        // The bias is added where the activation reads.
+        // The activation adds the bias.
         let wide_nf = linear(x_nd.clone(), self.intermediate.weight.val(), None, None);
         let wide_nf = gelu(Gelu::Erf, wide_nf, self.intermediate.bias.as_ref().map(Param::val));
         norm(&self.output_norm, self.epsilon, dense_onto(&self.output, wide_nf, self.hidden_dropout, x_nd))

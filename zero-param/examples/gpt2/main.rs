@@ -1,8 +1,10 @@
 //! Trains a GPT-2 on Burn 0.22 by the options, files and data of `zero train`, over ranks that are threads or processes:
 //!
-//! `cargo run --release --features trainer --example gpt2 -- --weights ../tests/fixtures/gpt2_tiny --data ../examples/data/tinyshakespeare.txt`
+//! `cargo run --release --features trainer --example gpt2 -- --weights ../tests/fixtures/gpt2_tiny
+//! --data ../examples/data/tinyshakespeare.txt`
 //!
-//! `--help` lists the options, of which this front refuses by name what it has not. `--resume` goes on from a checkpoint of either front.
+//! `--help` lists the options; those that Burn 0.22's integration lacks are refused by name. `--resume` resumes from a checkpoint of either
+//! Burn version.
 
 mod model;
 #[path = "../shared/mod.rs"]
@@ -20,7 +22,7 @@ use zero_train::data::{Source, TokenBatch};
 use zero_train::language::{CausalTask, Options, Program};
 use zero_train::trainer::Trainer;
 
-/// A step finds the pages of the one before.
+/// Reuses the pages of the previous step.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 

@@ -1,8 +1,8 @@
-//! GPT-2 on Burn 0.22, with the parameters of `zero_models::Gpt2`: the same paths, shapes and values, so that either reads the other's
-//! checkpoints, and Hugging Face's.
+//! GPT-2 on Burn 0.22. Its parameters have the paths, shapes and values of `zero_models::Gpt2`, so either model reads the other's
+//! checkpoints and Hugging Face's.
 //!
-//! Nothing here knows of ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows,
-//! `f` inner width.
+//! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `f` inner
+//! width.
 
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor};
@@ -14,14 +14,14 @@ use zero_param::{
 
 use crate::shared::{self, dense, dense_onto, norm};
 
-/// A GPT-2 whose head is its token embedding.
+/// A GPT-2 whose head is tied to its token embedding.
 #[derive(Module, Debug)]
 pub struct Gpt2 {
     wte: Param<Tensor<2>>,
     wpe: Param<Tensor<2>>,
     h: Vec<Block>,
     ln_f: LayerNorm,
-    /// Burn's norms keep theirs to themselves.
+    /// A copy, as Burn's norms keep theirs private.
     epsilon: f64,
     embd_pdrop: f64,
 }
@@ -50,11 +50,11 @@ struct Mlp {
     c_proj: Linear,
 }
 
-/// A GPT-2 of this configuration, without its values.
+/// Builds a GPT-2 of this configuration with placeholder values.
 ///
 /// # Errors
 ///
-/// Of a configuration that asks for more than this model has.
+/// For a configuration with features that this model lacks.
 pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
     let has = [
         ("tie_word_embeddings", config.tie_word_embeddings, "true"),
@@ -90,7 +90,7 @@ pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
 }
 
 impl Gpt2 {
-    /// The mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
+    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
     pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         let [b, t] = ids_bt.dims();
         let device = ids_bt.device();
@@ -101,14 +101,14 @@ impl Gpt2 {
         for block in &self.h {
             x_nd = block.forward(x_nd, b);
         }
-        // The last position of a row predicts nothing: ignoring it costs less than copying all others.
+        // A row's last position predicts nothing: ignoring it costs less than copying all others.
         let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
         let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
         linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), self.wte.val(), next_n, Some(IGNORED))
     }
 }
 
-/// The label of a position that does not count.
+/// Label of a position that is ignored.
 const IGNORED: i64 = -100;
 
 impl Block {
@@ -116,7 +116,7 @@ impl Block {
         let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
-        // The bias is added where the activation reads.
+        // The activation adds the bias.
         let wide_nf = linear(norm(&self.ln_2, self.epsilon, x_nd.clone()), c_fc.weight.val(), None, None);
         let wide_nf = gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val));
         dense_onto(c_proj, wide_nf, self.resid_pdrop, x_nd)

@@ -1,4 +1,4 @@
-//! What the models have in common: parameters by their paths, and layers by fused operations.
+//! Helpers that the models share: setting parameters by path, and layers of fused operations.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -9,7 +9,7 @@ use burn_nn::{LayerNorm, Linear};
 use zero_models::{ModelConfig, ModelError, ModelParam};
 use zero_param::{dropout, layer_norm, linear};
 
-/// A model of this configuration with the values in a folder of Hugging Face's, or without one with those that `fresh` tells.
+/// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates.
 pub fn begin<M: Module, E: From<ModelError>>(
     model: M,
     config: &ModelConfig,
@@ -25,7 +25,7 @@ pub fn begin<M: Module, E: From<ModelError>>(
     Ok(model.map(&mut Fill { path: Vec::new(), values }))
 }
 
-/// Refuses the first key of a configuration that is not what a model supports.
+/// Returns an error for the first key of a configuration whose value the model does not support.
 pub fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result<(), ModelError> {
     let other = keys.iter().find(|(_, is_so, _)| !is_so);
     other.map_or(Ok(()), |&(key, _, supported)| {
@@ -62,12 +62,12 @@ pub fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
     layer_norm(x_nd, norm.gamma.val(), norm.beta.as_ref().map(Param::val), epsilon)
 }
 
-/// `layer` of rows, added to `residual_nf` if there is one.
+/// Applies `layer` to rows, and adds `residual_nf` if there is one.
 pub fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
     linear(x_nd, layer.weight.val(), layer.bias.as_ref().map(Param::val), residual_nf)
 }
 
-/// `layer` of rows, of which elements are dropped with `probability`, added to `residual_nf`.
+/// Applies `layer` to rows, then dropout with `probability`, and adds `residual_nf`.
 pub fn dense_onto(layer: &Linear, x_nd: Tensor<2>, probability: f64, residual_nf: Tensor<2>) -> Tensor<2> {
     match probability {
         0.0 => dense(layer, x_nd, Some(residual_nf)),

@@ -1,4 +1,4 @@
-//! Fused operations as one operation of Burn's backends, and their backward passes as one node of autodiff's graph.
+//! Each fused operation as one operation of Burn's backends, and its backward pass as one node of autodiff's graph.
 
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -12,7 +12,7 @@ use burn::tensor::DType;
 use super::flex::Op;
 use crate::piece::Raw;
 
-/// Operands: the macro takes no list of tensors.
+/// Operands of an operation. An enum, as the macro takes no list of tensors.
 #[derive(ExtensionType)]
 pub(crate) enum Operands<B: Backend> {
     One(FloatTensor<B>),
@@ -23,7 +23,7 @@ pub(crate) enum Operands<B: Backend> {
 
 #[backend_extension(Flex, Autodiff)]
 pub(crate) trait FusedBackend: Backend {
-    /// The operation's result.
+    /// Computes the operation's result.
     fn fused(#[extension_type] operands: Operands<Self>, op: Op) -> FloatTensor<Self>;
 }
 
@@ -57,9 +57,9 @@ struct Node;
 #[derive(Debug, Clone)]
 struct State {
     op: Op,
-    /// Of the operands.
+    /// Data type of the operands.
     dtype: DType,
-    /// Those that the backward pass reads. A gathered one is gathered again.
+    /// Operands that the backward pass reads. A gathered operand is gathered again.
     read: Vec<Option<NodeId>>,
     kept: Vec<Raw>,
 }

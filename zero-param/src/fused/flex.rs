@@ -1,5 +1,5 @@
-//! The kernels on Flex's tensors: each operation forward and backward. What is a product, GELU and a row of a table are computed in
-//! bfloat16 as they are; all else in 16 bit is widened.
+//! The kernels on Flex's tensors: each operation forward and backward. Products, GELU, embedding lookups and cross-entropy compute bfloat16
+//! directly; all other operations widen 16-bit operands to fp32.
 
 use std::sync::Arc;
 
@@ -17,26 +17,26 @@ use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
 use zero_kernels::cpu::{Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
-/// An operation with all that it is told beside its operands.
+/// An operation with all its arguments other than operands.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
-    /// Of x, weight, bias if there is one, residual if there is one.
+    /// Operands: x, weight, bias if any, residual if any.
     Linear { bias: bool },
-    /// Of x, gamma, beta if there is one.
+    /// Operands: x, gamma, beta if any.
     LayerNorm { epsilon: f32 },
-    /// Of x, bias if there is one.
+    /// Operands: x, bias if any.
     Gelu(Gelu),
-    /// Of packed rows, or of queries, keys and values. What is added to the scores of keys, if anything is.
+    /// Operands: packed rows, or queries, keys and values. `mask`, if any, is added to the scores of keys.
     Attention { options: AttentionOptions, mask: Option<Arc<[f32]>> },
-    /// Of a table of so many rows.
+    /// Operand: a table of `rows` rows.
     Embedding { ids: Arc<[i64]>, rows: usize },
-    /// Of x, weight.
+    /// Operands: x, weight.
     CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64> },
-    /// Of x.
+    /// Operand: x.
     Dropout(AttentionDropout),
 }
 
-/// In row-major order without gaps; a copy only if it is not.
+/// Returns `x` in row-major order without gaps; copies only if it is not so already.
 fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
     if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
 }
@@ -74,7 +74,7 @@ fn widen(x: FlexTensor) -> FlexTensor {
     }
 }
 
-/// Of a tensor in fp32.
+/// Rounds a tensor in fp32 to `dtype`.
 pub(crate) fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
     match dtype {
         DType::BF16 => tensor(narrowed::<bf16>(values(&x)), x.shape()),
@@ -90,7 +90,7 @@ fn product(a: MatrixBf16<'_>, b: MatrixBf16<'_>, begin: Option<Begin<'_>>) -> Fl
     tensor(out, shape)
 }
 
-/// Of a bias in fp32.
+/// Computes `gelu(x + bias)`, with a bias in fp32.
 fn gelu_of<T: Number + Element + Pod>(kind: Gelu, x: &FlexTensor, bias: Option<&[f32]>) -> FlexTensor {
     let [n, f] = dims(x);
     let mut out = buffer_of::<T>(n * f);
@@ -98,7 +98,7 @@ fn gelu_of<T: Number + Element + Pod>(kind: Gelu, x: &FlexTensor, bias: Option<&
     tensor(out, [n, f])
 }
 
-/// The gradients of x and, in fp32, of the bias.
+/// Returns the gradients of x and, in fp32, of the bias.
 fn gelu_backward_of<T: Number + Element + Pod>(
     kind: Gelu,
     x: &FlexTensor,
@@ -119,7 +119,7 @@ fn rows_of<T: Plain + Element + Pod>(table: &FlexTensor, ids: &[i64]) -> FlexTen
     tensor(out, [n, d])
 }
 
-/// The loss and, if any is wanted, the gradients of x and of the weight, in fp32.
+/// Returns the loss and, if any gradient is wanted, those of x and of the weight, in fp32.
 fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
     x: &FlexTensor,
     weight: &FlexTensor,
@@ -154,7 +154,7 @@ impl Op {
         }
     }
 
-    /// Whether the backward pass reads the operand of number `index`, if the gradients of those `wanted` are.
+    /// Returns whether the backward pass reads operand `index`, given which operands' gradients are `wanted`.
     pub(crate) fn reads(&self, index: usize, wanted: &[bool]) -> bool {
         match (self, index) {
             (Op::Linear { .. }, 0) => wanted[1],
@@ -164,7 +164,7 @@ impl Op {
         }
     }
 
-    /// The result, and what is kept of it for a backward pass that makes the gradients of operands that are `wanted`.
+    /// Returns the result, and the tensors kept for a backward pass that computes the gradients of the operands that are `wanted`.
     pub(crate) fn forward(&self, operands: Vec<FlexTensor>, wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
         let dtype = operands[0].dtype();
         if dtype == DType::BF16 && self.is_in_bf16() {
@@ -182,7 +182,7 @@ impl Op {
         (out, kept)
     }
 
-    /// Whether operands in bfloat16 are not widened.
+    /// Returns whether bfloat16 operands are computed without widening.
     fn is_in_bf16(&self) -> bool {
         matches!(self, Op::Linear { .. } | Op::Gelu(_) | Op::Embedding { .. } | Op::CrossEntropy { .. })
     }
@@ -239,7 +239,7 @@ impl Op {
         }
     }
 
-    /// The gradients of operands that are `wanted`, in their type, from the operands that were [read](Self::reads).
+    /// Returns the gradients of the operands that are `wanted`, in their type, from the operands that were [read](Self::reads).
     pub(crate) fn backward(
         &self,
         read: Vec<Option<FlexTensor>>,
@@ -248,7 +248,7 @@ impl Op {
         dtype: DType,
         wanted: &[bool],
     ) -> Vec<Option<FlexTensor>> {
-        // The gradients of cross-entropy are made already.
+        // Cross-entropy has computed its gradients already.
         if dtype == DType::BF16 && self.is_in_bf16() && !matches!(self, Op::CrossEntropy { .. }) {
             return self.backward_in_bf16(&read, gradient, wanted);
         }
@@ -275,7 +275,7 @@ impl Op {
                 if *bias {
                     gradients.push(wanted[2].then(|| rounded(sum_of_rows(&widen(g.clone())))));
                 }
-                // Of the residual, if there is one.
+                // The residual's gradient, if there is a residual.
                 gradients.push(Some(g));
                 gradients
             }
@@ -322,7 +322,7 @@ impl Op {
                 if *bias {
                     gradients.push(wanted[2].then(|| sum_of_rows(&gradient)));
                 }
-                // Of the residual, if there is one.
+                // The residual's gradient, if there is a residual.
                 gradients.push(Some(gradient));
                 gradients
             }
@@ -360,7 +360,7 @@ impl Op {
             }
             Op::CrossEntropy { .. } => {
                 let factor = g[0];
-                // The usual factor: nothing was done to the loss.
+                // Usually 1: the loss was not scaled.
                 let scaled = |x| if factor == 1.0 { x } else { Flex::float_mul_scalar(x, factor.into()) };
                 kept.into_iter().map(|made| Some(scaled(made))).collect()
             }
@@ -383,7 +383,7 @@ fn dropped(dropout: AttentionDropout, x: &FlexTensor) -> FlexTensor {
     tensor(out, [n, d])
 }
 
-/// The sizes, and where queries, keys and values lie: in packed rows, or each by itself.
+/// Returns the sizes, and where queries, keys and values are: in packed rows, or in a tensor each.
 fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &AttentionOptions) -> Inputs<'a> {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
     let [n, width] = dims(parts[0]);

@@ -1,8 +1,8 @@
-//! Operations of transformers that are worth more than a chain of Burn's: the kernels of `zero-kernels`, as operations that autodiff
-//! knows. They have the names and shapes that they have in `zero-ops`.
+//! Fused operations of transformers: the kernels of `zero-kernels` as autodiff operations, where a chain of Burn's operations costs more.
+//! Names and shapes are those of `zero-ops`.
 //!
-//! Activations are rows `[n, d]`: what is sequence and what is batch matters to attention only. Operands in 16 bit are added up in
-//! fp32 and rounded once, at the end. On other devices than the host they are Burn's own operations (`plain.rs`).
+//! Activations are rows `[n, d]`: only attention distinguishes sequence and batch. 16-bit operands are accumulated in fp32 and rounded
+//! once, at the end. On devices other than the host these are Burn's own operations (`plain.rs`).
 
 mod backend;
 mod flex;
@@ -31,7 +31,7 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     for other in &operands {
         assert_eq!(other.dtype(), dtype, "{}: operands differ in type; cast one of them", op.name());
     }
-    // No kernel of the host drops attention's probabilities.
+    // The host's kernel has no dropout of attention probabilities.
     let has_kernel = !matches!(&op, Op::Attention { options, .. } if options.dropout.is_some());
     if !(has_kernel && is_host(&operands[0])) {
         return Tensor::from_dispatch(plain::run(op, operands));
@@ -48,10 +48,10 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     Tensor::from_dispatch(<Dispatch as FusedBackend>::fused(operands, op))
 }
 
-/// `x weight + bias + residual`: the residual connection costs nothing beside the product.
+/// Computes `x weight + bias + residual`: the residual connection is fused into the product.
 ///
-/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass, as Burn's own does, which multiplies by a
-/// view of it.
+/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass. Burn's `linear` does, as it multiplies by a view
+/// of the weight.
 ///
 /// # Shapes
 /// - `x`: `[.., d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[.., f]`
@@ -75,15 +75,15 @@ pub fn linear<const D: usize>(
     if D == 2 { Tensor::from_dispatch(out.into_dispatch()) } else { out.reshape(shape) }
 }
 
-/// `[.., d]` as `[n, d]`.
+/// Reshapes `[.., d]` to `[n, d]`.
 fn as_rows<const D: usize>(x: Tensor<D>) -> Any {
     let shape = x.dims();
     let n = shape[..D - 1].iter().product();
     if D == 2 { x.into_dispatch() } else { x.reshape([n, shape[D - 1]]).into_dispatch() }
 }
 
-/// Layer norm of rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the
-/// biased variance.
+/// Applies layer norm to rows, <https://arxiv.org/abs/1607.06450>: `(x - mean) / sqrt(variance + epsilon) * gamma + beta`, with the biased
+/// variance.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `gamma`, `beta`: `[d]`
@@ -97,7 +97,7 @@ pub fn layer_norm(x: Tensor<2>, gamma: Tensor<1>, beta: Option<Tensor<1>>, epsil
     run(Op::LayerNorm { epsilon: epsilon as f32 }, operands)
 }
 
-/// `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
+/// Computes `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
 ///
 /// # Shapes
 /// - `x`: `[n, f]`, `bias`: `[f]`
@@ -111,8 +111,8 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
     run(Op::Gelu(kind), operands)
 }
 
-/// Scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without holding the scores of all pairs,
-/// <https://arxiv.org/abs/2307.08691>. With dropout of probabilities ([`draw_dropout`]) it is Burn's own operations, which hold them.
+/// Computes scaled dot-product attention over heads, <https://arxiv.org/abs/1706.03762>, without storing the scores of all pairs,
+/// <https://arxiv.org/abs/2307.08691>. With dropout of probabilities ([`draw_dropout`]) it runs Burn's own operations, which store them.
 ///
 /// # Shapes
 /// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
@@ -135,14 +135,14 @@ pub fn attention(
     run(op, [q, k, v].map(Tensor::into_dispatch).into())
 }
 
-/// As [`attention`] of rows that hold query, key and value side by side.
+/// Computes [`attention`] of rows that hold query, key and value one after the other.
 ///
 /// # Shapes
 /// - `qkv`: `[n, 3 d]`
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// As [`attention`].
+/// Same as [`attention`].
 pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: AttentionOptions) -> Tensor<2> {
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "attention: rows of {width} columns hold no three parts");
@@ -159,20 +159,20 @@ fn attention_of([n, d]: [usize; 2], mask: Option<Tensor<2>>, options: AttentionO
     Op::Attention { options, mask: mask.map(|mask| mask.into_data().iter::<f32>().collect()) }
 }
 
-/// Drops elements with a probability while a model is trained, and divides the others by that of being kept,
-/// <https://jmlr.org/papers/v15/srivastava14a.html>. What is dropped follows from [`ZeroConfig::seed`](crate::ZeroConfig::seed), the rank and
-/// how much the rank has drawn before, which checkpoints hold: the losses of all stages have the same bits, and a resumed run goes
-/// on with those of one that was not interrupted. (Burn's `Dropout` draws from one generator of the process, in whatever order ranks come.)
+/// Drops elements with a probability in training, and divides the others by the probability of being kept,
+/// <https://jmlr.org/papers/v15/srivastava14a.html>. The mask depends on [`ZeroConfig::seed`](crate::ZeroConfig::seed), the rank and the
+/// number of the rank's draws so far, which checkpoints hold. So losses have the same bits at all stages, and a resumed run has those of an
+/// uninterrupted one. (Burn's `Dropout` draws from one generator of the process, in whatever order ranks arrive.)
 ///
 /// # Panics
-/// As [`draw_dropout`].
+/// Same as [`draw_dropout`].
 pub fn dropout<const D: usize>(x: Tensor<D>, probability: f64) -> Tensor<D> {
     let Some(drawn) = draw_dropout(probability, &x.device()) else { return x };
     let shape = x.dims();
     run::<2>(Op::Dropout(drawn), vec![as_rows(x)]).reshape(shape)
 }
 
-/// The rows of a table.
+/// Returns the rows `ids` of a table.
 ///
 /// # Shapes
 /// - `table`: `[v, d]`, `ids`: `[n]`, each in `0..v`
@@ -185,11 +185,11 @@ pub(crate) fn rows(table: Tensor<2>, ids: Tensor<1, Int>) -> Tensor<2> {
     run(Op::Embedding { ids: numbers(ids), rows }, vec![table.into_dispatch()])
 }
 
-/// The mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not
-/// `ignored`; 0 if there are none.
+/// Returns the mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not `ignored`; 0
+/// if there are none.
 ///
-/// Logits are made for some rows at a time and never held for all. Under autodiff the gradients are made beside them, in
-/// the forward pass, and only scaled in the backward pass: a sharded weight is gathered once.
+/// Logits are computed for some rows at a time and never stored for all. Under autodiff the gradients are computed along with them in the
+/// forward pass, and only scaled in the backward pass: a sharded weight is gathered once.
 ///
 /// # Shapes
 /// - `x`: `[n, d]`, `weight`: `[v, d]`, `targets`: `[n]`, each in `0..v` or `ignored`

@@ -1,5 +1,5 @@
-//! The operations by Burn's own, where there are no kernels here: on devices, and of attention that drops probabilities. All in fp32, and
-//! rounded once at the end.
+//! The operations by Burn's own, where there are no kernels: on devices, and for attention with dropout of probabilities. All compute in
+//! fp32 and round once at the end.
 
 use std::f64::consts::FRAC_1_SQRT_2;
 
@@ -31,7 +31,7 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
             let x = first();
             let x = next().map(column).into_iter().fold(x, |x, bias| x + bias);
             match kind {
-                // Not Burn's, whose gradient is that of the other formula on most devices.
+                // Not Burn's `gelu`, whose gradient is that of the tanh formula on most devices.
                 Gelu::Erf => x.clone() * ((x * FRAC_1_SQRT_2).erf() + 1.0) * 0.5,
                 Gelu::Tanh => gelu_approximate(x),
             }
@@ -63,7 +63,7 @@ fn rows(x: Any) -> Tensor<2> {
     Tensor::<2>::from_dispatch(x).cast(DType::F32)
 }
 
-/// A vector, for each row.
+/// Returns a vector as a row `[1, n]`, which broadcasts over rows.
 fn column(x: Any) -> Tensor<2> {
     Tensor::<1>::from_dispatch(x).cast(DType::F32).unsqueeze()
 }
@@ -95,7 +95,7 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
     probabilities.matmul(v).swap_dims(1, 2).reshape([n, d])
 }
 
-/// The mask is the host's, and goes up.
+/// Applies dropout with a mask that is drawn on the host and copied to the device.
 fn dropped<const D: usize>(x: Tensor<D>, dropout: AttentionDropout) -> Tensor<D> {
     let shares: Vec<f32> = (0..x.shape().num_elements() as u64).map(|place| dropout.share(place)).collect();
     let shares = Tensor::from_data(TensorData::new(shares, x.shape()), &x.device());
@@ -111,7 +111,7 @@ fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Opti
     let shares: Vec<f32> = targets.iter().map(|target| if counts(target) { -1.0 / counted } else { 0.0 }).collect();
     let read = Tensor::<2, Int>::from_data(TensorData::new(read, [n, 1]), &device);
     let shares = Tensor::<2>::from_data(TensorData::new(shares, [n, 1]), &device);
-    // As (w xᵀ)ᵀ: a view of a gathered weight would keep the whole.
+    // (w xᵀ)ᵀ rather than x wᵀ: a view of a gathered weight would keep the full parameter.
     let logits = weight.matmul(x.transpose()).transpose();
     (log_softmax(logits, 1).gather(1, read) * shares).sum()
 }
@@ -129,7 +129,7 @@ mod tests {
         let (n, d) = (batch * t, heads * width);
         let values: Vec<f32> = (0..n * 3 * d).map(|at| ((at * 37) % 61) as f32 / 31.0 - 1.0).collect();
         let qkv = || Tensor::<2>::from_data(TensorData::new(values.clone(), [n, 3 * d]), &Device::flex());
-        // All that the first rows of the second sequence see.
+        // The only keys that the first rows of the second sequence can see.
         for masked in [-3e4, -1e9] {
             let mask: Vec<f32> = (0..n).map(|at| if (t..t + 2).contains(&at) { masked } else { 0.0 }).collect();
             for window in [None, Some(2)] {
@@ -139,7 +139,7 @@ mod tests {
                 let mask = Tensor::from_data(TensorData::new(mask.clone(), [batch, t]), &Device::flex());
                 let kernel = packed_attention(qkv(), Some(mask), options);
                 let apart = (plain - kernel).abs().max().into_scalar::<f32>();
-                // Scores as low as the mask have few digits left.
+                // Scores as low as the mask keep few significant digits.
                 assert!(apart < 1e-5, "masked by {masked}, {window:?}: {apart}");
             }
         }

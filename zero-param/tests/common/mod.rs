@@ -1,4 +1,4 @@
-//! Models, batches and training runs that laws are told of.
+//! Models, batches and training runs that the tests share.
 #![allow(dead_code)] // Each binary uses some.
 
 pub mod processes;
@@ -15,7 +15,7 @@ use zero_core::Stage;
 use zero_core::collective::threads::ThreadOptions;
 use zero_param::{Error, OptimizerConfig, Ranks, Zero, ZeroConfig, dropout, embedding, run_threads, shard, tied_head};
 
-/// Numbers in [-1, 1) that are the same in every run.
+/// Pseudo-random numbers in [-1, 1) that are the same in every run.
 pub fn numbers(seed: u64) -> impl FnMut() -> f32 {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     move || {
@@ -48,7 +48,7 @@ pub fn device() -> Device {
     Device::flex().autodiff()
 }
 
-/// A module with a loss on rows that `seed` makes.
+/// A module with a loss on rows generated from `seed`.
 pub trait Net: Module + Clone + Send + 'static {
     fn build(device: &Device) -> Self;
     fn loss(&self, seed: u64, device: &Device) -> Tensor<1>;
@@ -56,14 +56,14 @@ pub trait Net: Module + Clone + Send + 'static {
 
 pub const ROWS: usize = 4;
 
-/// Layers of `WIDTH` squared, of `DEPTH`.
+/// `DEPTH` layers of `WIDTH` by `WIDTH`.
 #[derive(Module, Debug)]
 pub struct Mlp<const WIDTH: usize, const DEPTH: usize> {
     pub layers: Vec<Linear>,
 }
 
 impl<const WIDTH: usize, const DEPTH: usize> Mlp<WIDTH, DEPTH> {
-    /// One whose parameters are made when they are first used.
+    /// Builds one whose parameters are initialized lazily.
     pub fn lazy(device: &Device) -> Self {
         Self { layers: (0..DEPTH).map(|_| LinearConfig::new(WIDTH, WIDTH).init(device)).collect() }
     }
@@ -135,7 +135,7 @@ impl Block {
     }
 }
 
-/// A small GPT-2, whose head is its embedding, with a dropout of so many hundredths.
+/// A small GPT-2 with a tied head and a dropout of `DROPPED` percent.
 #[derive(Module, Debug)]
 pub struct Gpt<const DEPTH: usize, const DROPPED: usize = 0> {
     wte: Param<Tensor<2>>,
@@ -175,12 +175,12 @@ impl<const DEPTH: usize, const DROPPED: usize> Net for Gpt<DEPTH, DROPPED> {
     }
 }
 
-/// What a rank tells of its run.
+/// Results of a rank's run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Told {
     pub losses: Vec<f32>,
     pub norms: Vec<f64>,
-    /// Whole parameters at the end.
+    /// Full parameters at the end.
     pub weights: BTreeMap<String, Vec<f32>>,
 }
 
@@ -202,7 +202,7 @@ impl ModuleVisitor for Weights {
     }
 }
 
-/// A module's whole parameters.
+/// Returns a module's full parameters.
 pub fn weights<M: Module>(module: &M) -> BTreeMap<String, Vec<f32>> {
     let mut weights = Weights::default();
     module.valid().materialize().visit(&mut weights);
@@ -213,7 +213,7 @@ pub fn value(loss: Tensor<1>) -> f32 {
     loss.into_data().try_into_vec::<f32>().unwrap()[0]
 }
 
-/// All but vectors are cut, in buckets of a few parameters.
+/// Settings that shard everything but vectors, in buckets of a few parameters.
 pub fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { reduce_bucket_size: 500, param_persistence_threshold: 0, ..ZeroConfig::new(stage) }
 }
@@ -258,7 +258,7 @@ pub fn options() -> ThreadOptions {
     ThreadOptions { deadline: Duration::from_secs(60) }
 }
 
-/// Trains it on ranks that are threads.
+/// Trains `N` on ranks that are threads.
 pub fn train_threads<N: Net>(
     world: usize,
     config: &ZeroConfig,
@@ -267,7 +267,7 @@ pub fn train_threads<N: Net>(
     run_threads(world, &options(), |ranks| train::<N>(ranks, config, optimizer).map(|(told, _)| told)).unwrap()
 }
 
-/// Trains a plain module on the mean of the losses of as many ranks. Tells what each of them would.
+/// Trains a plain module on the mean of the losses of `world` ranks. Returns the results that each rank should have.
 pub fn train_plain<N: Net>(world: usize, mut optimizer: ModuleOptimizer) -> Vec<Told> {
     let device = device();
     let mut net = N::build(&device);
@@ -304,7 +304,7 @@ fn norm<M: Module>(module: &M, grads: &GradientsParams) -> f64 {
     norm.1.sqrt()
 }
 
-/// The largest difference of two runs' numbers, relative to those above 1.
+/// Returns the largest difference between two runs, relative for values above 1.
 pub fn apart(a: &Told, b: &Told) -> f64 {
     let close = |a: f64, b: f64| (a - b).abs() / b.abs().max(1.0);
     assert_eq!(a.weights.keys().collect::<Vec<_>>(), b.weights.keys().collect::<Vec<_>>());

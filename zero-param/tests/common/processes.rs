@@ -1,4 +1,4 @@
-//! Ranks that are processes: a test binary starts itself once a rank.
+//! Ranks that are processes: a test binary starts itself once per rank.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -26,7 +26,7 @@ pub fn bits(told: &[Told]) -> String {
     told.iter().map(hex).collect()
 }
 
-/// What the binary's test `rank` calls: does `body`, if this process was started as a rank.
+/// Runs `body` if this process was started as a rank. Called by the binary's test `rank`.
 pub fn be_a_rank(body: impl FnOnce(&Ranks, Stage) -> Result<Told, Error> + Send) {
     let Some(folder) = std::env::var_os(FOLDER) else { return };
     let stage = Stage::try_from(std::env::var(STAGE).unwrap().parse::<u8>().unwrap()).unwrap();
@@ -46,7 +46,7 @@ pub fn be_a_rank(body: impl FnOnce(&Ranks, Stage) -> Result<Told, Error> + Send)
     }
 }
 
-/// The [`bits`] of what ranks have told that meet over sockets.
+/// Returns the [`bits`] of the results of ranks that connect over sockets.
 pub fn train_processes(world: usize, stage: Stage) -> String {
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let rank = |rank: usize| {
@@ -59,7 +59,7 @@ pub fn train_processes(world: usize, stage: Stage) -> String {
     told((0..world).map(rank).collect(), world, stage)
 }
 
-/// As [`train_processes`], of ranks that mpirun starts.
+/// Trains like [`train_processes`], with ranks started by mpirun.
 pub fn train_under_mpirun(world: usize, stage: Stage) -> String {
     let mut command = Command::new("mpirun");
     command.args(["--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-n", &world.to_string()]);
@@ -82,7 +82,7 @@ fn told(commands: Vec<Command>, world: usize, stage: Stage) -> String {
         std::thread::sleep(Duration::from_millis(10));
     }
     for child in &mut children {
-        // One that is overdue.
+        // A process that is overdue.
         let _ = child.kill();
         assert!(child.wait().unwrap().success());
     }

@@ -1,4 +1,4 @@
-//! The keys of an Accelerate YAML, at both levels. Those that are acted on are turned into DeepSpeed's.
+//! Keys of an Accelerate YAML, at both levels. Supported ones are converted to DeepSpeed's keys.
 
 use crate::auto::Fill;
 use crate::node::Node;
@@ -31,7 +31,7 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
     mixed_precision = "no" => K::OneOf("no fp16 bf16 fp8"), T::ACTED;
     fp16 = null => K::YesNo,
         T::renamed("mixed_precision", |on| Node::from(if *on == Node::Bool(true) { "fp16" } else { "no" }));
-    // Accelerate writes -1 for "not said".
+    // Accelerate writes -1 for "not given".
     num_processes = -1 => K::Int { min: -1, max: i64::MAX as i128 }, T::ACTED;
     num_machines = 1 => K::COUNT,
         T::no_effect(

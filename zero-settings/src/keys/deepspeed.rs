@@ -6,7 +6,7 @@ use crate::auto::Fill;
 use crate::node::Node;
 use crate::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
-/// What comes with one block of memory for all inputs of blocks.
+/// Options for one contiguous buffer of all block inputs.
 const CONTIGUOUS: T = T::no_effect("inputs of blocks have one size, and each takes the memory that another has left");
 const CLOCK: T = T::no_effect("throughput is always measured, at the end of a step");
 const COMPILER: T = T::no_effect("it compiles PyTorch's graphs");
@@ -121,7 +121,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         synchronize_checkpoint_boundary = false => K::Bool, T::no_effect("nothing waits at the end of a block");
         profile = false => K::Bool, T::no_effect("--trace FILE has the time of each block that is computed again");
         cpu_checkpointing = false => K::Bool, T::ACTED;
-        // Not DeepSpeed's: how many of the first, and a folder in place of the host's memory.
+        // Not DeepSpeed's: the number of leading blocks, and a folder to use instead of host memory.
         blocks = null => K::COUNT, T::ACTED;
         nvme_path = null => K::Text, T::ACTED;
     }), T::ACTED;

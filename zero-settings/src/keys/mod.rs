@@ -1,4 +1,4 @@
-//! Every known key of both formats: the one place that says what a key may hold, its default, and what becomes of it.
+//! Every known key of both formats: the only place that defines a key's accepted values, default and handling.
 
 mod accelerate;
 mod deepspeed;

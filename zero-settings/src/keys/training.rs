@@ -1,4 +1,4 @@
-//! `optimizer` and `scheduler`: the parameters of each type, as DeepSpeed's and PyTorch's constructors name them.
+//! `optimizer` and `scheduler`: parameters of each type, named as in DeepSpeed's and PyTorch's constructors.
 
 use crate::auto::Fill;
 use crate::rule::{Fate as T, Key, Kind as K, Tagged, keys};

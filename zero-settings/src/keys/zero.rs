@@ -26,7 +26,7 @@ pub(crate) const ZERO: &[Key] = keys! {
     allgather_partitions = true => K::Bool, GATHERS;
     allgather_bucket_size = 5e8 => K::COUNT, GATHERS;
     overlap_comm = null => K::Bool, T::ACTED;
-    // Not DeepSpeed's: updates from one comparison of the ranks' replicas to the next, 0 for none.
+    // Not DeepSpeed's: updates between comparisons of the ranks' replicas; 0 disables them.
     check_replicas = 0 => K::COUNT, T::ACTED;
     load_from_fp32_weights = true, elastic_checkpoint = false => K::Bool, SAVES;
     round_robin_gradients = false => K::Bool, T::no_effect("each rank already moves only its own shard of a gradient");
@@ -38,7 +38,7 @@ pub(crate) const ZERO: &[Key] = keys! {
         nvme_path = null => K::Text, T::ACTED;
         buffer_count = 4 => K::ONE_UP, T::ACTED;
         pin_memory = true => K::Bool, T::ACTED;
-        // DeepSpeed has them off unless asked for; overlapping changes no number.
+        // Off by default in DeepSpeed; overlap does not change any result.
         pipeline_read = true, pipeline_write = true => K::Bool, T::ACTED;
         fast_init = false => K::Bool,
             T::no_effect("optimizer state on a disk begins there, without being written first");

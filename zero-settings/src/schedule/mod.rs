@@ -1,4 +1,4 @@
-//! Learning rate schedules, number for number DeepSpeed's.
+//! Learning rate schedules that give DeepSpeed's exact values.
 //!
 //! * In: a [`Schedule`] and how many optimizer steps have been applied so far.
 //! * Out: the learning rate (and, for [`OneCycle`], the momentum) of the next update. Pure functions; nothing is
@@ -6,26 +6,25 @@
 //!
 //! # Which update uses which value
 //!
-//! `lr(n)` is the rate of update `n + 1`: the one applied after `n` updates have been applied.
+//! `lr(n)` is the rate of update `n + 1`, the one that follows `n` applied updates.
 //!
-//! In DeepSpeed a scheduler keeps `last_batch_iteration`, -1 when it is built. Building it writes a rate into the
-//! optimizer, and the first update uses that one. The engine steps the scheduler after each update, which sets
-//! `last_batch_iteration` to 0 after the first, 1 after the second, and so on. So `lr(0)` is what building the
-//! scheduler leaves behind, and `lr(n)` for `n >= 1` is `get_lr()` at `last_batch_iteration = n - 1`. Consequences that
-//! surprise:
+//! A DeepSpeed scheduler keeps `last_batch_iteration`, initially -1. Its constructor writes a rate into the optimizer,
+//! and the first update uses that rate. The engine steps the scheduler after each update, which sets
+//! `last_batch_iteration` to 0 after the first, 1 after the second, and so on. So `lr(0)` is the constructor's rate,
+//! and `lr(n)` for `n >= 1` is `get_lr()` at `last_batch_iteration = n - 1`. Surprising consequences:
 //!
 //! * The warm-up schedules repeat their first value: `lr(0)` and `lr(1)` are both the minimum, because
 //!   `last_batch_iteration` 0 is still the start of the ramp. The maximum is reached at `lr(warmup_steps + 1)` with
 //!   [`Warmup::Linear`] and already at `lr(warmup_steps)` with [`Warmup::Log`].
-//! * `WarmupCosineLr` starts with an update of rate 0, whatever `warmup_min_ratio` says; the ratio counts from the
-//!   second.
+//! * `WarmupCosineLr` starts with an update of rate 0 regardless of `warmup_min_ratio`; the ratio applies from the
+//!   second update.
 //! * [`OneCycle`] and `LrRangeTest` do not repeat: their `get_lr()` looks one iteration ahead.
-//! * [`OneCycle`]'s first update uses `min_mom`; from the second on the momentum falls from `max_mom`.
+//! * The first update of [`OneCycle`] uses `min_mom`; from the second on the momentum falls from `max_mom`.
 //!
 //! An update skipped for an overflow (see [`crate::loss_scale`]) does not count: the engine steps the scheduler only
-//! after an update was applied, so neither accumulation micro-steps nor skipped steps advance `n`.
+//! after an applied update, so neither micro-batches nor skipped steps advance `n`.
 //!
-//! Facts checked against DeepSpeed 0.19.6:
+//! Checked against DeepSpeed 0.19.6:
 //! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/lr_schedules.py> and, for when the scheduler
 //! is stepped, `_take_model_step` of
 //! <https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/runtime/engine.py>.
@@ -44,26 +43,26 @@ pub use validate::ScheduleError;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Warmup {
-    /// `ln(i + 1) / ln(warmup_steps)` of the way at iteration `i`: fast first, then slower.
+    /// `ln(i + 1) / ln(warmup_steps)` of the range at iteration `i`: fast first, then slower.
     #[default]
     Log,
-    /// `i / warmup_steps` of the way at iteration `i`.
+    /// `i / warmup_steps` of the range at iteration `i`.
     Linear,
 }
 
-/// A learning rate for every update. Field names follow DeepSpeed's keys; serialized, it is DeepSpeed's section `scheduler`.
+/// A learning rate for every update. Fields are named after DeepSpeed's keys; it serializes to DeepSpeed's `scheduler` section.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", content = "params")]
 pub enum Schedule {
-    /// The same rate always (DeepSpeed without a scheduler).
+    /// A constant rate (DeepSpeed without a scheduler).
     Constant(f64),
-    /// From `min_lr` to `max_lr`, then flat.
+    /// Warm-up from `min_lr` to `max_lr`, then constant.
     #[serde(rename = "WarmupLR")]
     WarmupLr {
         /// Rate at the start.
         #[serde(rename = "warmup_min_lr")]
         min_lr: f64,
-        /// Rate at the end of the warm-up and from there on.
+        /// Rate from the end of the warm-up on.
         #[serde(rename = "warmup_max_lr")]
         max_lr: f64,
         /// Length of the warm-up in updates; 1 acts as 2, as in DeepSpeed.
@@ -73,7 +72,7 @@ pub enum Schedule {
         #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
-    /// From `min_lr` to `max_lr`, then along a line back to `min_lr` at `total_steps`, then flat.
+    /// Warm-up from `min_lr` to `max_lr`, linear decay to `min_lr` at `total_steps`, then constant.
     #[serde(rename = "WarmupDecayLR")]
     WarmupDecayLr {
         /// Rate at the start and at the end.
@@ -88,20 +87,20 @@ pub enum Schedule {
         /// Shape of the warm-up.
         #[serde(rename = "warmup_type")]
         kind: Warmup,
-        /// Length of the whole schedule in updates.
+        /// Length of the full schedule in updates.
         #[serde(rename = "total_num_steps")]
         total_steps: usize,
     },
-    /// From `warmup_min_ratio` to 1 times `base_lr`, then along half a cosine to `cos_min_ratio` times it, then flat.
+    /// Warm-up from `warmup_min_ratio * base_lr` to `base_lr`, half a cosine to `cos_min_ratio * base_lr`, then constant.
     #[serde(rename = "WarmupCosineLR")]
     WarmupCosineLr {
-        /// The optimizer's own learning rate.
+        /// The optimizer's learning rate.
         #[serde(skip_serializing)]
         base_lr: f64,
-        /// Length of the whole schedule in updates.
+        /// Length of the full schedule in updates.
         #[serde(rename = "total_num_steps")]
         total_steps: usize,
-        /// Share of `base_lr` where the warm-up starts (not used by the first update, whose rate is 0).
+        /// Share of `base_lr` at the start of the warm-up (the first update does not use it: its rate is 0).
         warmup_min_ratio: f64,
         /// Length of the warm-up in updates; 1 acts as 2, as in DeepSpeed.
         #[serde(rename = "warmup_num_steps")]
@@ -112,56 +111,56 @@ pub enum Schedule {
         #[serde(rename = "warmup_type")]
         kind: Warmup,
     },
-    /// From 0 to `lr` along a line, then flat: transformers' `constant_with_warmup`. Not DeepSpeed's.
+    /// Linear warm-up from 0 to `lr`, then constant: transformers' `constant_with_warmup`. Not in DeepSpeed.
     Warmup {
-        /// Rate at the end of the warm-up and from there on.
+        /// Rate from the end of the warm-up on.
         lr: f64,
         /// Length of the warm-up in updates.
         warmup_steps: usize,
     },
-    /// From 0 to `lr` along a line, then to `floor` times it at `total_steps`: with 0, transformers' schedules `linear` and `cosine`
-    /// (<https://github.com/huggingface/transformers/blob/main/src/transformers/optimization.py>). Not DeepSpeed's.
+    /// Linear warm-up from 0 to `lr`, then decay to `floor * lr` at `total_steps`. If `floor` is 0: transformers' `linear` and
+    /// `cosine` (<https://github.com/huggingface/transformers/blob/main/src/transformers/optimization.py>). Not in DeepSpeed.
     Decay {
         /// Rate at the end of the warm-up.
         lr: f64,
-        /// Length of the warm-up in updates; with 0 the first update has the whole rate.
+        /// Length of the warm-up in updates; if 0, the first update has the full rate.
         warmup_steps: usize,
-        /// Length of the whole schedule in updates.
+        /// Length of the full schedule in updates.
         total_steps: usize,
-        /// Along half a cosine, or along a line.
+        /// If true, the rate falls along half a cosine; otherwise linearly.
         cosine: bool,
-        /// The warm-up rises in equal ratios from about a hundredth of `lr`: Adam's first updates are as large as the rate, and large
-        /// ones raise the loss of a deep model. Otherwise along a line, from 0.
+        /// If true, the warm-up rises geometrically from about `lr / 100`: Adam's first updates are as large as the
+        /// rate, and large ones raise the loss of a deep model. Otherwise it rises linearly from 0.
         gentle: bool,
         /// Share of `lr` at the end.
         floor: f64,
     },
     /// One cycle up and down, then decay.
     OneCycle(OneCycle),
-    /// A rate that grows without end, to find the largest one a model trains with
+    /// A rate that grows without bound, to find the largest one that a model trains with
     /// (<https://arxiv.org/abs/1803.09820>).
     #[serde(rename = "LRRangeTest")]
     LrRangeTest {
         /// Rate of the first update.
         #[serde(rename = "lr_range_test_min_lr")]
         min_lr: f64,
-        /// Updates in which the rate grows by `step_rate` times `min_lr`.
+        /// Interval, in updates, in which the rate grows by `step_rate * min_lr`.
         #[serde(rename = "lr_range_test_step_size")]
         step_size: usize,
-        /// Growth in an interval, in units of `min_lr`.
+        /// Growth per interval, in units of `min_lr`.
         #[serde(rename = "lr_range_test_step_rate")]
         step_rate: f64,
-        /// Whether the rate grows in jumps of one interval instead of with every update.
+        /// If true, the rate grows once per interval instead of with every update.
         #[serde(rename = "lr_range_test_staircase")]
         staircase: bool,
     },
 }
 
 impl Schedule {
-    /// The learning rate of the next update after `step` applied updates (0 for the first update). See the module's
-    /// text for how DeepSpeed counts.
+    /// Returns the learning rate of the next update after `step` applied updates (0 for the first update). See the
+    /// module documentation for how DeepSpeed counts.
     ///
-    /// Not finite for some schedules that [`validate`](Self::validate) refuses.
+    /// The result may be non-finite for schedules that [`validate`](Self::validate) rejects.
     ///
     /// # Example
     ///
@@ -210,7 +209,7 @@ impl Schedule {
         }
     }
 
-    /// The highest rate, to which the schedule rises and from which it falls; of [`LrRangeTest`](Self::LrRangeTest) the first.
+    /// Returns the peak rate of the schedule; for [`LrRangeTest`](Self::LrRangeTest), the first rate.
     pub fn top_lr(&self) -> f64 {
         match *self {
             Schedule::Constant(lr) | Schedule::Warmup { lr, .. } | Schedule::Decay { lr, .. } => lr,
@@ -221,8 +220,8 @@ impl Schedule {
         }
     }
 
-    /// The momentum (Adam's first beta) of the next update after `step` applied updates; `None` where the schedule
-    /// leaves it alone. With a momentum, DeepSpeed also sets the second beta, to [`ONE_CYCLE_BETA2`].
+    /// Returns the momentum (Adam's first beta) of the next update after `step` applied updates, or `None` if the
+    /// schedule does not set it. Along with the momentum, DeepSpeed sets the second beta to [`ONE_CYCLE_BETA2`].
     pub fn momentum(&self, step: usize) -> Option<f64> {
         match self {
             Schedule::OneCycle(cycle) => cycle.momentum(step),
@@ -230,7 +229,7 @@ impl Schedule {
         }
     }
 
-    /// DeepSpeed's name of the schedule, as in the key `scheduler.type`, if it is DeepSpeed's.
+    /// Returns DeepSpeed's name of the schedule, as in the key `scheduler.type`, or a name in the same style.
     pub fn name(&self) -> &'static str {
         match self {
             Schedule::Constant(_) => "Constant",
@@ -246,7 +245,7 @@ impl Schedule {
 }
 
 impl Warmup {
-    /// DeepSpeed's name.
+    /// Returns DeepSpeed's name.
     pub fn name(self) -> &'static str {
         match self {
             Warmup::Log => "log",
@@ -254,7 +253,7 @@ impl Warmup {
         }
     }
 
-    /// How far the warm-up is at `iteration`, or `None` once it is over.
+    /// Returns the warm-up's progress at `iteration`, or `None` once it is over.
     fn ratio(self, iteration: usize, warmup_steps: usize) -> Option<f64> {
         let warmup_steps = at_least_two(warmup_steps);
         (iteration < warmup_steps).then(|| match self {
@@ -264,19 +263,19 @@ impl Warmup {
     }
 }
 
-/// DeepSpeed's lower bound of a warm-up; ln(1) would be a division by zero.
+/// Applies DeepSpeed's lower bound of a warm-up; ln(1) would cause a division by zero.
 pub(crate) fn at_least_two(warmup_steps: usize) -> usize {
     warmup_steps.max(2)
 }
 
-/// The line from 1 at the end of the warm-up to 0 at `total_steps`.
+/// Returns the linear decay from 1 at the end of the warm-up to 0 at `total_steps`.
 fn decay_ratio(iteration: usize, warmup_steps: usize, total_steps: usize) -> f64 {
     let left = total_steps as f64 - iteration as f64;
     let length = (total_steps as f64 - warmup_steps as f64).max(1.0);
     (left / length).max(0.0)
 }
 
-/// Half a cosine from 1 to `floor`, which it reaches at iteration `total_steps - 1` and keeps.
+/// Returns half a cosine from 1 to `floor`, reached at iteration `total_steps - 1` and kept from there.
 fn cosine_ratio(iteration: usize, warmup_steps: usize, total_steps: usize, floor: f64) -> f64 {
     let done = (iteration - warmup_steps + 1) as f64;
     let length = (total_steps as f64 - warmup_steps as f64).max(1.0);

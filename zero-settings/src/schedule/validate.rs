@@ -1,11 +1,11 @@
-//! Checking a schedule before it is used: every message names the key of the configuration file and what to set it to.
+//! Validates a schedule before use: every message names the key of the configuration file and the value to set.
 
 use super::{CycleMomentum, Schedule, at_least_two};
 
-/// Why a schedule cannot be used. Keys are DeepSpeed's, as in the configuration file.
+/// An error in a schedule. Keys are DeepSpeed's, as in the configuration file.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum ScheduleError {
-    /// A value out of its range.
+    /// A value out of range.
     #[error("scheduler {schedule}: {key} is {got}; set it to {expected}")]
     Value {
         /// DeepSpeed's name of the schedule.
@@ -14,10 +14,10 @@ pub enum ScheduleError {
         key: &'static str,
         /// The value given.
         got: f64,
-        /// What it may be.
+        /// Accepted values.
         expected: &'static str,
     },
-    /// The schedule ends before its warm-up does. DeepSpeed warns and goes on; see
+    /// The schedule ends before its warm-up does. DeepSpeed only warns and continues; see
     /// [`is_warning_in_deepspeed`](Self::is_warning_in_deepspeed).
     #[error(
         "scheduler {schedule}: total_num_steps is {total_steps}, but the warm-up alone takes {warmup_steps}; raise \
@@ -26,16 +26,16 @@ pub enum ScheduleError {
     TotalBelowWarmup {
         /// DeepSpeed's name of the schedule.
         schedule: &'static str,
-        /// The whole schedule, in updates.
+        /// Length of the full schedule in updates.
         total_steps: usize,
-        /// The warm-up, in updates (at least 2).
+        /// Length of the warm-up in updates (at least 2).
         warmup_steps: usize,
     },
 }
 
 impl ScheduleError {
-    /// Whether DeepSpeed only warns about this. [`Schedule::lr`] is defined all the same, and equal to DeepSpeed's: a
-    /// caller that wants to be as lenient prints the error and goes on.
+    /// Returns `true` if DeepSpeed only warns about this. [`Schedule::lr`] is still defined and equal to DeepSpeed's,
+    /// so a lenient caller can print the error and continue.
     pub fn is_warning_in_deepspeed(&self) -> bool {
         matches!(self, ScheduleError::TotalBelowWarmup { .. })
     }
@@ -54,7 +54,7 @@ impl Schedule {
         let rate = |key, got: f64| (is_rate(got), key, got, "a finite number, 0 or more");
         let beta = |key, got: f64| ((0.0..1.0).contains(&got), key, got, "a number from 0 up to, but not including, 1");
         let count = |key, got: usize| (got > 0, key, got as f64, "a whole number, 1 or more");
-        // The steps of a schedule, and those of its warm-up.
+        // Steps of the schedule and of its warm-up.
         let mut steps = None;
         let mut values = Vec::new();
         match *self {

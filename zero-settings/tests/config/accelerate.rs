@@ -1,4 +1,4 @@
-//! What Accelerate's YAML files come to, and its templates.
+//! Plans from Accelerate's YAML files and templates.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Plans made in code.
+//! Plans built in code.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What DeepSpeed's JSON files come to.
+//! Plans from DeepSpeed's JSON files.
 
 use super::*;
 
@@ -315,7 +315,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     "#);
 }
 
-/// What a library's caller has to supply is an error of `resolve`, and in an outline a key without a value.
+/// A value that the library's caller must supply is an error of `resolve`; `outline` lists the key without a value.
 #[test]
 fn an_outline_needs_no_model() {
     let config = Config::from_file(file("templates/hugging_face_stage3.json")).unwrap();

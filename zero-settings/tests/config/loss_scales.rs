@@ -1,4 +1,4 @@
-//! The dynamic loss scale against golden traces; `tests/make_schedules.py` makes them.
+//! The dynamic loss scale against golden traces from `tests/make_schedules.py`.
 
 use serde::Deserialize;
 use zero_settings::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
@@ -7,7 +7,7 @@ use zero_settings::loss_scale::{DynamicLossScale, LossScaleError, LossScaler};
 struct Case {
     params: Params,
     overflows: String,
-    /// The scale after each update, as (value, how often in a row).
+    /// The scale after each update, as (value, number of repeats).
     runs: Vec<(f64, usize)>,
     failed_at: Option<usize>,
 }

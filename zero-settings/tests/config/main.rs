@@ -1,4 +1,4 @@
-//! Real-world configurations, each with the plan that it makes, what is said of wrong ones, and schedules: `cargo test -p zero-settings`.
+//! Real-world configurations with their plans, errors of invalid ones, and schedules: `cargo test -p zero-settings`.
 
 mod accelerate;
 mod builder;
@@ -40,7 +40,7 @@ fn warnings(plan: &ZeroPlan) -> String {
     plan.warnings.iter().map(|warning| format!("{warning}\n")).collect()
 }
 
-/// What Accelerate's script side would know.
+/// Values that Accelerate's script would know.
 fn script() -> Context {
     Context {
         world: Some(4),

@@ -1,4 +1,4 @@
-//! No input makes the configuration panic: bytes, arbitrary trees, and real configurations with something changed.
+//! No input makes the configuration panic: bytes, arbitrary trees, and modified real configurations.
 
 use proptest::prelude::*;
 use proptest::sample::select;
@@ -7,7 +7,7 @@ use zero_settings::{Auto, Config, Context, Format, MixedPrecision};
 const DEEPSPEED: &str = include_str!("../configs/deepspeed_zero3.json");
 const ACCELERATE: &str = include_str!("../configs/accelerate_zero3_cpu.yaml");
 
-/// Everything left to the program.
+/// Every value left to the program.
 const AUTO: &str = r#"{
   "train_batch_size": "auto",
   "train_micro_batch_size_per_gpu": "auto",
@@ -20,7 +20,7 @@ const AUTO: &str = r#"{
   "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
 }"#;
 
-/// Reads and, when that works, resolves: with nothing supplied and with everything.
+/// Reads a text and, if that works, resolves it with no values supplied and with all.
 fn read(format: Format, text: &str) {
     let Ok(config) = Config::from_text("x/y", format, text) else { return };
     let _ = config.nvme_path();
@@ -112,7 +112,7 @@ fn tree() -> impl Strategy<Value = String> {
     })
 }
 
-/// A real text with a few pieces cut out, doubled or overwritten.
+/// A real text with a few parts removed, duplicated or overwritten.
 fn mutated(text: &'static str) -> impl Strategy<Value = String> {
     let edit = (any::<prop::sample::Index>(), 0_usize..12, "[\\x20-\\x7e\n]{0,6}|\"auto\"|-1|0|1e400|null|true|\\{\\}");
     prop::collection::vec(edit, 1..4).prop_map(move |edits| {

@@ -1,4 +1,4 @@
-//! The schedules against golden sequences; `tests/make_schedules.py` makes them.
+//! The schedules against golden sequences from `tests/make_schedules.py`.
 
 use serde::Deserialize;
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! What is said of wrong and of old settings.
+//! Messages about invalid and outdated settings.
 
 use zero_kernels::quantized::Format;
 

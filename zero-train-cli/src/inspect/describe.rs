@@ -1,4 +1,4 @@
-//! One checkpoint: what it is of, whether it is sound, and what it is good for.
+//! Inspects one checkpoint: its contents, integrity and possible uses.
 
 use std::path::Path;
 
@@ -12,28 +12,28 @@ use super::words::Use;
 use super::{FORMAT, InspectError};
 use zero_train::export::model_of;
 
-/// What was found out about one checkpoint.
+/// Result of inspecting one checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Inspection {
     /// See [`FORMAT`].
     pub format: u32,
     /// "checkpoint".
     pub kind: &'static str,
-    /// Its folder.
+    /// Path of the checkpoint's folder.
     pub path: String,
-    /// "contents" when every checksum was computed, "sizes" when only manifest, sizes and headers were looked at.
+    /// "contents" if every checksum was computed, "sizes" if only manifest, sizes and headers were read.
     pub checked: &'static str,
-    /// Whether nothing is wrong, as far as was checked.
+    /// True if no check found a problem.
     pub sound: bool,
-    /// Everything that is wrong.
+    /// All problems found.
     pub problems: Vec<String>,
-    /// Size of the files in the folder.
+    /// Size of the folder's files in bytes.
     pub disk_bytes: u64,
-    /// What it is of, if its manifest can be read.
+    /// Description of the contents, if the manifest can be read.
     pub checkpoint: Option<Description>,
 }
 
-/// What a manifest says.
+/// Contents of a manifest.
 // A field for each of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Description {
@@ -41,15 +41,15 @@ pub struct Description {
     pub step: u64,
     /// Milliseconds since 1970.
     pub saved_unix_ms: u64,
-    /// The same, as `2026-03-01T12:00:00Z`.
+    /// The same time, as `2026-03-01T12:00:00Z`.
     pub saved: String,
     /// Version of the crate that wrote it.
     pub crate_version: String,
     /// Number of ranks that saved it.
     pub ranks: usize,
-    /// What the engine says of itself.
+    /// State saved by the engine.
     pub engine: Option<EngineFacts>,
-    /// The model, if it is named.
+    /// The model, if the program recorded one.
     pub model: Option<ModelFacts>,
     /// Tensors `model.<path>`.
     pub parameters: Group,
@@ -57,9 +57,9 @@ pub struct Description {
     pub optimizer: OptimizerFacts,
     /// All other tensors.
     pub other: Group,
-    /// The outermost keys of the state.
+    /// Top-level keys of the state.
     pub state_keys: Vec<String>,
-    /// What it can be used for.
+    /// Possible uses.
     #[serde(rename = "use")]
     pub good_for: Use,
     /// Every tensor, if asked for.
@@ -67,14 +67,14 @@ pub struct Description {
     pub tensors: Option<Vec<TensorFacts>>,
 }
 
-/// The model as the program that trained it names it.
+/// The model, as recorded by the program that trained it.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelFacts {
-    /// Such as "gpt2".
+    /// Family, such as "gpt2".
     pub family: Option<String>,
-    /// What the program calls it, such as "tiny".
+    /// The program's name for it, such as "tiny".
     pub name: Option<String>,
-    /// Its configuration.
+    /// Configuration.
     pub config: Value,
 }
 
@@ -83,27 +83,27 @@ pub struct ModelFacts {
 pub struct Kind {
     /// Element type.
     pub dtype: ElementType,
-    /// Dimensions of the whole.
+    /// Dimensions of the full tensor.
     pub shape: Vec<usize>,
 }
 
 /// One tensor.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TensorFacts {
-    /// Its name.
+    /// Name of the tensor.
     pub name: String,
     /// Element type and dimensions.
     #[serde(flatten)]
     pub kind: Kind,
-    /// Its bytes, over all ranks.
+    /// Size in bytes, over all ranks.
     pub bytes: u64,
 }
 
-/// Looks at the checkpoint in `path`; a damaged one is no error. With `tensors`, each tensor is listed.
+/// Inspects the checkpoint in `path`; a damaged one is not an error. If `tensors` is set, every tensor is listed.
 ///
 /// # Errors
 ///
-/// When the system does not let the folder be read.
+/// Returns an error if the folder cannot be read.
 pub fn inspect(path: &Path, check: Check, tensors: bool) -> Result<Inspection, InspectError> {
     let (manifest, problems) = match Manifest::read(path) {
         Ok(manifest) => {
@@ -124,7 +124,7 @@ pub fn inspect(path: &Path, check: Check, tensors: bool) -> Result<Inspection, I
     })
 }
 
-/// The word for how closely was looked.
+/// Returns the name of the check level.
 pub(super) fn checked(check: Check) -> &'static str {
     match check {
         Check::Sizes => "sizes",
@@ -134,7 +134,7 @@ pub(super) fn checked(check: Check) -> &'static str {
 
 impl Description {
     fn new(path: &Path, manifest: Manifest, sound: bool, tensors: bool) -> Self {
-        // One that cannot be read is among the problems.
+        // A state that cannot be read is already among the problems.
         let state = manifest.state(path).unwrap_or(Value::Null);
         let engine = state.get("engine").unwrap_or(&Value::Null);
         let (mut parameters, mut other) = (Group::default(), Group::default());

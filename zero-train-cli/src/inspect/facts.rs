@@ -1,4 +1,4 @@
-//! What is told of tensors, of the engine and of its optimizer.
+//! Facts about tensors, the engine and its optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -6,65 +6,65 @@ use serde::Serialize;
 use serde_json::Value;
 use zero_core::checkpoint::{Manifest, TensorEntry};
 
-/// What the engine says; what it does not say, or in another form, is `None`.
+/// State of the engine; missing or malformed values are `None`.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct EngineFacts {
-    /// Version of its part of the state.
+    /// Version of the engine's state.
     pub version: Option<u64>,
-    /// Stage that it was saved at.
+    /// ZeRO stage at save time.
     pub stage: Option<u64>,
     /// Type of the parameters in training, as in safetensors.
     pub param_dtype: Option<String>,
-    /// Updates made.
+    /// Number of updates applied.
     pub steps: Option<u64>,
-    /// Updates skipped because gradients overflowed.
+    /// Number of updates skipped because gradients overflowed.
     pub skipped: Option<u64>,
-    /// Factor of the loss.
+    /// Loss scale.
     pub loss_scale: Option<f64>,
-    /// Whether the factor follows the overflows.
+    /// True if the loss scale is dynamic.
     pub loss_scale_dynamic: Option<bool>,
     /// Seed of the random streams.
     pub seed: Option<u64>,
-    /// Number of ranks whose random streams are there.
+    /// Number of ranks with a saved random stream.
     pub random_streams: Option<usize>,
 }
 
-/// Some of the tensors.
+/// A group of tensors.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct Group {
-    /// How many.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Their elements.
+    /// Total elements.
     pub elements: u64,
-    /// Their bytes.
+    /// Total bytes.
     pub bytes: u64,
-    /// How many there are of each type.
+    /// Number of tensors of each type.
     pub dtypes: BTreeMap<String, usize>,
 }
 
-/// Tensors `optimizer.<parameter>.<state>` and what the engine says of them.
+/// Tensors `optimizer.<parameter>.<state>` and the engine's facts about them.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct OptimizerFacts {
-    /// Its name, such as "adamw".
+    /// Name of the optimizer, such as "adamw".
     pub name: Option<String>,
-    /// All its tensors.
+    /// All optimizer tensors.
     pub all: Group,
-    /// Its tensors by the name of the state, such as "exp_avg".
+    /// Tensors by state name, such as "exp_avg".
     pub states: BTreeMap<String, Group>,
-    /// Parameters that lack a state which others have: those that have never had a gradient.
+    /// Parameters that lack a state which others have, because they never had a gradient.
     pub without: Vec<String>,
-    /// Fewest and most updates of a parameter.
+    /// Fewest and most updates of any parameter.
     pub updates: Option<[u64; 2]>,
 }
 
-/// What the name of a tensor says.
+/// Meaning of a tensor's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Part<'a> {
-    /// The parameter of this path.
+    /// The parameter with this path.
     Parameter(&'a str),
-    /// Of the parameter of this path, the state of this name.
+    /// A parameter's path and the name of its optimizer state.
     OptimizerState(&'a str, &'a str),
-    /// Not the engine's.
+    /// Not the engine's tensor.
     Other,
 }
 
@@ -99,7 +99,7 @@ impl EngineFacts {
 }
 
 impl OptimizerFacts {
-    /// `engine` is the engine's part of the state, or null.
+    /// Collects the facts; `engine` is the engine's state, or null.
     pub(super) fn new(manifest: &Manifest, engine: &Value) -> Self {
         let mut facts = Self {
             name: engine.pointer("/optimizer/name").and_then(Value::as_str).map(String::from),
@@ -133,7 +133,7 @@ impl Group {
     pub(super) fn add(&mut self, tensor: &TensorEntry) {
         let elements = tensor.numel() as u64;
         self.tensors += 1;
-        // Each tensor fits into a file; a damaged manifest may name many such.
+        // Each tensor fits in a file, but a damaged manifest may name many large ones.
         self.elements = self.elements.saturating_add(elements);
         self.bytes = self.bytes.saturating_add(bytes(tensor));
         *self.dtypes.entry(tensor.dtype.to_string()).or_default() += 1;

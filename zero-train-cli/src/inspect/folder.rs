@@ -1,4 +1,4 @@
-//! A folder of checkpoints.
+//! Inspects a folder of checkpoints.
 
 use std::path::Path;
 
@@ -8,37 +8,37 @@ use zero_core::checkpoint::{Check, Listed, Listing, Remains, list};
 use super::describe::checked;
 use super::{FORMAT, InspectError};
 
-/// What was found out about a folder of checkpoints.
+/// Result of inspecting a folder of checkpoints.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Folder {
     /// See [`FORMAT`].
     pub format: u32,
     /// "folder".
     pub kind: &'static str,
-    /// The folder.
+    /// Path of the folder.
     pub path: String,
-    /// As [`Inspection::checked`](super::Inspection::checked).
+    /// The check level, see [`Inspection::checked`](super::Inspection::checked).
     pub checked: &'static str,
-    /// Whether every checkpoint is sound, as far as was checked, and so is `latest`.
+    /// True if no check found a problem in any checkpoint or in `latest`.
     pub sound: bool,
-    /// What is wrong besides the checkpoints: a `latest` that names none of them.
+    /// Problems outside the checkpoints: a `latest` that names none of them.
     pub problems: Vec<String>,
     /// The checkpoint that `latest` names.
     pub latest: Option<String>,
-    /// The checkpoint that `--resume auto` takes after as close a look.
+    /// The checkpoint that `--resume auto` selects after the same checks.
     pub resume: Option<String>,
     /// The checkpoints, by step.
     pub checkpoints: Vec<FolderEntry>,
-    /// What saves left that did not end, or the beginning of one that goes on.
+    /// Remains of incomplete saves, or the start of one in progress.
     pub remains: Vec<Remains>,
 }
 
 /// One checkpoint of a [`Folder`].
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct FolderEntry {
-    /// Its folder's name.
+    /// Name of its folder.
     pub name: String,
-    /// The step that the name says.
+    /// The step in that name.
     pub step: u64,
     /// Milliseconds since 1970, if the manifest can be read.
     pub saved_unix_ms: Option<u64>,
@@ -46,19 +46,19 @@ pub struct FolderEntry {
     pub ranks: Option<usize>,
     /// Version of the crate that wrote it, if the manifest can be read.
     pub crate_version: Option<String>,
-    /// Size of its files.
+    /// Size of its files in bytes.
     pub disk_bytes: u64,
-    /// Whether nothing is wrong, as far as was checked.
+    /// True if no check found a problem.
     pub sound: bool,
-    /// Everything that is wrong.
+    /// All problems found.
     pub problems: Vec<String>,
 }
 
-/// Looks at every checkpoint in the folder `path`; damaged ones are no error.
+/// Inspects every checkpoint in the folder `path`; damaged ones are not errors.
 ///
 /// # Errors
 ///
-/// [`InspectError::Path`] when there is no checkpoint in it, and what the system says.
+/// [`InspectError::Path`] if the folder has no checkpoint, and I/O errors.
 pub fn folder(path: &Path, check: Check) -> Result<Folder, InspectError> {
     let listing = list(path, check)?;
     if listing.checkpoints.is_empty() {

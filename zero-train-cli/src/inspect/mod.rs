@@ -1,10 +1,10 @@
-//! What lies in a sharded checkpoint, for people and for programs: `zero inspect`.
+//! Inspects sharded checkpoints, for people and for programs: `zero inspect`.
 //!
-//! * In: the folder of a checkpoint, or the folder above with several (see [`zero_core::checkpoint`]). Nothing is assumed of
-//!   the state in a manifest, which other programs may have written; what the engine writes is told in words.
-//! * Out: [`Inspection`] and [`Folder`], each of which is text by `Display` and stable JSON by `serde`:
-//!   keys may be added, and a change of meaning raises `format`.
-//! * Memory: a few MiB and the manifests, whatever the tensors. Threads: the caller's.
+//! * In: the folder of a checkpoint, or its parent with several (see [`zero_core::checkpoint`]). The state in a
+//!   manifest may come from other programs, so nothing is assumed about it; the engine's state is described in words.
+//! * Out: [`Inspection`] and [`Folder`], which format as text with `Display` and as stable JSON with `serde`: keys may
+//!   be added, and a change of meaning raises `format`.
+//! * Memory: a few MiB and the manifests, regardless of the tensors. Threads: the caller's.
 
 mod describe;
 mod facts;
@@ -22,44 +22,44 @@ pub use facts::{EngineFacts, Group, OptimizerFacts};
 pub use folder::{Folder, FolderEntry, folder};
 pub use words::Use;
 
-/// The version of the JSON that this module writes.
+/// Version of the JSON that this module writes.
 pub const FORMAT: u32 = 1;
 
-/// Why there is nothing to look at.
+/// An error of an inspection.
 #[derive(Debug, thiserror::Error)]
 pub enum InspectError {
-    /// Neither a checkpoint nor a folder with some.
+    /// Neither a checkpoint nor a folder of checkpoints.
     #[error("{}: {problem}", path.display())]
     Path {
-        /// What was named.
+        /// The given path.
         path: PathBuf,
-        /// What was expected, what came, and what to name instead.
+        /// Expected and actual contents, and the path to give instead.
         problem: String,
     },
-    /// A checkpoint that cannot be read as far as it must be.
+    /// A checkpoint whose necessary parts cannot be read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
 }
 
-/// What a path names.
+/// The kind of object at a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Subject {
-    /// A checkpoint, or what should be one.
+    /// A checkpoint, or a folder named like one.
     Checkpoint,
-    /// A folder that may have checkpoints in it.
+    /// A folder that may contain checkpoints.
     Folder,
 }
 
 impl Subject {
-    /// Looks at what `path` names.
+    /// Returns the kind of object at `path`.
     ///
     /// # Errors
     ///
-    /// [`InspectError::Path`] when it is no folder.
+    /// [`InspectError::Path`] if it is not a folder.
     pub fn of(path: &Path) -> Result<Self, InspectError> {
         let no = |problem: &str| Err(InspectError::Path { path: path.to_path_buf(), problem: problem.to_string() });
         if path.is_dir() {
-            // `.` has a name too, once it is resolved.
+            // Resolve first, so that `.` has a name too.
             let resolved = path.canonicalize().unwrap_or_else(|_| path.to_path_buf());
             let named = resolved.file_name().and_then(|name| name.to_str()).is_some_and(is_checkpoint_name);
             return Ok(if named || path.join("manifest.json").exists() { Self::Checkpoint } else { Self::Folder });

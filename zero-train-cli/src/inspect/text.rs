@@ -1,4 +1,4 @@
-//! The findings as a terminal shows them.
+//! Formats the findings for a terminal.
 
 use std::borrow::Borrow;
 use std::fmt::{self, Display, Formatter};
@@ -12,13 +12,13 @@ use super::time::utc;
 use super::words::{count, grouped, precision};
 use zero_train::memory::format_bytes;
 
-/// The numbers of a configuration that tell one model from another, in the words of GPT-2 and of BERT.
+/// Configuration keys that distinguish models, in the terms of GPT-2 and of BERT.
 const SIZES: [&str; 6] = ["n_layer", "n_head", "n_embd", "num_hidden_layers", "num_attention_heads", "hidden_size"];
 
-/// Names that are shown of many.
+/// Maximum number of names shown.
 const NAMES: usize = 5;
 
-/// How closely was looked, in words.
+/// Describes the check level in words.
 fn looked(checked: &str) -> &'static str {
     match checked {
         "contents" => "every checksum was computed",
@@ -26,7 +26,7 @@ fn looked(checked: &str) -> &'static str {
     }
 }
 
-/// `2026-03-01 12:00:00 UTC`.
+/// Formats a time as `2026-03-01 12:00:00 UTC`.
 fn moment(unix_ms: u64) -> String {
     utc(unix_ms).replace('T', " ").replace('Z', " UTC")
 }
@@ -70,7 +70,7 @@ impl Display for Inspection {
 }
 
 impl Display for Description {
-    /// Without sizes, uses and tensors.
+    /// Omits sizes, uses and tensors.
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         let saved = moment(self.saved_unix_ms);
         writeln!(f, "step          {}, saved {saved} by version {}", self.step, self.crate_version)?;
@@ -98,7 +98,7 @@ impl Display for Description {
 }
 
 impl EngineFacts {
-    /// What follows the number of ranks.
+    /// Returns the text after the number of ranks.
     fn run(&self, parameters: &Group) -> String {
         let mut text = String::new();
         if let Some(stage) = self.stage {
@@ -160,7 +160,7 @@ impl Display for OptimizerFacts {
     }
 }
 
-/// The first of many names.
+/// Returns the first of many names.
 fn some<S: Borrow<str>>(names: &[S]) -> String {
     match names.len().checked_sub(NAMES) {
         None | Some(0) => names.join(", "),

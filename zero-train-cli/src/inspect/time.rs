@@ -1,8 +1,8 @@
-//! Moments as people read them.
+//! Human-readable times.
 
 use chrono::{DateTime, SecondsFormat, Utc};
 
-/// Milliseconds since 1970 as `2026-03-01T12:00:00Z`.
+/// Formats milliseconds since 1970 as `2026-03-01T12:00:00Z`.
 pub(super) fn utc(unix_ms: u64) -> String {
     let moment = i64::try_from(unix_ms).ok().and_then(DateTime::<Utc>::from_timestamp_millis);
     moment.unwrap_or(DateTime::<Utc>::MAX_UTC).to_rfc3339_opts(SecondsFormat::Secs, true)

@@ -1,4 +1,4 @@
-//! What a checkpoint can be used for, and by whom, in words.
+//! Describes in words who can use a checkpoint, and for what.
 
 use indicatif::HumanCount;
 use serde::Serialize;
@@ -7,26 +7,26 @@ use zero_models::ModelConfig;
 use super::facts::{EngineFacts, Group, OptimizerFacts};
 use zero_train::export::ExportError;
 
-/// The version of the engine's state that this crate reads.
+/// Version of the engine's state that this crate reads.
 const ENGINE_VERSION: u64 = 1;
 
-/// What a checkpoint can be used for.
+/// Possible uses of a checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Use {
-    /// Whether the engine can resume from it.
+    /// True if the engine can resume from it.
     pub can_resume: bool,
-    /// By whom, or why by nobody.
+    /// Who can resume from it, or why nobody can.
     pub resume: String,
-    /// What going on with the very same bits takes, when the engine can go on.
+    /// Requirements for bit-identical results, if the engine can resume.
     pub bit_for_bit: Option<String>,
-    /// Whether `zero export` can write the model as Hugging Face has it.
+    /// True if `zero export` can write the model in Hugging Face's form.
     pub can_export: bool,
-    /// As what, or why not.
+    /// The exported form, or why there is none.
     pub export: String,
 }
 
 impl Use {
-    /// `export` is the model that the export would write, or why it would not.
+    /// Derives the uses; `export` is the model that the export would write, or why it cannot.
     pub(super) fn new(
         ranks: usize,
         engine: Option<&EngineFacts>,
@@ -36,7 +36,7 @@ impl Use {
         export: Result<ModelConfig, ExportError>,
         sound: bool,
     ) -> Self {
-        // By whom, or why by nobody.
+        // Who can resume, or why nobody can.
         let resume = || -> Result<String, String> {
             let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
             let Some(engine) = engine else {
@@ -115,7 +115,7 @@ fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
     }
 }
 
-/// Of the types of an engine, as they are spoken of.
+/// Returns the common name of an engine's type.
 pub(super) fn precision(dtype: &str) -> String {
     match dtype {
         "F32" => "fp32".to_string(),
@@ -125,12 +125,12 @@ pub(super) fn precision(dtype: &str) -> String {
     }
 }
 
-/// "1 rank", "2 ranks".
+/// Formats a count: "1 rank", "2 ranks".
 pub(super) fn count(number: usize, what: &str) -> String {
     format!("{} {what}{}", grouped(number as u64), if number == 1 { "" } else { "s" })
 }
 
-/// With commas between thousands.
+/// Formats `value` with commas between thousands.
 pub(super) fn grouped(value: u64) -> String {
     HumanCount(value).to_string()
 }

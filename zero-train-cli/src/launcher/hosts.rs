@@ -2,20 +2,20 @@
 
 use super::LauncherError;
 
-/// A machine, and how many ranks it takes.
+/// A machine and its number of slots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Host {
-    /// Its name or address.
+    /// Name or address.
     pub name: String,
-    /// Ranks, if the list says so.
+    /// Number of ranks it takes, if the list gives one.
     pub slots: Option<usize>,
 }
 
-/// Reads a list of hosts: one on each line, `#` begins a comment.
+/// Reads a list of hosts, one per line; `#` starts a comment.
 ///
 /// # Errors
 ///
-/// [`LauncherError::Hosts`] with the line.
+/// [`LauncherError::Hosts`] with the line number.
 pub fn parse_hosts(text: &str) -> Result<Vec<Host>, LauncherError> {
     let mut hosts: Vec<Host> = Vec::new();
     for (number, line) in text.lines().enumerate() {
@@ -30,7 +30,7 @@ pub fn parse_hosts(text: &str) -> Result<Vec<Host>, LauncherError> {
         }
         let mut words = content.split_whitespace();
         let first = words.next().expect("the line is not empty");
-        // One colon: MPICH's number of ranks. More: an address of IPv6.
+        // One colon: MPICH's number of ranks. More: an IPv6 address.
         let (name, mut slots) = match first.split_once(':') {
             Some((name, count)) if !count.contains(':') => (name, Some(count)),
             _ => (first, None),
@@ -61,11 +61,11 @@ pub fn parse_hosts(text: &str) -> Result<Vec<Host>, LauncherError> {
     Ok(hosts)
 }
 
-/// How many ranks each host gets: as many as it has slots for, in order; where no host says how many, evenly.
+/// Distributes ranks over the hosts in order. Each host takes up to its number of slots, or an even share if it gives none.
 ///
 /// # Errors
 ///
-/// [`LauncherError::Slots`] when the hosts take fewer than `ranks`.
+/// [`LauncherError::Slots`] if the hosts take fewer than `ranks`.
 pub fn spread(hosts: &[Host], ranks: usize) -> Result<Vec<(String, usize)>, LauncherError> {
     let even = ranks.div_ceil(hosts.len());
     let mut left = ranks;
@@ -83,7 +83,7 @@ pub fn spread(hosts: &[Host], ranks: usize) -> Result<Vec<(String, usize)>, Laun
     }
 }
 
-/// The most ranks that the hosts take; `None` if that is not said of all.
+/// Returns the total number of slots, or `None` if any host gives none.
 pub fn slots(hosts: &[Host]) -> Option<usize> {
     hosts.iter().map(|host| host.slots).sum()
 }

@@ -1,12 +1,12 @@
-//! Starting ranks as processes, by an MPI launcher or without one, and starting them again.
+//! Starts ranks as processes, with or without an MPI launcher, and restarts them.
 //!
-//! * In: how many ranks, on which hosts, and the program with its arguments ([`Job`]).
-//! * Out: what is to be started here, `mpirun` ([`Job::command`]) or this machine's ranks themselves, which meet over sockets
-//!   ([`Job::processes`]); and what it ends with ([`supervise`]).
-//! * Processes: what is started is a child of this process and ends with it, in whatever way that ends.
+//! * In: the number of ranks, their hosts, and the program with its arguments ([`Job`]).
+//! * Out: the processes to start here, either `mpirun` ([`Job::command`]) or this machine's ranks, which connect over
+//!   sockets ([`Job::processes`]); and the outcome ([`supervise`]).
+//! * Processes: each started process is a child of this process and ends when it does, for any reason.
 //!
-//! A rank that begins or fails tells so in a file of the folder that [`STATUS_DIR`] names, if it runs on this machine: so a
-//! launcher that cannot reach the other machines, and would wait for them, is ended too.
+//! A rank on this machine reports its start or failure in a file in the [`STATUS_DIR`] folder. So a launcher that waits
+//! for unreachable machines can be ended too.
 
 mod hosts;
 mod mpirun;
@@ -23,18 +23,18 @@ pub use sockets::{MAIN_PORT, Machines};
 pub use supervise::{Attempt, Ended, Limits, Process, Word, supervise};
 pub use topology::physical_cores;
 
-pub use zero_train::launched::{Asked, FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS, STATUS_DIR};
+pub use zero_train::launched::{Asked, FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS, SIGNALS, STATUS_DIR};
 
-/// Ranks to be started.
+/// A group of ranks to start.
 #[derive(Debug, Clone)]
 pub struct Job {
     /// Number of ranks.
     pub ranks: usize,
-    /// Where, and how many of them on each; this machine if none are named.
+    /// Hosts, with the number of ranks on each; empty for this machine.
     pub hosts: Vec<(String, usize)>,
-    /// Cores of each machine, if known: ranks are bound to equal shares of them.
+    /// Cores per machine, if known; ranks are bound to equal shares of them.
     pub cores: Option<usize>,
-    /// Variables for the ranks.
+    /// Environment variables of the ranks.
     pub variables: Vec<(String, String)>,
     /// Options for the launcher, before the program.
     pub options: Vec<String>,
@@ -42,19 +42,19 @@ pub struct Job {
     pub program: Vec<OsString>,
 }
 
-/// Why nothing could be launched.
+/// An error of a launch.
 #[derive(Debug, thiserror::Error)]
 pub enum LauncherError {
-    /// No MPI launcher.
+    /// No MPI launcher was found.
     #[error(
         "no MPI launcher was found (looked for {looked_for}): install Open MPI (Debian: apt-get install openmpi-bin) or \
          MPICH, or name it with --mpirun PATH; the ranks of this machine need none, with --sockets"
     )]
     NoMpirun {
-        /// What was looked for.
+        /// Names that were searched for.
         looked_for: String,
     },
-    /// It is something else.
+    /// The program is not a known MPI launcher.
     #[error("{path} is no launcher of Open MPI or MPICH that is known: it calls itself '{says}'")]
     Unknown {
         /// The program.
@@ -62,24 +62,24 @@ pub enum LauncherError {
         /// The first line of its version.
         says: String,
     },
-    /// A line of a list of hosts.
+    /// Invalid line in a list of hosts.
     #[error("line {line} of the hosts: expected {expected}, got '{got}'")]
     Hosts {
         /// The line, from 1.
         line: usize,
-        /// What was expected.
+        /// Expected form.
         expected: String,
-        /// What is there.
+        /// The text found.
         got: String,
     },
-    /// Ranks that cannot be spread over machines without MPI.
+    /// Ranks that cannot be distributed over machines without MPI.
     #[error("{what}: expected {expected}, got {got}")]
     Machines {
-        /// Which setting.
+        /// Name of the setting.
         what: &'static str,
-        /// What was expected.
+        /// Expected value.
         expected: String,
-        /// What it is.
+        /// The value found.
         got: String,
     },
     /// Too few slots.
@@ -87,19 +87,19 @@ pub enum LauncherError {
         "{ranks} ranks do not fit: the hosts take {slots}; ask for fewer with --ranks, or raise slots= of the hosts"
     )]
     Slots {
-        /// Asked for.
+        /// Ranks requested.
         ranks: usize,
-        /// There are.
+        /// Slots available.
         slots: usize,
     },
-    /// The operating system's.
+    /// An error of the operating system.
     #[error("cannot {action} {path}: {source}")]
     Io {
-        /// What failed.
+        /// The failed action.
         action: &'static str,
-        /// On what.
+        /// The path involved.
         path: PathBuf,
-        /// Why.
+        /// The cause.
         source: std::io::Error,
     },
 }

@@ -1,4 +1,4 @@
-//! The MPI launcher: which one it is, and its command line.
+//! Detects the MPI launcher and builds its command line.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -6,26 +6,26 @@ use std::process::Command;
 
 use super::{Job, LauncherError};
 
-/// Whose launcher.
+/// Implementation of an MPI launcher.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flavor {
     /// Open MPI's `mpirun`, 3 to 5.
     OpenMpi,
-    /// Hydra, the launcher of MPICH and of what is made from it (Intel MPI, MVAPICH).
+    /// Hydra, the launcher of MPICH and its derivatives (Intel MPI, MVAPICH).
     Hydra,
 }
 
 /// An MPI launcher.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mpirun {
-    /// The program.
+    /// Path of the program.
     pub path: PathBuf,
-    /// Whose.
+    /// Implementation.
     pub flavor: Flavor,
 }
 
 impl Mpirun {
-    /// The launcher at `path`, or the first of `mpirun` and `mpiexec` that is found.
+    /// Returns the launcher at `path`, or the first of `mpirun` and `mpiexec` that is found.
     ///
     /// # Errors
     ///
@@ -51,7 +51,7 @@ impl Mpirun {
     }
 }
 
-/// What the launcher's version says.
+/// Detects the implementation by its version text.
 fn flavor(version: &str) -> Option<Flavor> {
     if version.contains("Open MPI") || version.contains("OpenRTE") || version.contains("PRRTE") {
         Some(Flavor::OpenMpi)
@@ -63,7 +63,7 @@ fn flavor(version: &str) -> Option<Flavor> {
 }
 
 impl Job {
-    /// The launcher's command line, program first. `root`: by the superuser, which Open MPI must be told is meant.
+    /// Returns the launcher's command line, program first. `root` allows Open MPI to run as the superuser.
     pub fn command(&self, mpirun: &Mpirun, root: bool) -> Vec<OsString> {
         let mut words: Vec<OsString> = vec![mpirun.path.clone().into(), "-n".into(), self.ranks.to_string().into()];
         let mut add = |more: &[&str]| words.extend(more.iter().map(OsString::from));
@@ -80,7 +80,7 @@ impl Job {
                     add(&["--host", &hosts]);
                 }
                 match cores {
-                    // Fewer cores than ranks, or nobody knows: ranks share them.
+                    // Fewer cores than ranks, or an unknown number: ranks share them.
                     Some(0) => add(&["--oversubscribe", "--bind-to", "none"]),
                     None => add(&["--bind-to", "none"]),
                     Some(each) => add(&["--map-by", &format!("slot:PE={each}"), "--bind-to", "core"]),

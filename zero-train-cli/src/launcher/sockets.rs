@@ -1,4 +1,4 @@
-//! The ranks of this machine as processes with torchrun's variables, which meet over sockets.
+//! Starts this machine's ranks as processes with torchrun's variables; they connect over sockets.
 
 use std::net::TcpListener;
 use std::path::Path;
@@ -8,7 +8,7 @@ use zero_core::collective::launcher::{SECRET, Secret};
 use super::{Job, LauncherError, Process};
 use zero_train::config::{Config, ConfigError, Format, Node};
 
-/// Where rank 0 of several machines listens unless it is told otherwise: Accelerate's port.
+/// Default port of rank 0 with several machines: Accelerate's.
 pub const MAIN_PORT: u16 = 29500;
 
 /// The machines of a job, each of which starts its own ranks, and which of them this is. What is not said is none.
@@ -26,23 +26,23 @@ pub struct Machines {
     /// The address of machine 0, where rank 0 is
     #[arg(long = "main-process-ip", value_name = "HOST")]
     pub host: Option<String>,
-    // With one machine, 0 stands for any that is free too.
+    // With one machine, 0 also means any free port.
     /// The port that rank 0 listens on [default: a free one; for several machines 29500]
     #[arg(long = "main-process-port", value_name = "PORT")]
     pub port: Option<usize>,
 }
 
 impl Machines {
-    /// What a file of Accelerate's says: `num_processes`, `num_machines`, `machine_rank`, `main_process_ip` and
-    /// `main_process_port`.
+    /// Reads `num_processes`, `num_machines`, `machine_rank`, `main_process_ip` and `main_process_port` from an
+    /// Accelerate file.
     ///
     /// # Errors
     ///
-    /// [`ConfigError`] with everything that is wrong with the file.
+    /// [`ConfigError`] with every problem of the file.
     pub fn from_accelerate(path: &Path) -> Result<Self, ConfigError> {
         let ranks = Config::from_file(path)?.processes();
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Io { path: path.into(), source })?;
-        // It has just been read as one; JSON is YAML too.
+        // It has just been parsed as one; JSON is valid YAML.
         let node = Node::parse(Format::Yaml, &text).unwrap_or(Node::Null);
         let number = |key: &str| node.get(key).and_then(Node::as_usize);
         Ok(Self {
@@ -54,7 +54,7 @@ impl Machines {
         })
     }
 
-    /// Where `self` says nothing, what `other` says.
+    /// Fills missing values of `self` from `other`.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self {
@@ -66,18 +66,18 @@ impl Machines {
         }
     }
 
-    /// Whether there are others.
+    /// Returns `true` if there is more than one machine.
     pub fn are_several(&self) -> bool {
         self.count.is_some_and(|count| count > 1)
     }
 }
 
 impl Job {
-    /// The processes of this machine. Those of a job of one machine get `secret`.
+    /// Returns this machine's processes. Those of a single-machine job get `secret`.
     ///
     /// # Errors
     ///
-    /// [`LauncherError::Machines`] when the ranks cannot be spread so, [`LauncherError::Io`] without a free port.
+    /// [`LauncherError::Machines`] if the ranks cannot be distributed this way, [`LauncherError::Io`] if there is no free port.
     pub fn processes(&self, machines: &Machines, secret: Option<&Secret>) -> Result<Vec<Process>, LauncherError> {
         let wrong = |what, expected: String, got: String| LauncherError::Machines { what, expected, got };
         let (count, this) = (machines.count.unwrap_or(1), machines.this.unwrap_or(0));
@@ -88,7 +88,7 @@ impl Job {
         if this >= count {
             return Err(wrong("the rank of this machine", format!("one from 0 to {}", count - 1), this.to_string()));
         }
-        // Accelerate's 0 is for one machine: several must know of one another.
+        // Port 0, a free one, is for one machine: several must agree on a port.
         let allowed = usize::from(count > 1)..=u16::MAX.into();
         if let Some(port) = machines.port.filter(|port| !allowed.contains(port)) {
             let expected = format!("{} to {}", allowed.start(), allowed.end());

@@ -1,4 +1,4 @@
-//! One attempt after the other, until a job ends well or nothing is left to try.
+//! Runs and supervises one attempt of a job.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -11,72 +11,72 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::{Asked, LauncherError, STATUS_DIR};
 
-/// What a failed rank of this machine has left.
+/// Failure report of a rank on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Word {
-    /// What the rank ends with.
+    /// Exit code of the rank.
     pub code: i32,
-    /// Its error.
+    /// Its error message.
     pub reason: String,
 }
 
-/// What is to be started: a launcher, or a rank.
+/// A process to start: a launcher or a rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Process {
-    /// Its command line, program first.
+    /// Command line, program first.
     pub command: Vec<OsString>,
-    /// What its environment has besides this process's.
+    /// Environment variables in addition to those of this process.
     pub variables: Vec<(String, String)>,
-    /// Whether it is an MPI launcher. One that is asked to end kills its ranks, but SIGUSR1 it hands on to them.
+    /// True for an MPI launcher. On SIGTERM it kills its ranks, but it forwards SIGUSR1 to them.
     pub is_launcher: bool,
 }
 
-/// How often what was started and the ranks' words are looked at. A signal is handed on so late at most.
+/// Interval between checks of the processes and the ranks' reports. Signals are forwarded with at most this delay.
 const POLL: Duration = Duration::from_millis(50);
 
-/// How an attempt ended.
+/// Outcome of an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Attempt {
-    /// The exit code of the launcher, or of the first rank that ended badly; 128 and the signal's number where a signal ended
-    /// it. Where a launcher had to be ended, the first failed rank's.
+    /// Exit code of the launcher or of the first rank that failed; 128 plus the signal's number if a signal ended it.
+    /// If a launcher had to be ended, the first failed rank's.
     pub code: i32,
-    /// What failed ranks of this machine said, in rank order.
+    /// Failure reports of this machine's ranks, in rank order.
     pub failures: Vec<Word>,
-    /// Whether a rank of this machine has begun.
+    /// True if a rank of this machine started.
     pub began: bool,
-    /// Whether something had to be ended, and why.
+    /// Reason for ending processes, if any.
     pub ended: Option<Ended>,
 }
 
-/// Why a launcher, or ranks, were ended.
+/// Reason for ending a launcher or ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ended {
-    /// They went on after a rank had failed.
+    /// They kept running after a rank had failed.
     AfterFailure,
-    /// No rank of this machine had begun in time.
+    /// No rank of this machine started in time.
     NotBegun,
-    /// A second signal came.
+    /// A second signal arrived.
     Asked,
 }
 
-/// How long a launcher, or ranks, may take.
+/// Time limits of a launcher or of ranks.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// To end, once a rank of this machine has failed, or it was asked to.
+    /// Time to end after a rank of this machine fails or a second signal arrives.
     pub grace: Duration,
-    /// Until a rank of this machine has begun; for jobs that have ranks there.
+    /// Time until a rank of this machine has started, for jobs with ranks here.
     pub begin: Option<Duration>,
 }
 
-/// Runs a launcher, or ranks, to their ends, which they are brought to when they exceed a limit: ranks that go on when one has
-/// ended badly have as long as a launcher has when one has said that it failed.
+/// Runs a launcher or ranks until they end, and ends them if they exceed a limit: after a rank fails, the other
+/// processes have `grace` to end.
 ///
-/// The first signal of `asked` is handed on, and what was started then has the time it needs: a rank may save. After another one
-/// it has `grace` to end.
+/// The first signal of `asked` is forwarded, and the processes then have unlimited time: a rank may save. After a
+/// second signal they have `grace` to end.
 ///
 /// # Errors
 ///
-/// [`LauncherError::Io`] when they cannot be started or watched.
+/// [`LauncherError::Io`] if they cannot be started or watched.
 pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result<Attempt, LauncherError> {
     let io = |action, path: &Path| {
         let path = path.to_path_buf();
@@ -119,7 +119,7 @@ pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result
         };
         let exits = running.end(limits.grace).map_err(io("end", program))?;
         let failures = words(status.path());
-        // A launcher's own code tells of its end only.
+        // The exit code of an ended launcher describes only its own end.
         let said = first.or(failures.first().map(|word| word.code));
         let code = said.or(exits.into_iter().find(|&code| code != 0)).unwrap_or(1);
         return Ok(Attempt { code, failures, began, ended: Some(ended) });
@@ -129,17 +129,17 @@ pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result
 fn begin(process: &Process, status: &Path) -> std::io::Result<Child> {
     let (program, arguments) = process.command.split_first().expect("a command line names a program");
     let mut builder = Command::new(program);
-    // Ctrl-C on a terminal is for this process, which hands it on.
+    // Ctrl-C on a terminal reaches only this process, which forwards it.
     builder.process_group(0);
     if std::io::stdin().is_terminal() && !process.is_launcher {
-        // Ranks in the background would be stopped if they read it.
+        // Background ranks would be stopped if they read the terminal.
         builder.stdin(Stdio::null());
     }
     builder.args(arguments).envs(process.variables.iter().map(|(name, value)| (name, value))).env(STATUS_DIR, status);
     // SAFETY: between fork and exec only prctl is called, which is safe there.
     unsafe {
         builder.pre_exec(|| {
-            // It ends when this process does, in whatever way; a launcher then ends its ranks.
+            // It ends when this process does, for any reason; a launcher then ends its ranks.
             rustix::process::set_parent_process_death_signal(Some(Signal::TERM))?;
             Ok(())
         });
@@ -147,11 +147,11 @@ fn begin(process: &Process, status: &Path) -> std::io::Result<Child> {
     builder.spawn()
 }
 
-/// What was started and has not ended, and whether it is a launcher. None is left behind.
+/// Running processes, each with a flag for a launcher. Dropping it kills them.
 struct Running(Vec<(Child, bool)>);
 
 impl Running {
-    /// The exit codes of those that have ended since the last look.
+    /// Returns the exit codes of processes that ended since the last call.
     fn exits(&mut self) -> std::io::Result<Vec<i32>> {
         let exits: Result<Vec<_>, _> = self.0.iter_mut().map(|(child, _)| child.try_wait()).collect();
         let exits = exits?;
@@ -167,7 +167,7 @@ impl Running {
         Ok(())
     }
 
-    /// Asks them to end, and after `grace` does not ask any more.
+    /// Sends SIGTERM, and kills the processes that are left after `grace`.
     fn end(&mut self, grace: Duration) -> std::io::Result<Vec<i32>> {
         for (child, _) in &self.0 {
             kill_process(Pid::from_child(child), Signal::TERM)?;
@@ -188,7 +188,7 @@ impl Running {
 impl Drop for Running {
     fn drop(&mut self) {
         for (child, _) in &mut self.0 {
-            // It may have ended.
+            // It may have ended already.
             let _ = child.kill();
             let _ = child.wait();
         }
@@ -199,7 +199,7 @@ fn code(exit: ExitStatus) -> i32 {
     exit.code().unwrap_or_else(|| 128 + exit.signal().unwrap_or(0))
 }
 
-/// What ranks have left, in rank order. A file that is being written is looked at next time.
+/// Returns the ranks' failure reports in rank order. Incomplete files are read by a later call.
 fn words(dir: &Path) -> Vec<Word> {
     let read = |path: &PathBuf| {
         let text = std::fs::read_to_string(path).ok()?;

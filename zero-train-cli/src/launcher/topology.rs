@@ -3,20 +3,20 @@
 use std::collections::BTreeSet;
 use std::fs;
 
-/// Physical cores that this process may use, as MPI launchers count them; `None` where the system does not say.
+/// Returns the physical cores that this process may use, as MPI launchers count them, or `None` if the system does not say.
 pub fn physical_cores() -> Option<usize> {
     let allowed = fs::read_to_string("/proc/self/status").ok()?;
     let allowed = allowed.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"))?;
     let siblings = |cpu: usize| {
         let path = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
-        // Without a topology (some virtual machines) each is taken for a core.
+        // Without a topology (some virtual machines), each CPU counts as a core.
         fs::read_to_string(path).unwrap_or_else(|_| cpu.to_string())
     };
     let cores: BTreeSet<String> = list(allowed)?.into_iter().map(siblings).collect();
     (!cores.is_empty()).then_some(cores.len())
 }
 
-/// Numbers of a list such as "0-3,8".
+/// Parses a list of numbers such as "0-3,8".
 fn list(text: &str) -> Option<Vec<usize>> {
     let mut numbers = Vec::new();
     for part in text.trim().split(',') {

@@ -1,4 +1,4 @@
-//! What the tests of training runs share.
+//! Shared by the tests of training runs.
 #![allow(dead_code)] // each test uses its part
 
 pub mod texts;
@@ -12,7 +12,7 @@ use std::time::Duration;
 use safetensors::tensor::{Dtype, TensorView};
 use serde_json::{Value, json};
 
-/// A model folder and token rows, small enough that a step takes milliseconds.
+/// Writes a model folder and token rows, small enough that a step takes milliseconds.
 pub fn write_inputs(dir: &Path) {
     // Dropout, so that random numbers must go on too.
     let config = json!({
@@ -33,7 +33,7 @@ pub fn write_inputs(dir: &Path) {
     safetensors::serialize_to_file([("input_ids", rows)], None, &dir.join("rows.safetensors")).unwrap();
 }
 
-/// A folder of [`write_inputs`], and another in it for what is offloaded.
+/// Creates a folder with [`write_inputs`], and in it another for offloaded state.
 pub fn inputs_and_swap() -> (tempfile::TempDir, String) {
     let dir = tempfile::tempdir().unwrap();
     write_inputs(dir.path());
@@ -42,7 +42,7 @@ pub fn inputs_and_swap() -> (tempfile::TempDir, String) {
     (dir, swap.into_os_string().into_string().unwrap())
 }
 
-/// Checkpoints of as many ranks, with the same state and the same bytes of every tensor, by their checksums.
+/// Checks that two checkpoints have the same number of ranks, the same state and, by checksum, the same bytes of every tensor.
 pub fn assert_same_checkpoint([one, other]: [&Path; 2], step: &str) {
     let [one, other] = [one, other].map(|run| {
         let file = run.join("checkpoints").join(step).join("manifest.json");
@@ -53,7 +53,7 @@ pub fn assert_same_checkpoint([one, other]: [&Path; 2], step: &str) {
     assert_eq!(one, other, "{step}");
 }
 
-/// Step, loss and gradient norm of every line.
+/// Returns step, loss and gradient norm of every line.
 pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
     let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
     let of = |line: &str| {
@@ -64,8 +64,8 @@ pub fn trajectory(run: &Path) -> Vec<[String; 3]> {
     text.lines().map(of).collect()
 }
 
-/// With 1 to 3 ranks, each stage that stops after `part` of `steps` and goes on has the trajectory of stage 0 that does not stop. `train`
-/// is given a run's name, which begins with `name`, and options. Returns what stage 0 said, for each number of ranks.
+/// Checks, with 1 to 3 ranks, that each stage stopped after `part` of `steps` and resumed has the trajectory of an uninterrupted
+/// stage 0. `train` gets a run's name, which starts with `name`, and options. Returns the output of stage 0 for each number of ranks.
 pub fn assert_stages_agree(
     dir: &Path,
     name: &str,
@@ -87,7 +87,7 @@ pub fn assert_stages_agree(
     })
 }
 
-/// Adds a small training to a command, whose results go to `run`.
+/// Adds a small training to a command, with results in `run`.
 pub fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str]) {
     let at = |name: &str| inputs.join(name).into_os_string();
     // What only becomes of large parameters.
@@ -98,7 +98,7 @@ pub fn small(command: &mut Command, inputs: &Path, run: &Path, options: &[&str])
     command.arg("--out").arg(run.join("out")).arg("--save").arg(run.join("checkpoints")).args(options);
 }
 
-/// Bytes that each rank has received, by step and kind.
+/// Returns the bytes that each rank received, by step and kind.
 pub fn wire(run: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(run.join("out/metrics.jsonl")).unwrap();
     let steps = text.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
@@ -109,7 +109,7 @@ pub fn wire(run: &Path) -> Vec<Value> {
         .collect()
 }
 
-/// Of 4 steps, with these ranks and options: both have one trajectory, and their ranks received as many bytes.
+/// Checks that two runs of 4 steps have the same trajectory and that their ranks received the same number of bytes.
 pub fn assert_same_run(ranks: usize, options: &[&str], ours: &Path, theirs: &Path) {
     assert_eq!(trajectory(theirs).len(), 4);
     assert_eq!(trajectory(theirs), trajectory(ours), "{ranks} ranks, {options:?}");
@@ -118,7 +118,7 @@ pub fn assert_same_run(ranks: usize, options: &[&str], ours: &Path, theirs: &Pat
     assert_eq!(there, here, "bytes received, {ranks} ranks, {options:?}");
 }
 
-/// What a process writes to its standard error, as it comes.
+/// A process's standard error, read as it is written.
 pub struct Said {
     lines: BufReader<ChildStderr>,
     pub text: String,
@@ -129,7 +129,7 @@ impl Said {
         Self { lines: BufReader::new(child.stderr.take().unwrap()), text: String::new() }
     }
 
-    /// Reads until a line has `part` in it.
+    /// Reads until a line contains `part`.
     pub fn until(&mut self, part: &str) {
         loop {
             let mut line = String::new();
@@ -148,8 +148,8 @@ impl Said {
     }
 }
 
-/// Starts a child that heeds signals, even where this process was started with them ignored (a script's `&`, some build servers), and
-/// that ends by itself after five minutes, so that no test waits for it for ever.
+/// Starts a child that does not ignore signals, even if this process was started with them ignored (a script's `&`,
+/// some build servers). The child ends itself after five minutes, so that no test waits forever.
 pub fn start(command: &mut Command) -> Child {
     const SECONDS: u32 = 300;
     let begin = || {
@@ -172,12 +172,12 @@ pub fn signal(child: &Child, name: &str) {
     assert!(sent.success());
 }
 
-/// The step after which a signal of this name has ended the run that said so.
+/// Returns the step after which a signal of this name ended the run with this output.
 pub fn ended_after(name: &str, said: &str) -> usize {
     let told = format!("stopped: {name} ended the run after step ");
     let step = said.split(told.as_str()).nth(1).unwrap_or_else(|| panic!("{told:?} in {said}"));
     step.split(' ').next().unwrap().parse().unwrap()
 }
 
-/// Time for a second signal to count as one.
+/// Pause before a signal that must count as a second one.
 pub const PAUSE: Duration = Duration::from_millis(500);

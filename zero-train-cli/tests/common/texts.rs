@@ -1,4 +1,4 @@
-//! Labelled texts, a vocabulary and small models for tests of tasks; what they make is below one folder.
+//! Labelled texts, a vocabulary and small models for tests of tasks, all in one folder.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -6,12 +6,12 @@ use std::process::{Command, Output};
 use serde_json::{Value, json};
 use zero_train::data::{Cutting, Tokenizer};
 
-/// The command, run in a folder.
+/// Runs the command in a folder.
 pub fn zero(args: &[&str], dir: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_zero")).args(args).current_dir(dir).output().unwrap()
 }
 
-/// Its standard output; it must succeed.
+/// Returns the command's standard output; it must succeed.
 #[track_caller]
 pub fn ok(args: &[&str], dir: &Path) -> String {
     let ran = zero(args, dir);
@@ -19,7 +19,7 @@ pub fn ok(args: &[&str], dir: &Path) -> String {
     String::from_utf8(ran.stdout).unwrap()
 }
 
-/// What it says to bad input.
+/// Returns the error message for bad input.
 #[track_caller]
 pub fn refused(args: &[&str], dir: &Path) -> String {
     let ran = zero(args, dir);
@@ -28,7 +28,7 @@ pub fn refused(args: &[&str], dir: &Path) -> String {
     text
 }
 
-/// A training run, whose files go to `run`; its summary.
+/// Trains with files in `run` and returns the summary.
 #[track_caller]
 pub fn train(dir: &Path, run: &str, options: &[&[&str]]) -> Value {
     let (out, save) = (format!("{run}/out"), format!("{run}/checkpoints"));
@@ -36,13 +36,13 @@ pub fn train(dir: &Path, run: &str, options: &[&[&str]]) -> Value {
     serde_json::from_str(&ok(&[&common[..], &options.concat()].concat(), dir)).unwrap()
 }
 
-/// The objects of a file of JSON lines.
+/// Returns the objects of a file of JSON lines.
 pub fn json_lines(path: &Path) -> Vec<Value> {
     let text = std::fs::read_to_string(path).unwrap();
     text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
-/// The files of a tiny model of the fixtures with a tokenizer, in a folder `name` of `dir`.
+/// Copies a tiny fixture model with a tokenizer to the folder `name` of `dir`.
 pub fn fixture(dir: &Path, name: &str) {
     let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
     std::fs::create_dir(dir.join(name)).unwrap();
@@ -53,7 +53,7 @@ pub fn fixture(dir: &Path, name: &str) {
     }
 }
 
-/// A folder with a `config.json`.
+/// Creates a folder with a `config.json`.
 pub fn model(dir: &Path, name: &str, config: &Value) {
     std::fs::create_dir(dir.join(name)).unwrap();
     std::fs::write(dir.join(name).join("config.json"), config.to_string()).unwrap();
@@ -61,8 +61,8 @@ pub fn model(dir: &Path, name: &str, config: &Value) {
 
 const WORDS: [&str; 12] = ["cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "was", "glad", "not", "here"];
 
-/// 163 rows in `rows.jsonl`, whose class (`class`) and whose answer of one to three words (`answer`) are in their words; `text.txt` of
-/// such sentences, and a vocabulary of them in `tok`.
+/// Writes 163 rows to `rows.jsonl`, whose class (`class`) and answer of one to three words (`answer`) follow from their
+/// words, such sentences to `text.txt`, and their vocabulary to `tok`.
 pub fn labelled(dir: &Path) {
     let sentence = |at: usize| -> String {
         let words: Vec<&str> = (0..4 + at % 5).map(|i| WORDS[(at * at + 5 * i + at * i) % 12]).collect();
@@ -84,7 +84,7 @@ pub fn labelled(dir: &Path) {
     ok(&["tokenizer", "tok", "--data", "text.txt", "--vocab-size", "61"], dir);
 }
 
-/// [`labelled`], and a small BERT that was pre-trained for a few steps: `bert-hf`.
+/// [`labelled`], and a small BERT pre-trained for a few steps: `bert-hf`.
 pub fn bert(dir: &Path) {
     model(
         dir,
@@ -126,7 +126,7 @@ pub fn t5(dir: &Path) {
     );
 }
 
-/// A small model with GPT-2's tokens that was trained for a few steps on `book.txt`: `gpt2-base`, and exported `gpt2-hf`.
+/// A small model with GPT-2's tokens trained for a few steps on `book.txt`: `gpt2-base`, exported as `gpt2-hf`.
 pub fn gpt2(dir: &Path, config: &Value, seq: &str, steps: &str) -> String {
     model(dir, "model", config);
     if config["model_type"] != "gpt2" {

@@ -1,4 +1,4 @@
-//! Sharded checkpoints as the engine writes them, of models whose every element follows from path and place.
+//! Sharded checkpoints as the engine writes them, of models whose elements are a function of path and index.
 #![allow(dead_code)] // each test uses its part
 
 #[path = "../../../zero-models/tests/models/common/small.rs"]
@@ -17,7 +17,7 @@ use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Collective, Partition};
 use zero_models::{ModelConfig, bert, gpt2, llama};
 
-/// A tensor of a checkpoint, whole.
+/// A full tensor of a checkpoint.
 #[derive(Clone)]
 pub struct Whole {
     pub name: String,
@@ -26,7 +26,7 @@ pub struct Whole {
     pub bytes: Vec<u8>,
 }
 
-/// Element `i` of the parameter at `path`, between -1 and 1, with all bits of fp32 in use.
+/// Element `i` of the parameter at `path`, between -1 and 1; uses all bits of fp32.
 pub fn element(path: &str, i: usize) -> f32 {
     drawn(seed(path), i)
 }
@@ -40,7 +40,7 @@ fn drawn(seed: u64, i: usize) -> f32 {
     (mixed >> 40) as f32 / (1u64 << 23) as f32 - 1.0
 }
 
-/// What the engine saves of a model: parameters, and AdamW's state.
+/// Tensors that the engine saves for a model: parameters and AdamW's state.
 pub fn tensors(config: &ModelConfig, dtype: ElementType) -> Vec<Whole> {
     let mut all = Vec::new();
     for param in config.parameters() {
@@ -63,7 +63,7 @@ pub fn state(config: &ModelConfig) -> Value {
     json!({ "engine": { "step": 3 }, "model": config })
 }
 
-/// Saves `tensors` from `world` ranks as step `step` in `dir`, and returns the checkpoint's folder.
+/// Saves `tensors` from `world` ranks as step `step` in `dir` and returns the checkpoint's folder.
 pub fn save_tensors(tensors: &[Whole], state: &Value, dir: &Path, step: u64, world: usize) -> PathBuf {
     let options = ThreadOptions { deadline: Duration::from_secs(60) };
     let saved = run(world, &options, |comm: Arc<ThreadComm>| -> Result<PathBuf, CheckpointError> {
@@ -79,12 +79,12 @@ pub fn save_tensors(tensors: &[Whole], state: &Value, dir: &Path, step: u64, wor
     saved.unwrap().swap_remove(0)
 }
 
-/// Saves a model in fp32 from `world` ranks, and returns the checkpoint's folder.
+/// Saves a model in fp32 from `world` ranks and returns the checkpoint's folder.
 pub fn save_model(config: &ModelConfig, dir: &Path, world: usize) -> PathBuf {
     save_tensors(&tensors(config, ElementType::F32), &state(config), dir, 3, world)
 }
 
-/// The parameters of the Hugging Face model in `dir`, by path.
+/// Returns the parameters of the Hugging Face model in `dir`, by path.
 pub fn loaded(config: &ModelConfig, dir: &Path) -> Vec<(String, Vec<f32>)> {
     let device = Default::default();
     match config {

@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train averages`
 //!
-//! Moving averages of the weights, by the command.
+//! Moving averages of the weights, through the command.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     texts::train(dir, run, &[&TASK, options])
 }
 
-/// Loss and accuracy of the last evaluation.
+/// Returns loss and accuracy of the last evaluation.
 fn evaluated(summary: &Value) -> [f64; 2] {
     let told = &summary["epochs"].as_array().unwrap().last().unwrap()["eval"];
     [0, 1].map(|at| told[at][1].as_f64().unwrap())

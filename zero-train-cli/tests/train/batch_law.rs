@@ -1,7 +1,7 @@
-//! `cargo test -p zero-train-cli --test train batch_law`, and `ZERO_SEED=N` before it for other rows and cuts.
+//! `cargo test -p zero-train-cli --test train batch_law`; set `ZERO_SEED=N` for other rows and splits.
 //!
-//! The same rows give the same loss, norm and weights however they are cut into micro-batches and ranks, and the same held-out figures:
-//! each mean is over items (labels, masked tokens), and all items of an update or of the held-out rows count alike.
+//! The same rows give the same loss, norm, weights and held-out figures for any split into micro-batches and ranks: each mean
+//! is over items (labels, masked tokens), and all items of an update or of the held-out rows have equal weight.
 
 use std::path::Path;
 
@@ -16,21 +16,21 @@ use zero_train::trainer::{FusedBackend, Hyperparameters, Options, Result, Rows, 
 
 use crate::common::texts::{self, json_lines, ok};
 
-/// Rows of an update, and those that are held out: no number of ranks divides the latter.
+/// Rows of an update, and held-out rows; no number of ranks divides the latter.
 const ROWS: usize = 12;
 const HELD_OUT: usize = 13;
 
-/// Rows of a micro-batch, micro-batches, ranks, stage.
+/// Rows per micro-batch, micro-batches, ranks, stage.
 type Cut = [usize; 4];
 
 const WHOLE: Cut = [ROWS, 1, 1, 0];
 
-/// `ZERO_SEED=N` draws other rows, weights and cuts.
+/// `ZERO_SEED=N` draws other rows, weights and splits.
 fn seed() -> u64 {
     std::env::var("ZERO_SEED").map_or(44, |seed| seed.parse().unwrap())
 }
 
-/// Nine of all cuts of an update's rows over 1 to 4 ranks at stages 0 to 3, at least one of each number of ranks.
+/// Nine of all splits of an update's rows over 1 to 4 ranks at stages 0 to 3, at least one per number of ranks.
 fn cuts(draws: &mut Draws) -> Vec<Cut> {
     let mut cuts = Vec::new();
     for ranks in 1..=4 {
@@ -66,7 +66,7 @@ fn numbers(path: &Path) -> Vec<[f64; 2]> {
     json_lines(path).iter().map(|step| ["loss", "grad_norm"].map(|key| step[key].as_f64().unwrap())).collect()
 }
 
-/// A run by the command.
+/// Runs the command.
 fn trained(dir: &Path, task: &[&str], [micro, accumulation, ranks, stage]: Cut) -> Run {
     let (run, file) = (format!("{micro}-{accumulation}-{ranks}-{stage}"), sgd(dir, stage, 0.05));
     let [micro, accumulation, ranks, held_out] = [micro, accumulation, ranks, HELD_OUT].map(|n| n.to_string());
@@ -79,7 +79,7 @@ fn trained(dir: &Path, task: &[&str], [micro, accumulation, ranks, stage]: Cut) 
     (numbers(&dir.join(&run).join("out/metrics.jsonl")), figures, weights(dir, &run))
 }
 
-/// All weights of a run's last checkpoint, by their names' order.
+/// Returns all weights of a run's last checkpoint, ordered by name.
 fn weights(dir: &Path, run: &str) -> Vec<f32> {
     ok(&["export", &format!("{run}/checkpoints"), &format!("{run}/hf"), "--dtype", "fp32"], dir);
     let bytes = std::fs::read(dir.join(run).join("hf/model.safetensors")).unwrap();
@@ -90,7 +90,7 @@ fn weights(dir: &Path, run: &str) -> Vec<f32> {
     names.into_iter().flat_map(values).collect()
 }
 
-/// A file that asks for plain gradient descent: Adam would make steps of the last bits of gradients that are nothing.
+/// Writes a configuration with plain gradient descent: Adam would turn rounding errors of zero gradients into full steps.
 fn sgd(dir: &Path, stage: usize, lr: f64) -> String {
     let name = format!("sgd-{stage}.json");
     let file = json!({
@@ -100,7 +100,7 @@ fn sgd(dir: &Path, stage: usize, lr: f64) -> String {
     name
 }
 
-/// Returns the run with all rows in one micro-batch.
+/// Checks all splits and returns the run with all rows in one micro-batch.
 fn assert_law(draws: &mut Draws, run: impl Fn(Cut) -> Run) -> Run {
     let whole = run(WHOLE);
     for cut in cuts(draws) {
@@ -109,7 +109,7 @@ fn assert_law(draws: &mut Draws, run: impl Fn(Cut) -> Run) -> Run {
     whole
 }
 
-/// The config file `name/config.json` without dropout, whose draws are of a rank's rows, and with room for these positions.
+/// Disables dropout in `name/config.json`, because its draws depend on a rank's rows, and sets the number of positions.
 fn without_dropout(dir: &Path, name: &str, positions: usize) {
     let path = dir.join(name).join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -141,7 +141,7 @@ fn texts_to_be_made_of_1_to_60_tokens() {
     assert_law(&mut draws, |cut| trained(dir, &task, cut));
 }
 
-/// Two numbers for each text, and several classes of each.
+/// Two numbers per text, and several classes per text.
 #[test]
 fn texts_with_numbers_and_several_labels() {
     let mut draws = Draws::new(seed() + 4);
@@ -213,7 +213,7 @@ fn answers_of_0_to_40_words() {
     assert_law(&mut draws, |cut| trained(dir, &task, cut));
 }
 
-/// A model of its own that predicts the next token, of rows that are filled up.
+/// A custom next-token model on padded rows.
 struct Padded {
     ids: Vec<i32>,
     labels: Vec<i32>,

@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train bert`
 //!
-//! Pre-training of BERT, by the command.
+//! Pre-training of BERT, through the command.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::common::assert_stages_agree;
 use crate::common::texts::zero;
 
-/// A text with sentences and documents, a vocabulary of it, and a small model with dropout.
+/// Writes a text of sentences and documents, its vocabulary, and a small model with dropout.
 fn inputs(dir: &Path) {
     let words = ["the", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "was", "glad", "not", "here"];
     let sentence =
@@ -37,7 +37,7 @@ fn train(dir: &Path, run: &str, options: &[&str]) -> Value {
     serde_json::from_slice(&ran.stdout).unwrap()
 }
 
-/// Weights of another class in transformers, without a pooler and a next-sentence head.
+/// Weights of another transformers class, without a pooler and a next-sentence head.
 #[test]
 fn weights_without_a_head_start_with_a_fresh_one() {
     let dir = tempfile::tempdir().unwrap();

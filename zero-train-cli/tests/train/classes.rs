@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train classes`
 //!
-//! Fine-tuning of a BERT to tell classes, by the command.
+//! Fine-tuning of a BERT as a classifier, through the command.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -31,7 +31,7 @@ fn stages_and_a_resume_give_the_same_bits() {
     assert_stages_agree(dir.path(), "", ["5", "8"], |run, options| train(dir.path(), run, options));
 }
 
-/// Accuracy and F1 of the last evaluation, and of the predictions, counted here.
+/// Accuracy and F1 of the last evaluation, and of the predictions, computed here.
 fn measured(summary: &Value, predictions: &Path) -> ([f64; 2], [f64; 2]) {
     let told = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].as_array().unwrap().clone();
     let names: Vec<&str> = told.iter().map(|pair| pair[0].as_str().unwrap()).collect();
@@ -146,8 +146,8 @@ fn what_does_not_fit_is_told() {
     );
 }
 
-/// The rows of `rows.jsonl`, in `kinds.jsonl`: with a number (`score`), with two (`scores`), with lists of names (`tags`), of numbers of
-/// classes (`ids`) and of flags (`flags`), for the words cat, dog and tree.
+/// Copies the rows of `rows.jsonl` to `kinds.jsonl` with labels: one number (`score`), two (`scores`), and lists of
+/// names (`tags`), of class indices (`ids`) and of flags (`flags`), for the words cat, dog and tree.
 fn kinds(dir: &Path) {
     let rows: String = json_lines(&dir.join("rows.jsonl"))
         .into_iter()
@@ -167,7 +167,7 @@ fn kinds(dir: &Path) {
     std::fs::write(dir.join("kinds.jsonl"), rows).unwrap();
 }
 
-/// The last held-out figures, by name.
+/// Returns the last held-out figures, by name.
 fn figures(summary: &Value) -> Vec<(String, f64)> {
     let told = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].as_array().unwrap().clone();
     told.iter().map(|pair| (pair[0].as_str().unwrap().to_string(), pair[1].as_f64().unwrap())).collect()
@@ -178,7 +178,7 @@ fn figure(summary: &Value, name: &str) -> f64 {
     figures.iter().find(|(known, _)| known == name).unwrap_or_else(|| panic!("{name} in {figures:?}")).1
 }
 
-/// The folder's keys, with others in place of some.
+/// Replaces some keys of the folder's configuration.
 fn with_keys(dir: &Path, folder: &str, keys: &Value) -> Value {
     let path = dir.join(folder).join("config.json");
     let mut config: Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
@@ -240,7 +240,7 @@ fn numbers_are_learned_and_their_figures_count_every_row_once() {
     assert!((first - told.sum::<f64>() / 20.0).abs() < 1e-5);
 }
 
-/// [`train`] on other data.
+/// Like [`train`], on other data.
 fn train_on(dir: &Path, run: &str, options: &[&str]) -> Value {
     let unless = |option: &str, or: &'static [&'static str]| if options.contains(&option) { &[][..] } else { or };
     let common = ["--task", "text-classification", "--tokenizer", "tok", "--seq", "16", "--eval", "20"];
@@ -251,7 +251,7 @@ fn train_on(dir: &Path, run: &str, options: &[&str]) -> Value {
     )
 }
 
-/// Lists of names, of numbers and of flags are one training.
+/// Lists of names, of numbers and of flags give the same training.
 #[test]
 fn several_labels_of_a_row_are_learned() {
     let dir = tempfile::tempdir().unwrap();
@@ -289,7 +289,7 @@ fn several_labels_of_a_row_are_learned() {
     assert_eq!(config["id2label"], json!({ "0": "cat", "1": "dog", "2": "tree" }));
 }
 
-/// A folder that says which problem it is for is read, trained and written, and says so again; its head gives what it gave.
+/// A folder that states its problem type is read, trained and written; the written one states it too, and its head gives the same outputs.
 #[test]
 fn a_folders_problem_type_and_labels_are_kept() {
     let dir = tempfile::tempdir().unwrap();
@@ -340,7 +340,7 @@ fn a_folders_problem_type_and_labels_are_kept() {
     }
 }
 
-/// From a BART that makes texts: the head is fresh, which is told, and stages and a resume agree.
+/// Starting from a sequence-to-sequence BART, the head is initialized, which is reported; stages and a resume agree.
 #[test]
 fn a_bart_tells_classes() {
     let dir = tempfile::tempdir().unwrap();

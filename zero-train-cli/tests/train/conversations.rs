@@ -1,7 +1,7 @@
 //! `cargo test -p zero-train-cli --test train conversations`
 //!
-//! Training on conversations, and on prompts with completions: ids and labels as TRL makes them, losses as torch has them;
-//! `tests/fixtures/make_conversations.py` makes what they are compared with.
+//! Training on conversations, and on prompts with completions: ids and labels equal TRL's, losses equal torch's;
+//! `tests/fixtures/make_conversations.py` creates the references.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -42,7 +42,7 @@ fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conve
     Conversations::load(path, format, loss_on, &cutting, tokenizer).map_err(|error| error.to_string())
 }
 
-/// The ids of each row, and whether each has a label.
+/// The ids of each row, and for each id a flag: 1 if it has a label.
 fn rows(conversations: &Conversations) -> Vec<[Vec<i64>; 2]> {
     let row = |row| {
         let batch = conversations.batch(&[row]);
@@ -123,7 +123,7 @@ fn losses_are_those_of_torch_on_any_cut() {
     assert!((losses(dir, "all")[0] - expected[0]).abs() > 1e-2, "{:?}", losses(dir, "all"));
 }
 
-/// The same rows in all kinds of files, also where they are split.
+/// The same rows in all kinds of files, also when split.
 #[test]
 fn tables_arrays_and_parquet_are_read_alike() {
     let dir = tempfile::tempdir().unwrap();

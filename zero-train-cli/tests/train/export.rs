@@ -1,7 +1,7 @@
 //! cargo test -p zero-train-cli --test train export
 //!
-//! From sharded checkpoints to Hugging Face's: exact, whatever the number of ranks that saved; and every checkpoint that
-//! must be refused.
+//! Exports sharded checkpoints to Hugging Face's format: exact for any number of saving ranks; and every invalid
+//! checkpoint is rejected.
 
 use crate::common;
 use crate::sharded;
@@ -88,7 +88,7 @@ fn files_do_not_depend_on_the_ranks_that_saved() {
     assert!(exports[0] == exports[1] && exports[0] == exports[2]);
 }
 
-/// A model that was trained in 16 bit without masters comes out in its own bits.
+/// A model trained in 16 bit without masters keeps its exact bits.
 #[test]
 fn parameters_in_16_bit_are_exact() {
     let config = ModelConfig::from(bert());
@@ -135,7 +135,7 @@ fn the_folder_above_stands_for_its_newest_sound_checkpoint() {
     assert!(error.unwrap_err().to_string().contains("rank-00001-of-00002.safetensors"));
 }
 
-/// What exporting these tensors with this state answers; nothing is left.
+/// Returns the error of exporting these tensors with this state; no files are left.
 fn refusal(tensors: &[Whole], state: &serde_json::Value) -> String {
     let dir = tempfile::tempdir().unwrap();
     let checkpoint = save_tensors(tensors, state, &dir.path().join("saves"), 3, 2);
@@ -179,7 +179,7 @@ fn what_does_not_fit_is_named() {
     assert_contains(&refusal(&all, &untied), &["1 missing: model.lm_head"]);
 }
 
-/// Of a program that trains a model of its own.
+/// A program that trains its own model.
 #[test]
 fn a_module_of_no_known_family_keeps_its_names_or_is_given_others() {
     let config = ModelConfig::from(gpt2());
@@ -269,7 +269,7 @@ fn the_command_exports() {
     assert_eq!(loaded(&config, Path::new(&b)).into_iter().map(|(_, values)| values).collect::<Vec<_>>(), expected);
 }
 
-/// From training to a Hugging Face folder, with nothing but the command.
+/// From training to a Hugging Face folder, with only the command.
 #[test]
 fn what_the_command_trained_is_exported() {
     let dir = tempfile::tempdir().unwrap();

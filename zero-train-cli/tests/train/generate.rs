@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train generate`
 //!
-//! Text by the command, however its parameters are kept. (That the tokens are transformers': zero-models' tests.)
+//! Text generation through the command, for any placement of parameters. (zero-models' tests check the tokens against transformers.)
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ fn gpt2() -> Value {
     json!({ "model_type": "gpt2", "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4 })
 }
 
-/// A small model with GPT-2's tokens that was trained for a few steps.
+/// A small model with GPT-2's tokens trained for a few steps.
 fn model(dir: &Path, config: &Value) {
     let shown = texts::gpt2(dir, config, "24", "12");
     assert!(shown.contains("after\n") && shown.contains("\nthe model goes on\n"), "{shown}");
@@ -101,7 +101,7 @@ fn what_cannot_be_gone_on_with_is_told() {
     }
 }
 
-/// As transformers' `generate` without a prompt, which begins with the model's beginning of text.
+/// Same as transformers' `generate` without a prompt, which starts with the model's beginning-of-text token.
 #[test]
 fn a_text_is_made_of_nothing() {
     let dir = tempfile::tempdir().unwrap();
@@ -114,8 +114,8 @@ fn a_text_is_made_of_nothing() {
     assert_eq!(made(""), made("<|endoftext|>"));
 }
 
-/// The tokens that transformers' generate makes with the fixture's weights (`tests/fixtures/make_models_reference.py`), of texts that
-/// end with their token.
+/// The tokens that transformers' generate produces with the fixture's weights
+/// (`tests/fixtures/make_models_reference.py`), for texts that end with their end token.
 #[test]
 fn a_bart_makes_the_tokens_of_transformers_however_parameters_are_kept() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
 //! `cargo test -p zero-train-cli --test train hostile`
 //!
-//! Folders and data files that somebody has damaged or made up, through the command: it never panics, never runs for long, ends with 0, 1
-//! or 2, and says in one line which file it cannot use. `ZERO_FUZZ_RUNS=100000` is the long form.
+//! Damaged or hostile folders and data files, through the command: it never panics or runs for long, ends with 0, 1 or
+//! 2, and names the unusable file in one line. `ZERO_FUZZ_RUNS=100000` is the long form.
 
 use std::fs::File;
 use std::path::{Path, PathBuf};
@@ -15,13 +15,13 @@ use mutate::{Random, mutate, mutate_file};
 
 use crate::mutate;
 
-/// Runs where no number is asked for.
+/// Default number of runs.
 const RUNS: usize = 180;
 
-/// The longest run. In the short form other tests run beside.
+/// Maximum duration of a run. In the short form, other tests run concurrently.
 const LONGEST: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(60)];
 
-/// A file that is changed, in the folder of a case, and the command that reads it there.
+/// A file to modify, in the folder of a case, and the command that reads it there.
 struct Case {
     file: String,
     args: Vec<String>,
@@ -41,7 +41,7 @@ fn case(file: impl Into<String>, args: &[&str]) -> Case {
     Case { file: file.into(), args: args.iter().map(ToString::to_string).collect() }
 }
 
-/// Sound folders and files, and what is done with each.
+/// Intact folders and files, and the command for each.
 fn inputs(dir: &Path) -> Vec<Case> {
     let fixtures = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
     let mut cases = Vec::new();
@@ -117,7 +117,7 @@ fn inputs(dir: &Path) -> Vec<Case> {
     cases
 }
 
-/// Runs a case whose file holds these bytes; the error is the fault of the run.
+/// Runs a case with these bytes in its file; the error describes the failure.
 fn run(dir: &Path, case: &Case, bytes: &[u8], longest: Duration) -> Result<(), String> {
     std::fs::write(dir.join(&case.file), bytes).unwrap();
     let told = dir.join("told");

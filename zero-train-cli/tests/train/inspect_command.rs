@@ -1,4 +1,4 @@
-//! `zero inspect` as a user runs them, on checkpoints such as the engine saves and on others.
+//! `zero inspect` from a user's view, on checkpoints like the engine's and on others.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -12,14 +12,14 @@ use zero_core::collective::threads::{ThreadComm, ThreadOptions, run};
 use zero_core::{Collective, Partition};
 use zero_models::{BertConfig, Gpt2Config, ModelConfig};
 
-/// Exit code, standard output and standard error of `zero` with these arguments.
+/// Returns exit code, standard output and standard error of `zero` with these arguments.
 fn zero(args: &[&str]) -> (i32, String, String) {
     let run = Command::new(env!("CARGO_BIN_EXE_zero")).args(args).output().unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
     (run.status.code().unwrap(), text(run.stdout), text(run.stderr))
 }
 
-/// Standard output of a run that ends with `code` and says nothing on standard error.
+/// Returns standard output of a run that ends with `code` and prints nothing on standard error.
 fn prints(code: i32, args: &[&str]) -> String {
     let (got, out, err) = zero(args);
     assert_eq!((got, err.as_str()), (code, ""), "{out}");
@@ -31,7 +31,7 @@ fn prints_json(code: i32, args: &[&str]) -> Value {
     serde_json::from_str(&prints(code, &[args, &["--json"]].concat())).unwrap()
 }
 
-/// Standard error of a run that ends with 2 and prints nothing.
+/// Returns standard error of a run that ends with 2 and prints nothing.
 fn refused(args: &[&str]) -> String {
     let (code, out, err) = zero(args);
     assert_eq!((code, out.as_str()), (2, ""), "{err}");
@@ -44,7 +44,7 @@ fn f32s(numel: usize, first: f32) -> Vec<u8> {
     (0..numel).flat_map(|at| (first + at as f32).to_le_bytes()).collect()
 }
 
-/// A model of two parameters in training by AdamW.
+/// A model of two parameters trained with AdamW.
 fn tensors() -> Vec<Tensor> {
     let f32 = ElementType::F32;
     vec![
@@ -122,7 +122,7 @@ fn assert_contains(text: &str, parts: &[&str]) {
     parts.iter().for_each(|part| assert!(text.contains(part), "no \"{part}\" in:\n{text}"));
 }
 
-/// Without what differs from run to run: the folder, the moment, and the number of digits of it in sizes.
+/// Masks what differs between runs: the folder, the time, and sizes that depend on them.
 fn shown(out: &str, dir: &Path) -> String {
     let mut out = out.replace(text(dir), "DIR");
     for moment in out.clone().split_inclusive(" UTC").filter(|part| part.ends_with(" UTC")) {

@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train llama`
 //!
-//! Training of a Llama by the command: the same task as GPT-2's. (That its losses are transformers': zero-tests' `ranks`.)
+//! Training of a Llama through the command: the same task as GPT-2's. (zero-tests' `ranks` compares its losses with transformers.)
 
 use std::path::Path;
 

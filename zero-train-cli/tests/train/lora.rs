@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train lora`
 //!
-//! LoRA by the commands: an adapter is trained beside weights that stay as they are.
+//! LoRA through the commands: an adapter is trained while the base weights stay frozen.
 
 use std::path::Path;
 
@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use crate::common::texts::{self, ok, refused, zero};
 use crate::common::{trajectory, wire};
 
-/// A small GPT-2 that was trained for a few steps.
+/// A small GPT-2 trained for a few steps.
 fn base(dir: &Path) {
     let config = json!({ "model_type": "gpt2", "n_positions": 48, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.1, "embd_pdrop": 0.0, "attn_pdrop": 0.0 });

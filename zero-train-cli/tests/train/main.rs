@@ -1,4 +1,5 @@
-//! The commands, on files of all kinds. They are one binary, as each links all of Burn: `cargo test -p zero-train-cli --test train [MODULE]`.
+//! The commands, on files of all kinds, in one binary, because each links all of Burn:
+//! `cargo test -p zero-train-cli --test train [MODULE]`.
 
 mod averages;
 mod batch_law;

@@ -1,7 +1,7 @@
 //! `cargo test -p zero-train-cli --test train reported`
 //!
-//! Reports of users of DeepSpeed, transformers and others: settings that have no effect, rows that are not finite, log
-//! files that cannot be written.
+//! Issues that users of DeepSpeed, transformers and others reported: settings without effect, non-finite rows,
+//! unwritable log files.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -40,7 +40,7 @@ fn column(dir: &Path, name: &str) -> Vec<f64> {
     json_lines(&dir.join("run/metrics.jsonl")).iter().map(|step| step[name].as_f64().unwrap()).collect()
 }
 
-/// A rate beside a schedule that has one of its own (DeepSpeed#7303, transformers#15508).
+/// A rate given together with a schedule that has its own (DeepSpeed#7303, transformers#15508).
 #[test]
 fn the_rate_that_is_asked_for_is_trained_with_or_refused() {
     let dir = dir();
@@ -92,7 +92,7 @@ fn the_rate_that_is_asked_for_is_trained_with_or_refused() {
     }
 }
 
-/// One meaning of `--warmup N`, transformers' (DeepSpeed PR 5287, transformers#34754).
+/// One meaning of `--warmup N`, that of transformers (DeepSpeed PR 5287, transformers#34754).
 #[test]
 fn a_warmup_has_the_same_rates_with_every_schedule() {
     let dir = dir();
@@ -139,7 +139,7 @@ fn a_process_that_was_started_alone_has_one_rank() {
     assert_eq!(ranks(&["--config", "a.yaml"]), '2');
 }
 
-/// Settings of the loss scale are those of the command line, also after a resume (LLaMA-Factory#315, DeepSpeed#4021).
+/// Loss-scale settings come from the command line, also after a resume (LLaMA-Factory#315, DeepSpeed#4021).
 #[test]
 fn a_loss_scale_that_was_changed_before_a_resume_has_an_effect() {
     let dir = dir();
@@ -158,7 +158,7 @@ fn a_loss_scale_that_was_changed_before_a_resume_has_an_effect() {
     assert_eq!(run("", "10"), 65536.0);
 }
 
-/// A file that `check` accepts trains, and one that cannot train is refused by both (DeepSpeed#2174, #7852, #7856).
+/// A file that `check` accepts can train, and both reject one that cannot (DeepSpeed#2174, #7852, #7856).
 #[test]
 fn check_and_train_say_the_same() {
     let dir = dir();
@@ -192,7 +192,7 @@ fn check_and_train_say_the_same() {
     assert!(told.contains("Infinity is no number of JSON"), "{told}");
 }
 
-/// Keys of walkthroughs for which nothing is lost are accepted, with words that say so, and lists of groups that are alike.
+/// Keys from walkthroughs that can be ignored without loss are accepted with a message, and so are lists of identical groups.
 #[test]
 fn keys_of_walkthroughs_are_accepted() {
     let dir = dir();
@@ -237,7 +237,7 @@ fn a_run_that_never_updates_is_no_success() {
     assert!(dir.join("ck/step-00000020").is_dir());
 }
 
-/// A log that cannot be written is told once, and training goes on (kohya-ss/sd-scripts#1160, ultralytics#3414).
+/// A failed log write is reported once, and training continues (kohya-ss/sd-scripts#1160, ultralytics#3414).
 #[test]
 fn a_log_that_cannot_be_written_does_not_end_a_run() {
     let dir = dir();
@@ -261,12 +261,12 @@ fn a_log_that_cannot_be_written_does_not_end_a_run() {
     }
 }
 
-/// Regression on rows of two numbers; the loss of some rows is multiplied by what is not finite.
+/// Regression on rows of two numbers; the loss of some rows is multiplied by a non-finite number.
 struct Spoilt {
     rows: usize,
     spoilt: Vec<usize>,
     by: f32,
-    /// In place of the others.
+    /// Rows to use instead of the others.
     only: Option<Vec<usize>>,
 }
 
@@ -344,7 +344,7 @@ fn spoilt_run(dir: &Path, task: &Spoilt, ranks: usize, dtype: Option<&str>) -> R
     Ok((summary, events, weights))
 }
 
-/// One row whose loss is not finite costs one update, which is told with the row (DeepSpeed#1496, #5879).
+/// One row with a non-finite loss costs one update, and the row is reported (DeepSpeed#1496, #5879).
 #[test]
 fn fifty_runs_with_a_row_that_is_not_finite() {
     let dir = tempfile::tempdir().unwrap();

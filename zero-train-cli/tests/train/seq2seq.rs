@@ -1,6 +1,6 @@
 //! `cargo test -p zero-train-cli --test train seq2seq`
 //!
-//! Training of a BART and a T5 to make texts of texts, by the command; and LoRA on them.
+//! Sequence-to-sequence training of a BART and a T5, through the command; and LoRA on them.
 
 use std::path::Path;
 
@@ -85,7 +85,7 @@ fn learns(model: &str, tensors: &str, which: &str, targets: &[&str]) {
     assert_eq!((&config["task_type"], &config["target_modules"]), (&json!("SEQ_2_SEQ_LM"), &json!(targets)));
 }
 
-/// The last rows have no label: nothing is measured of them, and each is told once, on any number of ranks.
+/// The last rows have no label: they are not evaluated, and each is predicted once, on any number of ranks.
 #[test]
 fn rows_without_a_label_are_only_predicted() {
     let dir = tempfile::tempdir().unwrap();
@@ -137,7 +137,7 @@ fn rows_without_a_label_are_only_predicted() {
     assert!(all.iter().all(|lines| lines.len() == all[0].len()));
 }
 
-/// The file of PEFT's guide (DeepSpeed ZeRO-3 with offload), as it is.
+/// The unchanged file of PEFT's guide (DeepSpeed ZeRO-3 with offload).
 #[test]
 fn the_guides_file_trains_an_adapter_as_the_same_settings_by_hand() {
     let dir = tempfile::tempdir().unwrap();
@@ -207,7 +207,7 @@ fn what_does_not_fit_is_told() {
     assert!(text.contains("line 1: has a \"label\" with more tokens than the model's 24 positions"), "{text}");
 }
 
-/// Both forms that a T5's tokenizer has.
+/// Both forms of a T5 tokenizer.
 #[test]
 fn an_export_of_a_t5_has_its_tokenizer_and_generates_the_same() {
     let dir = tempfile::tempdir().unwrap();

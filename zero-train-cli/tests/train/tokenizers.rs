@@ -1,7 +1,7 @@
 //! `cargo test -p zero-train-cli --test train tokenizers`
 //!
-//! Texts and tokens as transformers 5.23 has them, with tokenizers of the kinds that models come with; `tests/fixtures/make_tokenizers.py`
-//! makes them and what they are compared with.
+//! Texts and tokens equal those of transformers 5.23, for the kinds of tokenizers that models use;
+//! `tests/fixtures/make_tokenizers.py` creates the tokenizers and the references.
 
 use std::path::{Path, PathBuf};
 
@@ -94,7 +94,7 @@ fn generated_texts_are_those_of_transformers() {
     }
 }
 
-/// Models that make texts of texts: the prompts, and the texts and tokens that are made.
+/// Sequence-to-sequence models: the prompts, and the generated texts and tokens.
 const SEQ2SEQ: [&str; 3] = ["bart_tiny", "t5_tiny", "flan_t5_tiny"];
 
 #[test]

@@ -1,6 +1,6 @@
 //! cargo test -p zero-train-cli --test train trainer
 //!
-//! What a task of one's own can rely on.
+//! Guarantees for a custom task.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -12,13 +12,13 @@ use zero_train::trainer::{FusedBackend, Hyperparameters, Measured, Options, Resu
 
 const ROWS: usize = 37;
 
-/// Writes down which rows it is given.
+/// Records the rows that it gets.
 #[derive(Default)]
 struct Recorder {
     trained: Mutex<Vec<usize>>,
     evaluated: Mutex<Vec<usize>>,
     held_out: usize,
-    /// Which row cannot be read.
+    /// A row that cannot be read.
     unreadable: Option<usize>,
     measures_nothing: bool,
 }

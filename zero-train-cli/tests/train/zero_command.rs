@@ -1,4 +1,4 @@
-//! The `zero` command as a user runs it.
+//! The `zero` command from a user's view.
 
 use std::path::{Path, PathBuf};
 
@@ -14,13 +14,13 @@ fn configs(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../zero-settings/tests/configs").join(name)
 }
 
-/// What a successful run prints.
+/// Returns the output of a successful run.
 fn prints(args: &[&str]) -> String {
     let run = zero().args(args).assert().success();
     String::from_utf8(run.get_output().stdout.clone()).unwrap()
 }
 
-/// What a run with exit code 2 says, and that it prints nothing else.
+/// Returns the error of a run with exit code 2, and checks that it prints nothing else.
 fn refused(args: &[&str]) -> String {
     let run = zero().args(args).assert().code(2);
     assert!(run.get_output().stdout.is_empty());
@@ -120,7 +120,7 @@ fn schedules_by_option_are_what_they_say() {
     }
 }
 
-/// `zero check --keys KIND >docs/book/src/keys-KIND.md` makes them anew.
+/// `zero check --keys KIND >docs/book/src/keys-KIND.md` regenerates them.
 #[test]
 fn the_books_tables_of_keys_are_the_programs() {
     for kind in ["deepspeed", "accelerate"] {
@@ -218,7 +218,7 @@ fn check_says_what_is_wrong() {
     assert!(explained.contains("buckets of 589,824 elements"), "768 x 768: {explained}");
 }
 
-/// The line of `text` that begins with `start`.
+/// Returns the line of `text` that starts with `start`.
 fn line<'a>(text: &'a str, start: &str) -> &'a str {
     let found = text.lines().find(|line| line.trim_start().starts_with(start));
     found.unwrap_or_else(|| panic!("no line begins with {start} in\n{text}"))
@@ -282,7 +282,7 @@ fn check_needs_no_model_for_the_templates_of_others() {
     assert!(error.contains("--lr 0.5") && error.contains("says 0.001"), "{error}");
 }
 
-/// As Accelerate finds it: from the working directory, whatever the YAML's folder; else beside the YAML.
+/// The lookup order of Accelerate: the working directory, regardless of the YAML's folder; otherwise next to the YAML.
 #[test]
 fn a_deepspeed_config_file_is_found_from_the_working_directory() {
     let dir = tempfile::tempdir().unwrap();
@@ -344,7 +344,7 @@ fn train_trains_with_a_config() {
     assert!(refused(&["train", "--model", "tiny"]).contains("--data is missing"));
 }
 
-/// `zero train` on the tiny model, in `dir`, with what it says on standard error.
+/// Runs `zero train` on the tiny model in `dir`; returns its output and its folder.
 fn trains(dir: &Path, args: &[&str]) -> (std::process::Output, PathBuf) {
     let (data, out) = (dir.join("book.txt"), dir.join("run"));
     std::fs::write(&data, "It was the best of times, it was the worst of times. ".repeat(60)).unwrap();
@@ -356,7 +356,7 @@ fn trains(dir: &Path, args: &[&str]) -> (std::process::Output, PathBuf) {
     (run.args(args).output().unwrap(), out)
 }
 
-/// A column of metrics.jsonl.
+/// Returns a column of metrics.jsonl.
 fn column(out: &Path, name: &str) -> Vec<f64> {
     let text = std::fs::read_to_string(out.join("metrics.jsonl")).unwrap();
     text.lines().map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()[name].as_f64().unwrap()).collect()
@@ -472,7 +472,7 @@ fn offload_options_do_not_contradict_a_file() {
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
 }
 
-/// The room for state on a disk is that of the file's nvme_path, not of the current folder, which has none here.
+/// The available disk space is measured at the file's nvme_path, not in the current folder, which has none here.
 #[test]
 #[cfg(target_os = "linux")]
 fn the_disk_of_a_file_is_the_one_that_is_measured() {
@@ -572,7 +572,7 @@ fn launch_starts_a_job_again_that_failed_but_not_one_that_a_signal_has_ended() {
 
     let dir = tempfile::tempdir().unwrap();
     let (mpirun, calls) = (dir.path().join("mpirun"), dir.path().join("calls"));
-    for (code, expected) in [(1, 2), (137, 2), (130, 1), (138, 1), (143, 1)] {
+    for (code, expected) in [(1, 2), (137, 2), (129, 1), (130, 1), (138, 1), (140, 1), (143, 1)] {
         let script = format!(
             "#!/bin/sh\nif [ \"$1\" = --version ]; then echo 'mpirun (Open MPI) 4.1.4'; exit; fi\n\
              echo >>{}; exit {code}\n",
@@ -588,7 +588,7 @@ fn launch_starts_a_job_again_that_failed_but_not_one_that_a_signal_has_ended() {
     }
 }
 
-/// What a run receives in a step, and holds, beside the plan's formulas.
+/// Compares the bytes received per step and held by a run with the plan's formulas.
 #[test]
 fn bytes_are_those_of_the_formulas() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Evaluation and export by the moving averages of the weights.
+//! Evaluation and export with the moving averages of the weights.
 
 use burn::module::AutodiffModule;
 use zero_burn::module::ZeroAutodiff;
@@ -6,10 +6,11 @@ use zero_burn::module::ZeroAutodiff;
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// Runs `f` while the parameters are their exponential moving averages
-    /// ([`ZeroConfig::ema_decay`](zero_burn::config::ZeroConfig::ema_decay)): [`evaluate`](Self::evaluate), [`export`](Self::export) and
-    /// [`full_parameter`](Self::full_parameter) use these. Afterwards the weights are back, bit by bit. A parameter without an average,
-    /// as it is frozen or has not been updated, stays. Every rank calls it. `f` must not train.
+    /// Runs `f` with the parameters replaced by their exponential moving averages
+    /// ([`ZeroConfig::ema_decay`](zero_burn::config::ZeroConfig::ema_decay)): [`evaluate`](Self::evaluate),
+    /// [`export`](Self::export) and [`full_parameter`](Self::full_parameter) use these. Restores the weights afterwards,
+    /// bit for bit. A parameter that is frozen or has not been updated has no average and keeps its value. Every rank calls
+    /// it. `f` must not train.
     ///
     /// # Errors
     ///
@@ -21,7 +22,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(result)
     }
 
-    /// Exchanges weights and averages.
+    /// Swaps weights and averages.
     pub(crate) fn exchange_averages(&mut self) -> Result<()> {
         let has_averages = zero_burn::ranks::config::<A::Base>().ema_decay.is_some();
         let fused = self.optimizer.fused_mut().filter(|_| has_averages && self.micro_batches == 0);

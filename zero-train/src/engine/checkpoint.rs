@@ -1,13 +1,15 @@
-//! Saving and resuming an engine: parameters, optimizer state, and what else the next step depends on.
+//! Saving and resuming an engine: parameters, optimizer state, and the other state that the next step depends on.
 //!
 //! * Tensors: `model.<path>`, a parameter in fp32 if the optimizer keeps a master of it, otherwise in its own type; and
-//!   `optimizer.<path>.<state>` in fp32. Each rank writes what would be its own shard, at any stage.
-//! * State, under the key `engine`: updates and skipped ones, the loss scale with its history, each parameter's number of
-//!   updates, the random state of every rank. A program adds keys of its own, such as `model`, which `zero export` reads.
-//! * Where: in the folder given; on a mesh with foreign axes in one below it for each part of the model ([`folder`]).
-//! * Resuming: any number of ranks, any stage, any bucket sizes, fp32 or 16 bit. With the same number of ranks and the same
-//!   precision the next losses are those of an unbroken run, bit by bit; with another number of ranks parameters, moments and
-//!   step are, but dropout draws other numbers and sums over ranks have another order.
+//!   `optimizer.<path>.<state>` in fp32. At every stage, each rank writes its own shard, even of tensors that it holds in
+//!   full.
+//! * State, under the key `engine`: numbers of updates and skipped updates, the loss scale with its history, each
+//!   parameter's number of updates, and the random state of every rank. A program adds its own keys, such as `model`, which
+//!   `zero export` reads.
+//! * Location: the given folder; on a mesh with foreign axes, a subfolder for each part of the model ([`folder`]).
+//! * Resuming: with any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit. With the same number of ranks and
+//!   the same precision, the next losses equal those of an uninterrupted run bit for bit. With another number of ranks,
+//!   parameters, moments and step are equal, but dropout draws other numbers and sums over ranks have another order.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -34,18 +36,18 @@ use crate::loss_scale::LossScaler;
 /// The version of [`EngineState`] that is written, and the newest that is read.
 const STATE_VERSION: u32 = 1;
 
-/// The key of the engine's state in a checkpoint's.
+/// The key of the engine's state in a checkpoint's state.
 const ENGINE: &str = "engine";
 
-/// What an engine's next step depends on, besides its tensors.
+/// State that an engine's next step depends on, in addition to its tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct EngineState {
     version: u32,
     steps: usize,
     skipped: usize,
-    /// For the reader; any stage can resume.
+    /// Informative; any stage can resume.
     stage: u8,
-    /// For the reader; any precision can resume.
+    /// Informative; any precision can resume.
     param_dtype: String,
     loss_scaler: Option<LossScaler>,
     optimizer: OptimizerState,
@@ -55,43 +57,43 @@ struct EngineState {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct OptimizerState {
     name: String,
-    /// Updates of each parameter that has been updated.
+    /// Number of updates of each parameter that has been updated.
     times: BTreeMap<String, usize>,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct RandomStates {
-    /// Rank 0's.
+    /// Seed of rank 0.
     seed: u64,
-    /// Of each rank, where they differ.
+    /// Seed of each rank; empty if all are equal.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     seeds: Vec<u64>,
-    /// Of each rank.
+    /// Number of draws of each rank.
     draws: Vec<u64>,
 }
 
-/// What of a checkpoint is loaded.
+/// The parts of a checkpoint to load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Parts {
-    /// Everything: training goes on.
+    /// Everything: training resumes.
     #[default]
     All,
-    /// The parameters alone: a new training starts from them, with any optimizer.
+    /// Only the parameters: a new training starts from them, with any optimizer.
     Parameters,
 }
 
-/// What a tensor of the checkpoint is made of.
+/// The source of a checkpoint tensor's bytes.
 enum Source {
-    /// The parameter with this place among the pieces.
+    /// The parameter with this index in the list of parameters.
     Parameter(usize),
     /// A state of the optimizer.
     State(ParamId, String),
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// Saves everything that training needs to go on as the checkpoint of `step` in `dir`, with `extra` beside it, and
-    /// returns when it is durable. A collective; see [`zero_core::checkpoint::save`](zero_core::checkpoint::save()).
-    /// Memory: a part of this rank's shards at a time.
+    /// Saves everything that training needs to resume as the checkpoint of `step` in `dir`, together with `extra`. Returns
+    /// once it is durable. A collective; see [`zero_core::checkpoint::save`](zero_core::checkpoint::save()). Memory: a part
+    /// of this rank's shards at a time.
     ///
     /// # Errors
     ///
@@ -105,12 +107,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(save_streamed(&*pieces::collective::<A::Base>(), &dir, step, &specs, &mut bytes, &state, options)?)
     }
 
-    /// As [`save`](Self::save), but returns when this rank's shards are copied; writing them overlaps with training. The
-    /// stall is part of what is returned. A save that is still under way is waited for first.
+    /// Like [`save`](Self::save), but returns once this rank's shards are copied; writing them overlaps with training. The
+    /// result includes the stall. Waits first for a save that is still in progress.
     ///
     /// # Errors
     ///
-    /// As [`save`](Self::save), and those of the save before, in which case this one has not been started.
+    /// The errors of [`save`](Self::save) and of the previous save; after an error of the previous save, this one has not started.
     pub fn save_async(
         &mut self,
         dir: &Path,
@@ -137,11 +139,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(started)
     }
 
-    /// Waits until the save that [`save_async`](Self::save_async) has started is durable; `None` if there is none.
+    /// Waits until the save started by [`save_async`](Self::save_async) is durable. Returns `None` if there is none.
     ///
     /// # Errors
     ///
-    /// Those of that save.
+    /// The errors of that save.
     pub fn wait_for_save(&mut self) -> Result<Option<Saved>> {
         match &mut self.saver {
             Some(saver) => Ok(saver.wait()?),
@@ -149,14 +151,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// Resumes from a checkpoint, whatever number of ranks, stage or precision it was saved at. Every rank calls it, and
-    /// reads what it holds. Returns what the program has saved beside.
+    /// Resumes from a checkpoint that was saved with any number of ranks, stage or precision. Every rank calls it and reads
+    /// its own shards. Returns the program's `extra` state.
     ///
     /// # Errors
     ///
-    /// [`EngineError::Mismatch`] when the checkpoint is of another model or optimizer, before anything is changed;
-    /// [`EngineError::Checkpoint`] for one that cannot be read, and [`EngineError::LoadFailed`] on the other ranks: then
-    /// the engine is of no use any more.
+    /// [`EngineError::Mismatch`] if the checkpoint is of another model or optimizer, before anything changes;
+    /// [`EngineError::Checkpoint`] if it cannot be read, and [`EngineError::LoadFailed`] on the other ranks. After either
+    /// of these two, the engine can no longer be used.
     pub fn load(&mut self, checkpoint: &Checkpoint, parts: Parts) -> Result<Map<String, Value>> {
         if self.micro_batches > 0 {
             return Err(EngineError::Order(
@@ -205,7 +207,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(extra)
     }
 
-    /// Parameters, and what is to be saved of them and of the optimizer.
+    /// Returns the parameters, and the tensors to save with their sources.
     #[allow(clippy::type_complexity)] // three lists for the two callers above
     fn tensors(&self) -> Result<(Vec<ParamPiece<A::Base>>, Vec<TensorSpec>, Vec<Source>)> {
         if self.micro_batches > 0 {
@@ -294,7 +296,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(Value::Object(extra))
     }
 
-    /// Whether the checkpoint is of this model and this optimizer.
+    /// Checks that the checkpoint is of this model and this optimizer.
     fn check(&self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<()> {
         let path = checkpoint.path();
         let mismatch = |what: String| Err(EngineError::Mismatch { path: path.to_path_buf(), what });
@@ -417,7 +419,7 @@ fn state_name(path: &str, name: &str) -> String {
     format!("optimizer.{path}.{name}")
 }
 
-/// The optimizer's states of a parameter in a checkpoint, by name.
+/// Returns the optimizer states of a parameter in a checkpoint, by name.
 fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c TensorEntry)> {
     let prefix = state_name(path, "");
     let named = checkpoint.tensors().range(prefix.clone()..);

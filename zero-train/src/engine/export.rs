@@ -1,6 +1,6 @@
-//! Whole weights of a live model as a folder that Hugging Face's transformers loads: DeepSpeed's `save_16bit_model`.
+//! Export of a live model's full weights to a folder that Hugging Face's transformers loads: DeepSpeed's `save_16bit_model`.
 //!
-//! Rank 0 writes; for each parameter that it asks for, all ranks take part in gathering it. Memory: one whole parameter on
+//! Rank 0 writes; all ranks take part in the all-gather of each parameter that it requests. Memory: one full parameter on
 //! each rank at a time.
 
 use std::ops::Range;
@@ -15,25 +15,25 @@ use zero_models::{ModelConfig, ModelError, ModelParam, ModuleConfig};
 
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
-/// In place of a parameter's number: rank 0 has ended, well or badly.
+/// Sent in place of a parameter's number when the export on rank 0 has succeeded, or [`FAILED`] when it has not.
 const DONE: f64 = -1.0;
 const FAILED: f64 = -2.0;
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// The engine's module as one of no known family: its parameters, which keep their paths as names.
+    /// Returns the configuration of the engine's module as a model of no known family: its parameters, named by their paths.
     pub fn module_config(&self) -> ModuleConfig {
         let parameters = parameters::<A, M>(self.model()).into_iter();
         ModuleConfig::new(parameters.map(|meta| (meta.path, meta.shape.to_vec())))
     }
 
-    /// Writes the parameters, with all digits of their masters, as the folder `out`, which must not exist or be empty:
-    /// `model.safetensors` (or shards with an index) and `config.json`. `model` is the configuration that the engine's model
-    /// was made of, or [`module_config`](Self::module_config). Every rank calls it; what was written is returned on rank 0.
+    /// Writes the parameters, in the precision of their masters, to the folder `out`, which must be empty or not exist:
+    /// `model.safetensors` (or shards with an index) and `config.json`. `model` is the configuration that the engine's
+    /// model was made from, or [`module_config`](Self::module_config). Every rank calls it; only rank 0 returns a summary.
     ///
     /// # Errors
     ///
     /// [`EngineError::Export`] on rank 0, with nothing left behind, and [`EngineError::ExportFailed`] on the others;
-    /// [`EngineError::UnknownParameter`] if the engine's module has not the parameters of `model`.
+    /// [`EngineError::UnknownParameter`] if the engine's module lacks a parameter of `model`.
     pub fn export(&self, model: &ModelConfig, out: &Path, options: &ExportOptions) -> Result<Option<Exported>> {
         let parameters = model.parameters();
         for parameter in &parameters {

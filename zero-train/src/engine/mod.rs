@@ -1,10 +1,9 @@
-//! The training engine: `forward`, `backward`, `step`, as DeepSpeed's users know them.
+//! The training engine, with the `forward`, `backward` and `step` of DeepSpeed.
 //!
-//! * In: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`](zero_burn::optim::Fused) or Burn's), and an
-//!   [`EngineConfig`].
-//! * It makes every call that ranks must make alike (marks, reductions, collection, norms), so that none can be
-//!   forgotten; each rank drives its own engine through the same steps.
-//! * Memory: the engine owns module, optimizer and the gradients between `backward` and `step`.
+//! * Input: a module on `Autodiff<Zero<B>>`, an optimizer ([`Fused`](zero_burn::optim::Fused) or Burn's), and an [`EngineConfig`].
+//! * The engine makes every call that all ranks must make in the same order (marks, reductions, collection, norms), so that
+//!   none can be forgotten. Each rank drives its own engine through the same steps.
+//! * Memory: the engine owns the module, the optimizer, and the gradients between `backward` and `step`.
 //!
 //! ```
 //! use burn::{nn::LinearConfig, tensor::Tensor};
@@ -55,10 +54,10 @@ pub use crate::step::{EngineConfig, EngineError, Result, Step, Times, Update};
 pub(crate) use update::clip_factor;
 use update::{Given, Losses, set_momentum};
 
-/// What a disk's places are multiples of, in bytes, with the disks there are.
+/// Block size of disks, in bytes: allocations are multiples of it.
 const BLOCK: usize = 4096;
 
-/// What a rank does in a micro-batch, see [`ZeroEngine::turn`].
+/// A rank's action in a micro-batch, see [`ZeroEngine::turn`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Turn<T> {
     /// Train on it.
@@ -80,39 +79,38 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     /// Reduced gradients of the micro-batches so far.
     accumulator: GradientsAccumulator<M>,
     micro_batches: usize,
-    /// A backward pass has used up the parameters' marks.
+    /// A backward pass has consumed the parameters' marks.
     unmarked: bool,
-    /// Gradients of non-final micro-batches stay on the rank.
+    /// Gradients are reduced once per update: those of earlier micro-batches stay on the rank.
     reduces_once: bool,
     in_no_sync: bool,
-    /// Gradients of micro-batches that have not been reduced yet.
+    /// Gradients that have not been reduced yet.
     held: HeldGrads<A>,
-    /// Whether there are such micro-batches, on this rank or another.
+    /// This rank or another has unreduced gradients.
     unreduced: bool,
     /// This rank's losses of the update's micro-batches so far.
     losses: Vec<Tensor<A::InnerBackend, 1>>,
-    /// Those of the last update.
+    /// This rank's losses of the last update.
     last_losses: Losses<A::InnerBackend>,
-    /// An update that a device has been given, until its result is read.
+    /// An update that runs on a device, until its result is read.
     given: Option<Given>,
-    /// Whether it has been told that an update was not finite.
+    /// The warning about a non-finite update has been given.
     warned: bool,
     steps: usize,
     skipped: usize,
     times: Times,
-    /// Saves beside the training, from the first one on.
+    /// Saves that overlap with training; created by the first one.
     saver: Option<AsyncSaver>,
-    /// Model state that is on a disk for a while.
+    /// Model state that is temporarily offloaded to a disk.
     parked: Option<Parked<A::Base>>,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// Takes a module that was built on this rank's device and shards it. Every rank calls it, with the same model.
+    /// Shards a module that was built on this rank's device. Every rank calls it, with the same model.
     ///
     /// # Errors
     ///
-    /// [`EngineError::Setting`] and [`EngineError::NoMasters`]; [`EngineError::Disk`] when a disk has no room for the state that
-    /// is to be kept there.
+    /// [`EngineError::Setting`] and [`EngineError::NoMasters`]; [`EngineError::Disk`] if a disk has no room for the state to be kept there.
     pub fn initialize(model: M, mut optimizer: O, config: EngineConfig, device: &A::Device) -> Result<Self> {
         if config.accumulation == 0 {
             return Err(setting("accumulation", 0, "expected at least 1 micro-batch per update"));
@@ -215,52 +213,52 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         })
     }
 
-    /// The module. Use it for a forward pass through [`forward`](Self::forward) only.
+    /// Returns the module. Use it for a forward pass only through [`forward`](Self::forward).
     pub fn model(&self) -> &M {
         self.model.as_ref().expect("the module is absent only inside of step")
     }
 
-    /// The optimizer.
+    /// Returns the optimizer.
     pub fn optimizer(&self) -> &O {
         &self.optimizer
     }
 
-    /// This rank's device.
+    /// Returns this rank's device.
     pub fn device(&self) -> &A::Device {
         &self.device
     }
 
-    /// Updates so far, without skipped ones.
+    /// Returns the number of updates so far, without skipped ones.
     pub fn steps(&self) -> usize {
         self.steps
     }
 
-    /// Skipped updates so far.
+    /// Returns the number of skipped updates so far.
     pub fn skipped(&self) -> usize {
         self.skipped
     }
 
-    /// The learning rate of the next update.
+    /// Returns the learning rate of the next update.
     pub fn lr(&self) -> f64 {
         self.config.schedule.lr(self.steps)
     }
 
-    /// What the loss is multiplied by now.
+    /// Returns the factor that the loss is currently multiplied by.
     pub fn loss_scale(&self) -> f64 {
         self.config.loss_scale.as_ref().map_or(1.0, LossScaler::scale)
     }
 
-    /// Whether the next backward pass is the last of its update.
+    /// Returns whether the next backward pass is the last of its update.
     pub fn is_boundary(&self) -> bool {
         self.micro_batches + 1 >= self.config.accumulation
     }
 
-    /// What has been spent since the last call.
+    /// Returns the time spent since the last call.
     pub fn take_times(&mut self) -> Times {
         std::mem::take(&mut self.times)
     }
 
-    /// A forward pass with gradients.
+    /// Runs a forward pass with gradients.
     pub fn forward<R>(&mut self, f: impl FnOnce(&M) -> R) -> R {
         let _span = tracing::trace_span!("forward").entered();
         let begin = Instant::now();
@@ -272,14 +270,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         result
     }
 
-    /// A forward pass without gradients, at any time, also between micro-batches. Ranks may differ in it, unless they gather
-    /// together ([`Gathers::Collective`](zero_burn::config::Gathers::Collective), as with NCCL).
+    /// Runs a forward pass without gradients, at any time, also between micro-batches. Ranks may run different passes,
+    /// unless they gather together ([`Gathers::Collective`](zero_burn::config::Gathers::Collective), as with NCCL).
     pub fn evaluate<R>(&self, f: impl FnOnce(&M::InnerModule) -> R) -> R {
         f(&self.model().valid())
     }
 
-    /// The backward pass of a micro-batch's `loss`, a mean over the rank's rows. All ranks call it equally often (or
-    /// [`idle`](Self::idle)); their graphs may differ.
+    /// Runs the backward pass of a micro-batch's `loss`, a mean over the rank's rows. All ranks call it (or
+    /// [`idle`](Self::idle)) equally often; their graphs may differ.
     pub fn backward(&mut self, loss: Tensor<A, 1>) {
         let _span = tracing::trace_span!("backward").entered();
         let begin = Instant::now();
@@ -301,8 +299,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.end_micro_batch(begin);
     }
 
-    /// In place of forward and backward on a rank that has no data for this micro-batch: it contributes nothing to the
-    /// sum. The average is over all ranks, as in PyTorch's `join`.
+    /// Replaces forward and backward on a rank that has no data for this micro-batch; it adds nothing to the sum. The
+    /// average is over all ranks, as in PyTorch's `join`.
     pub fn idle(&mut self) {
         let begin = Instant::now();
         let waits = self.in_no_sync || (self.reduces_once && !self.is_boundary());
@@ -326,8 +324,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.times.backward += begin.elapsed();
     }
 
-    /// Backward passes inside of `f` are not reduced, at any stage: their gradients wait, whole, for the first one after
-    /// it. Accumulation does this by itself where it does not reduce with each micro-batch
+    /// Runs `f` without reducing the gradients of its backward passes, at any stage. Their full gradients are kept until
+    /// the first backward pass after it. Accumulation does this itself unless it reduces with each micro-batch
     /// ([`EngineConfig::sync_each_batch`]).
     pub fn no_sync<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> R {
         let before = std::mem::replace(&mut self.in_no_sync, true);
@@ -336,8 +334,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         result
     }
 
-    /// Agrees with the other ranks on the next micro-batch when they may run out of data at different times: `batch` is
-    /// this rank's next one. A collective of 8 bytes.
+    /// Agrees with the other ranks on the next micro-batch when they may run out of data at different times. `batch` is
+    /// this rank's next micro-batch. A collective of 8 bytes.
     pub fn turn<T>(&self, batch: Option<T>) -> Turn<T> {
         let have = all_gather::<A::Base>(&[f64::from(u8::from(batch.is_some()))]);
         match batch {
@@ -347,13 +345,13 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// Ends a micro-batch: updates the parameters if it was the last of its update. Every rank calls it after every
+    /// Ends a micro-batch, and updates the parameters if it was the last of its update. Every rank calls it after every
     /// [`backward`](Self::backward) or [`idle`](Self::idle).
     ///
     /// # Errors
     ///
-    /// [`EngineError::Order`] before a backward pass, or where gradients are still unreduced;
-    /// [`EngineError::LossScale`] when a dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
+    /// [`EngineError::Order`] before a backward pass, or while gradients are unreduced; [`EngineError::LossScale`] if a
+    /// dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
     pub fn step(&mut self) -> Result<Step> {
         match self.step_ahead()? {
             Some(step) => Ok(step),
@@ -361,14 +359,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// Ends a micro-batch like [`step`](Self::step), but does not wait for a device. Where one device makes the whole update, this
-    /// returns `None` once the device has been given it. [`settle`](Self::settle) then gives the result, and must be called before the
-    /// next forward pass. Between the two a program can do what would otherwise leave the device without work, such as writing
-    /// metrics.
+    /// Ends a micro-batch like [`step`](Self::step), but does not wait for the device. If one device makes the entire
+    /// update, returns `None` once the update is queued there. [`settle`](Self::settle) then returns the result, and must
+    /// be called before the next forward pass. In between, a program can do work that would otherwise leave the device
+    /// idle, such as writing metrics.
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn step_ahead(&mut self) -> Result<Option<Step>> {
         if self.is_ahead() {
             return Err(EngineError::Order("the last update's result has not been read: call settle after step_ahead"));
@@ -388,12 +386,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.update()
     }
 
-    /// Updates with the micro-batches so far, fewer than the configuration says (the end of an epoch). The gradient is that of
-    /// their mean. Every rank calls it.
+    /// Updates with the micro-batches so far, fewer than configured (at the end of an epoch). The gradient is that of their
+    /// mean. Every rank calls it.
     ///
     /// # Errors
     ///
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn step_now(&mut self) -> Result<Step> {
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step_now was called before backward: call forward and backward first"));
@@ -407,13 +405,13 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// The trained module and its optimizer.
+    /// Returns the trained module and its optimizer.
     pub fn into_parts(self) -> (M, O) {
         (self.model.expect("the module is absent only inside of step"), self.optimizer)
     }
 }
 
-/// The error of a parameter that a checkpoint cannot hold.
+/// Returns the error of a parameter that a checkpoint cannot hold.
 fn not_of_floats(path: &str) -> EngineError {
     EngineError::CannotSave(format!(
         "parameter {path:?} is not of a float type: expected floats, which are cut over the ranks; keep it as floats, or train in a loop \

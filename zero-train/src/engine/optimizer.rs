@@ -1,4 +1,4 @@
-//! What the engine asks of an optimizer.
+//! The interface between the engine and an optimizer.
 
 use burn::module::AutodiffModule;
 use burn::optim::adaptor::OptimizerAdaptor;
@@ -8,18 +8,19 @@ use zero_burn::optim::Fused;
 
 /// An optimizer that a [`ZeroEngine`](super::ZeroEngine) can drive: [`Fused`], or one of Burn's.
 pub trait EngineOptimizer<A: ZeroAutodiff, M: AutodiffModule<A>>: Optimizer<M, A> {
-    /// The fused optimizer that this is, if it is one: they alone keep fp32 masters of parameters in 16 bit, have a momentum
-    /// that can be changed, and give access to their state, which can so be saved, loaded and moved piece by piece.
+    /// Returns the fused optimizer, if this is one. Only fused optimizers keep fp32 masters of 16-bit parameters, have a
+    /// momentum that can be changed, and give access to their state, so that it can be saved, loaded and moved shard by
+    /// shard.
     fn fused(&self) -> Option<&Fused<A>> {
         None
     }
 
-    /// As [`fused`](Self::fused), to change it.
+    /// Returns a mutable reference to the fused optimizer, if this is one.
     fn fused_mut(&mut self) -> Option<&mut Fused<A>> {
         None
     }
 
-    /// A step with every gradient multiplied by `grad_scale`.
+    /// Makes a step with every gradient multiplied by `grad_scale`.
     fn step_scaled(&mut self, lr: f64, grad_scale: f32, module: M, grads: GradientsParams) -> M {
         let grads = if grad_scale == 1.0 { grads } else { scale_grads::<A, M>(grads, &module, grad_scale) };
         self.step(lr, module, grads)

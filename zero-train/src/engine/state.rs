@@ -1,5 +1,5 @@
-//! Reading and writing whole parameters, gradients and optimizer state through their shards: what DeepSpeed calls
-//! `GatheredParameters` and `safe_get_full_*`, `safe_set_full_*`. Every rank calls these alike.
+//! Reading and writing full parameters, gradients and optimizer state through their shards: DeepSpeed's
+//! `GatheredParameters`, `safe_get_full_*` and `safe_set_full_*`. Every rank makes the same calls.
 
 use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
 use burn::optim::GradientsParams;
@@ -11,22 +11,22 @@ use zero_core::config::{Disk, Float};
 
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
 
-/// The optimizer's name for the fp32 master of a parameter in 16 bit.
+/// The optimizer's name for the fp32 master of a 16-bit parameter.
 pub(super) const MASTER: &str = "fp32_param";
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// The float parameters, in the order of the module's fields.
+    /// Returns the float parameters, in the order of the module's fields.
     pub fn parameters(&self) -> Vec<ParamMeta> {
         parameters::<A, M>(self.model())
     }
 
-    /// Runs `f` on the whole parameters that `select` names, on every rank, with all digits of their masters where they are
-    /// kept in 16 bit. With `modify_on_rank`, those that that rank changes have its values everywhere afterwards, masters
-    /// included. Not between [`backward`](Self::backward) and [`step`](Self::step) then.
+    /// Runs `f` on every rank with the full parameters that `select` picks, in the precision of their masters if they are
+    /// kept in 16 bit. With `modify_on_rank`, the changes of that rank are applied on every rank, to masters too; it must
+    /// then not be called between [`backward`](Self::backward) and [`step`](Self::step).
     ///
     /// # Panics
     ///
-    /// As [`zero_burn::gathered::gathered()`].
+    /// Same as [`zero_burn::gathered::gathered()`].
     pub fn gathered<R>(
         &mut self,
         select: impl Fn(&ParamMeta) -> bool,
@@ -48,13 +48,13 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         result
     }
 
-    /// Moves parameters and the state of a fused optimizer from memory to a file below `disk.path`, between two updates, and
-    /// returns this rank's bytes. Memory goes back to the system only when the allocator gives it
+    /// Moves parameters and the state of a fused optimizer from memory to a file below `disk.path`, between two updates.
+    /// Returns this rank's number of bytes. The memory returns to the system only when the allocator releases it
     /// ([`PageKeeper::trim`](zero_core::alloc::PageKeeper::trim)). Every rank calls it. DeepSpeed's `offload_states`.
     ///
     /// # Errors
     ///
-    /// [`EngineError::Order`] between micro-batches or when they are offloaded already; [`EngineError::Disk`].
+    /// [`EngineError::Order`] between micro-batches, or if the state is already offloaded; [`EngineError::Disk`].
     pub fn offload_states(&mut self, disk: &Disk) -> Result<u64> {
         if self.micro_batches > 0 || self.parked.is_some() {
             return Err(EngineError::Order(
@@ -74,7 +74,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(bytes)
     }
 
-    /// Moves back into memory what [`offload_states`](Self::offload_states) has moved. Every rank calls it.
+    /// Moves the state that [`offload_states`](Self::offload_states) moved to disk back into memory. Every rank calls it.
     pub fn reload_states(&mut self) {
         if let Some(parked) = self.parked.take() {
             parked.reload();
@@ -93,7 +93,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// A parameter in fp32: its master where it is kept in 16 bit.
+    /// Returns a parameter in fp32: its master if it is kept in 16 bit.
     ///
     /// # Errors
     ///
@@ -121,13 +121,13 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(())
     }
 
-    /// The gradient of a parameter, averaged over ranks and summed over the micro-batches so far (each
-    /// divided by their number), without the loss scale.
-    /// Between [`backward`](Self::backward) and [`step`](Self::step), where it has been reduced.
+    /// Returns the gradient of a parameter, averaged over ranks and summed over the micro-batches so far (each divided by
+    /// their number per update), without the loss scale. It exists between [`backward`](Self::backward) and
+    /// [`step`](Self::step), once it is reduced.
     ///
     /// # Errors
     ///
-    /// [`EngineError::UnknownParameter`]; [`EngineError::NoState`] where there is none.
+    /// [`EngineError::UnknownParameter`]; [`EngineError::NoState`] if there is none.
     pub fn full_gradient(&mut self, path: &str) -> Result<Gathered> {
         struct Read<'a> {
             grads: &'a GradientsParams,
@@ -155,11 +155,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(Gathered { meta, values: values.into_iter().map(|value| value / scale).collect() })
     }
 
-    /// Sets a reduced gradient to `values`, the same on every rank; on the scale of [`full_gradient`](Self::full_gradient).
+    /// Sets a reduced gradient to `values`, the same on every rank, in the scale of [`full_gradient`](Self::full_gradient).
     ///
     /// # Errors
     ///
-    /// As [`full_gradient`](Self::full_gradient), and [`EngineError::Size`].
+    /// The errors of [`full_gradient`](Self::full_gradient), and [`EngineError::Size`].
     pub fn set_full_gradient(&mut self, path: &str, values: &[f32]) -> Result<()> {
         let meta = self.meta(path)?;
         check_size(&meta, values)?;
@@ -172,7 +172,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if set { Ok(()) } else { Err(no_gradient(&meta)) }
     }
 
-    /// A state of the optimizer for a parameter, by its name (for AdamW "exp_avg" and "exp_avg_sq").
+    /// Returns a state of the optimizer for a parameter, by name (for AdamW "exp_avg" and "exp_avg_sq").
     ///
     /// # Errors
     ///
@@ -188,7 +188,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// # Errors
     ///
-    /// As [`full_optimizer_state`](Self::full_optimizer_state), and [`EngineError::Size`].
+    /// The errors of [`full_optimizer_state`](Self::full_optimizer_state), and [`EngineError::Size`].
     pub fn set_full_optimizer_state(&mut self, path: &str, name: &str, values: &[f32]) -> Result<()> {
         if name == MASTER {
             return self.set_full_parameter(path, values);
@@ -234,7 +234,7 @@ fn no_state(meta: &ParamMeta, name: &str) -> EngineError {
     no(meta, format!("optimizer state {name:?}"), why)
 }
 
-/// A parameter has none of `what`; `why` where it is trained.
+/// Returns the error of a parameter that has no `what`; `why` applies to a trained parameter.
 fn no(meta: &ParamMeta, what: String, why: &'static str) -> EngineError {
     const FROZEN: &str = "it is frozen (require_grad is false): full_parameter gives its values";
     EngineError::NoState { path: meta.path.clone(), what, why: if meta.trained { why } else { FROZEN } }

@@ -1,7 +1,7 @@
-//! The end of an update: the gradients' norm, what is made of it, and the optimizer's step.
+//! The end of an update: gradient norm, clipping, overflow check, and the optimizer's step.
 //!
-//! Where the optimizer can leave the norm to the device that has everything ([`Fused::step_clipped`]), the host reads it in one wait
-//! with the losses, while the device makes the update. Elsewhere it knows the norm before the update.
+//! If the optimizer can leave the norm to the device that makes the update ([`Fused::step_clipped`]), the host reads norm
+//! and losses in one wait while the device makes the update. Otherwise the host knows the norm before the update.
 
 use std::time::Instant;
 
@@ -19,13 +19,13 @@ use super::{EngineError, Result, Step, Update, ZeroEngine};
 use crate::schedule::ONE_CYCLE_BETA2;
 use crate::step::told_not_finite;
 
-/// Losses of micro-batches, on their way to the host.
+/// Losses of micro-batches, on the device or read by the host.
 pub(super) enum Losses<B: Backend> {
     Unread(Vec<Tensor<B, 1>>),
     Read(Vec<f64>),
 }
 
-/// What an update is made of: the module, its gradients, and the losses of its micro-batches.
+/// The inputs of an update: the module, its gradients, and the losses of its micro-batches.
 type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::InnerBackend, 1>>);
 
 /// The learning rate and loss scale of an update.
@@ -33,19 +33,20 @@ type Parts<A, M> = (M, GradientsParams, Vec<Tensor<<A as AutodiffBackend>::Inner
 struct Begun {
     lr: f64,
     loss_scale: f64,
-    /// Divides the sum of its gradients: the loss scale, and less where it has fewer micro-batches than others.
+    /// Divisor of the reduced gradients: the loss scale times the fraction of the configured micro-batches, over the number
+    /// of ranks if the engine sums gradients.
     divisor: f64,
 }
 
-/// An update that a device has been given, and whose norm and losses are on their way.
+/// An update that runs on a device, with its norm and losses still to be read.
 pub(super) struct Given {
     begun: Begun,
     late: Late,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
-    /// This rank's losses of the last update's micro-batches, in order. On a device that makes whole updates they have been read with
-    /// the gradients' norm; elsewhere this reads them.
+    /// Returns this rank's losses of the last update's micro-batches, in order. On a device that makes entire updates they
+    /// have been read with the gradient norm; otherwise this reads them.
     pub fn losses(&mut self) -> &[f64] {
         if let Losses::Unread(losses) = &mut self.last_losses {
             let values = std::mem::take(losses).into_iter().map(|loss| loss.into_data().iter::<f64>().sum()).collect();
@@ -57,7 +58,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// `None` where a device has been given the update.
+    /// Makes the update. Returns `None` if it was left to a device.
     pub(super) fn update(&mut self) -> Result<Option<Step>> {
         if self.unreduced {
             return Err(EngineError::Order(
@@ -86,17 +87,17 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(step)
     }
 
-    /// Returns true while the result of an update that [`step_ahead`](Self::step_ahead) has left to a device is not read.
+    /// Returns `true` while the result of an update that [`step_ahead`](Self::step_ahead) left to a device has not been read.
     pub fn is_ahead(&self) -> bool {
         self.given.is_some()
     }
 
-    /// Waits for the result of an update that [`step_ahead`](Self::step_ahead) has left to a device, but not for the update itself.
-    /// The losses are [`losses`](Self::losses) then.
+    /// Waits for the result of an update that [`step_ahead`](Self::step_ahead) left to a device, but not for the update
+    /// itself. Afterwards, [`losses`](Self::losses) returns its losses.
     ///
     /// # Errors
     ///
-    /// [`EngineError::Order`] where there is none; [`EngineError::LossScale`] as of [`step`](Self::step).
+    /// [`EngineError::Order`] if there is none; [`EngineError::LossScale`] as in [`step`](Self::step).
     pub fn settle(&mut self) -> Result<Step> {
         let Some(Given { begun, late }) = self.given.take() else {
             return Err(EngineError::Order("settle was called, and step_ahead has left no update to a device"));
@@ -110,7 +111,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         step
     }
 
-    /// Takes the module of new versions, whose passes need marks.
+    /// Installs the updated module and marks its parameters for the next passes.
     fn replace(&mut self, model: M) {
         // Counts the new versions as parameters.
         mark::<A, M>(&model);
@@ -118,7 +119,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.model = Some(model);
     }
 
-    /// Ends an update once its norm is known.
+    /// Finishes an update once its norm is known.
     fn ended(&mut self, Begun { lr, loss_scale, .. }: Begun, grad_norm: f64, is_made: bool) -> Result<Step> {
         self.steps += usize::from(is_made);
         // The same on every rank: the norm is.
@@ -135,12 +136,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(Step::Updated(Update { step: self.steps, lr, grad_norm, clip_factor, loss_scale }))
     }
 
-    /// Whether an update of gradients that are not finite is left out.
+    /// Returns whether updates with non-finite gradients are skipped.
     fn skips(&self) -> bool {
         self.config.loss_scale.is_some() || self.config.skip_overflow
     }
 
-    /// An update whose norm a device makes; or the arguments.
+    /// Leaves an update and its norm to a device, or returns the inputs if it cannot.
     fn leave_to_device(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<(), Parts<A, M>> {
         let clip = Clip { most: self.config.clipping, loss_scale: begun.divisor, skips: self.skips() };
         // Which gradient is not finite can be told as long as there is one.
@@ -157,7 +158,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// An update whose norm is known before it.
+    /// Makes an update after computing its norm.
     fn update_knowing(&mut self, begun: Begun, (model, grads, losses): Parts<A, M>) -> Result<Step> {
         let norm = grad_norm::<A, M>(&grads, &model) / begun.divisor;
         let overflow = !norm.is_finite();
@@ -178,7 +179,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         self.ended(begun, norm, true)
     }
 
-    /// Says that parameters are not finite from here on.
+    /// Warns when parameters become non-finite, once.
     fn warn_once(&mut self, grad_norm: f64) {
         if grad_norm.is_finite() || self.warned {
             return;
@@ -189,8 +190,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    /// What is wrong with an update that is not finite. A gradient is known when it has been reduced, and then is that of all
-    /// ranks; but the losses are those of each.
+    /// Returns the error of a non-finite update. A reduced gradient is the same on all ranks; losses differ between ranks.
     fn not_finite(&self, parameter: Option<String>, losses: Vec<Tensor<A::InnerBackend, 1>>) -> EngineError {
         let is_odd = |loss: Tensor<A::InnerBackend, 1>| loss.into_data().iter::<f32>().any(|x| !x.is_finite());
         let odd = losses.into_iter().any(is_odd);
@@ -201,7 +201,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 }
 
-/// What gradients of `norm` are multiplied by so that it is at most `most`, as PyTorch's `clip_grad_norm_` computes it.
+/// Returns the factor that clips gradients of `norm` to a norm of at most `most`, computed like PyTorch's `clip_grad_norm_`.
 pub(crate) fn clip_factor(most: f64, norm: f64) -> f64 {
     (most / (norm + 1e-6)).min(1.0)
 }

@@ -1,5 +1,5 @@
-//! Pre-training of a BERT, to predict masked tokens and whether one text follows another: a
-//! [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! Pre-training of a BERT, to predict masked tokens and whether one text follows another: a [`Task`] of the
+//! [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
 use std::path::Path;
@@ -25,10 +25,10 @@ use crate::trainer::{Activations, Profile, Recipe, Rows, Task};
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Measured};
 
-/// Tokens of a vocabulary that is learned from a program's own text.
+/// Size of a vocabulary that is learned from a program's own text.
 const LEARNED: usize = 8192;
 
-/// A BERT and the text that it is pre-trained on.
+/// A BERT and its pre-training text.
 pub struct BertTask {
     /// The preset's or folder's name.
     name: String,
@@ -36,23 +36,23 @@ pub struct BertTask {
     start: Start,
     pairs: SentencePairs,
     masking: Masking,
-    /// Rows that are trained on.
+    /// Number of rows that are trained on.
     trained: usize,
-    /// Names the heads that the weights do not have.
+    /// Names the heads that the weights lack.
     notice: Option<String>,
 }
 
-/// Modules that weights of another class may lack, with what the names of their tensors begin with.
+/// Modules that weights of another class may lack, with the prefix of their tensors' names.
 const HEADS: [(&str, &str); 3] =
     [("pooler", "pooler."), ("seq_relationship", "cls.seq_relationship."), ("predictions", "cls.predictions.")];
 
 impl BertTask {
-    /// The model by name, folder or weights; if none is named, the program's if that is a BERT, or bert-base. A preset gets as
-    /// many tokens as its tokenizer has.
+    /// Creates the task for the model given by name, folder or weights. If none is given, uses the program's model if it is
+    /// a BERT, or bert-base. A preset's vocabulary has the size of its tokenizer's.
     ///
     /// # Errors
     ///
-    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    /// [`TrainError`](crate::TrainError) if something that the options name cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         options.check_for(TaskChoice::BertPretraining)?;
         let default = if BertConfig::PRESETS.contains(&program.model) { program.model } else { "bert-base" };
@@ -99,21 +99,21 @@ impl BertTask {
         Ok(Self { name, config, start, pairs, masking, trained, notice })
     }
 
-    /// The model.
+    /// Returns the model's configuration.
     pub fn config(&self) -> &BertConfig {
         &self.config
     }
 
-    /// The folder of weights to start from, if it does not start fresh.
+    /// Returns the folder of weights to start from, if the model is not trained from scratch.
     pub fn weights(&self) -> Option<&Path> {
         self.start.weights()
     }
 
-    /// These rows, masked by their seeds, each of so many tokens.
+    /// Returns these rows, masked by their seeds, and the number of tokens of each.
     ///
     /// # Errors
     ///
-    /// [`TrainError`](crate::TrainError) for a text that cannot be read any more.
+    /// [`TrainError`](crate::TrainError) if the text can no longer be read.
     pub fn batch(&self, rows: &Rows) -> Result<(PairBatch, usize)> {
         let split = |row: usize| if row < self.trained { 0..self.trained } else { self.trained..self.pairs.rows() };
         Ok((self.pairs.batch(rows, rows.seeds(), split, self.masking)?, self.pairs.seq()))
@@ -150,7 +150,7 @@ impl Task for BertTask {
         Ok(self.predict(model, rows, device)?.losses())
     }
 
-    /// Masked tokens and rows, of the two losses and of the two accuracies.
+    /// Returns the numbers of masked tokens and of rows, the weights of the two losses and of the two accuracies.
     fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
         let labels = self.batch(rows)?.0.labels;
         let masked = labels.iter().filter(|label| **label != IGNORED_LABEL).count() as f64;
@@ -194,7 +194,7 @@ impl Task for BertTask {
     }
 }
 
-/// What `config` takes on `micro_batch` rows of `seq` tokens, of which this part is predicted.
+/// Returns the profile of `config` on `micro_batch` rows of `seq` tokens, of which the fraction `predicted` is predicted.
 pub(super) fn profile(config: &BertConfig, micro_batch: usize, seq: usize, predicted: f64) -> Profile {
     let (width, words) = (config.hidden_size as f64, config.vocab_size as f64);
     // Floats that the fused operations keep per token and layer, in widths: the input, query, key and value, attention's

@@ -20,23 +20,23 @@ use crate::error::{Result, TrainError, wrong};
 use crate::trainer::FusedBackend;
 use crate::trainer::{Activations, Profile, Recipe, Rows, Setup, Task};
 
-/// A model of a family that predicts the next token, and the rows that it is trained on.
+/// A model that predicts the next token, and its training rows.
 pub struct CausalTask<C> {
     /// The preset's or folder's name.
     name: String,
     config: C,
     start: Start,
     rows: CausalRows,
-    /// Why it is not the program's model.
+    /// The reason that it is not the program's model.
     notice: Option<String>,
 }
 
-/// Rows of a model that predicts the next token.
+/// Training rows of a model that predicts the next token.
 #[derive(Debug)]
 pub enum CausalRows {
-    /// Documents, one behind the other.
+    /// Documents, one after the other.
     Documents(TokenRows),
-    /// A conversation each.
+    /// One conversation per row.
     Conversations(Conversations),
 }
 
@@ -69,7 +69,7 @@ impl CausalRows {
         Ok(Self::Conversations(rows))
     }
 
-    /// Number of rows.
+    /// Returns the number of rows.
     pub fn rows(&self) -> usize {
         match self {
             Self::Documents(rows) => rows.rows(),
@@ -77,7 +77,7 @@ impl CausalRows {
         }
     }
 
-    /// The number of last rows that belong to a validation split.
+    /// Returns the number of rows at the end that belong to a validation split.
     pub fn held_out(&self) -> usize {
         match self {
             Self::Documents(rows) => rows.held_out(),
@@ -85,7 +85,7 @@ impl CausalRows {
         }
     }
 
-    /// Tokens of the longest row.
+    /// Returns the number of tokens of the longest row.
     pub fn seq(&self) -> usize {
         match self {
             Self::Documents(rows) => rows.seq(),
@@ -93,7 +93,7 @@ impl CausalRows {
         }
     }
 
-    /// The tokenizer; none of a file of ids.
+    /// Returns the tokenizer; `None` for a file of ids.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         match self {
             Self::Documents(rows) => rows.tokenizer(),
@@ -101,11 +101,11 @@ impl CausalRows {
         }
     }
 
-    /// The tokens of some rows and their labels.
+    /// Returns the tokens of some rows and their labels.
     ///
     /// # Errors
     ///
-    /// When the file cannot be read.
+    /// An error if the file cannot be read.
     pub fn batch(&self, rows: &[usize]) -> Result<TokenBatch> {
         match self {
             Self::Documents(documents) => {
@@ -116,7 +116,7 @@ impl CausalRows {
         }
     }
 
-    /// The prompt that the model continues after training: the beginning of a document, or all before an answer.
+    /// Returns the prompt that the model continues after training: the beginning of a document, or everything before an answer.
     #[cfg(feature = "burn")]
     fn prompt(&self, row: usize, most: usize) -> Result<Vec<u32>> {
         let prompt = match self {
@@ -128,11 +128,12 @@ impl CausalRows {
 }
 
 impl<C: CausalFamily> CausalTask<C> {
-    /// The model by name, folder or weights; if none is named, the program's, or the largest preset that fits into memory.
+    /// Creates the task for the model given by name, folder or weights. If none is given, uses the program's model, or the
+    /// largest preset that fits into memory.
     ///
     /// # Errors
     ///
-    /// [`TrainError`] for what the options name and cannot be used.
+    /// [`TrainError`] if something that the options name cannot be used.
     pub fn new(options: &Options, program: &Program<'_>, setup: &Setup<'_>) -> Result<Self> {
         options.check_for(TaskChoice::CausalLm)?;
         let source = options.source(program);
@@ -164,23 +165,23 @@ impl<C: CausalFamily> CausalTask<C> {
         Ok(Self { name, config, start, rows, notice })
     }
 
-    /// The model.
+    /// Returns the model's configuration.
     pub fn config(&self) -> &C {
         &self.config
     }
 
-    /// The rows of tokens.
+    /// Returns the training rows.
     pub fn rows(&self) -> &CausalRows {
         &self.rows
     }
 
-    /// The folder of weights to start from, if it does not start fresh.
+    /// Returns the folder of weights to start from, if the model is not trained from scratch.
     pub fn weights(&self) -> Option<&Path> {
         self.start.weights()
     }
 }
 
-/// The program's model, or the largest preset that fits, and why it is that.
+/// Returns the program's model, or the largest preset that fits and the reason for it.
 fn fitting<C: CausalFamily>(
     default: &str,
     seq: usize,
@@ -208,7 +209,7 @@ fn fitting<C: CausalFamily>(
     )))
 }
 
-/// What `model` takes on `micro_batch` rows of `seq` tokens.
+/// Returns the profile of `model` on `micro_batch` rows of `seq` tokens.
 fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profile {
     let (tokens, sizes) = ((micro_batch * seq) as u64, model.sizes());
     // Logits are made for a few rows at a time.
@@ -240,7 +241,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         Ok(C::loss(model, ids_bt, labels_bt))
     }
 
-    /// The labels of conversations. Rows of documents have equally many.
+    /// Returns the number of labels of conversations. All rows of documents have equally many.
     fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
         Ok(match &self.rows {
             CausalRows::Documents(_) => Vec::new(),
@@ -255,7 +256,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         }
     }
 
-    /// Documents are read in their own order.
+    /// Returns `false` for documents, which are read in their own order.
     fn shuffle(&self) -> bool {
         matches!(self.rows, CausalRows::Conversations(_))
     }
@@ -275,7 +276,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
-    /// The tokens that follow the prompt of the last row.
+    /// Generates the tokens that follow the prompt of the last row.
     #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };

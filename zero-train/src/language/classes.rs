@@ -1,4 +1,4 @@
-//! Fine-tuning of a model with a classification head, which predicts classes of texts or numbers: a [`Task`] of the
+//! Fine-tuning of a model with a classification head, which predicts classes or numbers from texts: a [`Task`] of the
 //! [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
@@ -18,36 +18,36 @@ use crate::data::{KnownHead, LabelledBatch, LabelledTexts, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
 
-/// A family of models that can have a classification head, by its configuration.
+/// The configuration of a family of models that can have a classification head.
 pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     /// The module.
     type Model<B: FusedBackend>: Adaptable<B>;
 
-    /// The names that [`preset`](Self::preset) knows, and the one that is trained where no model is named.
+    /// The names that [`preset`](Self::preset) accepts, and the default when no model is named.
     const PRESETS: (&'static [&'static str], &'static str);
 
-    /// A configuration by name.
+    /// Returns the configuration of a preset.
     ///
     /// # Errors
     /// [`ModelError::UnknownPreset`], with the list of names.
     fn preset(name: &str) -> Result<Self, ModelError>;
 
-    /// This family's configuration, if it is one.
+    /// Returns this family's configuration, if `config` is one.
     fn of(config: ModelConfig) -> Option<Self>;
 
-    /// The `problem_type` in the model's `config.json`.
+    /// Returns the `problem_type` in the model's `config.json`.
     fn problem_type(&self) -> Option<ProblemType>;
 
-    /// The same model with a head for these labels.
+    /// Returns the same model with a head for these labels.
     fn with_head(self, labels: Vec<String>, problem_type: Option<ProblemType>) -> Self;
 
-    /// Modules of the head, by their names in transformers. Weights have a head if they have the first.
+    /// Returns the modules of the head, by their names in transformers. Weights have a head if they have the first.
     fn head_modules(&self) -> &'static [&'static str];
 
-    /// Number of tokens in the vocabulary, and the longest sequence.
+    /// Returns the number of tokens in the vocabulary, and the longest sequence.
     fn sizes(&self) -> [usize; 2];
 
-    /// The token that the head reads, of which all texts must have equally many.
+    /// Returns the token that the head reads; all texts must have equally many of it.
     fn end_token(&self) -> Option<u32> {
         None
     }
@@ -55,20 +55,20 @@ pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     /// Returns the parameters, activations and operations of training on `micro_batch` rows of `seq` tokens.
     fn profile(&self, micro_batch: usize, seq: usize) -> Profile;
 
-    /// A model with fresh parameters.
+    /// Creates a model with initial parameters.
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
 
-    /// The model with the weights of a checkpoint; what the checkpoint does not have of the head stays fresh.
+    /// Loads the weights of a checkpoint into the model; parameters of the head that the checkpoint lacks keep their initial values.
     ///
     /// # Errors
-    /// As [`bert::weights::load_beneath_head`].
+    /// Same as [`bert::weights::load_beneath_head`].
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
         checkpoint: &Checkpoint,
         device: &B::Device,
     ) -> Result<Self::Model<B>, ModelError>;
 
-    /// Logits `[b, labels]` of texts: of ids, numbers of segments, and a mask of padding, each `[b, t]`.
+    /// Returns the logits `[b, labels]` of texts, given as ids, segment numbers, and a padding mask, each `[b, t]`.
     fn classify<B: FusedBackend>(&self, model: &Self::Model<B>, inputs_bt: [Ids<B>; 3]) -> Tensor<B, 2>;
 }
 
@@ -174,23 +174,23 @@ impl ClassesFamily for BartConfig {
     }
 }
 
-/// A model with a classification head, and the texts whose labels it learns to predict.
+/// A model with a classification head and its labelled texts.
 pub struct ClassesTask<C> {
     /// The preset's or folder's name.
     name: String,
     config: C,
     start: Start,
     texts: LabelledTexts,
-    /// Why its head is not the weights'.
+    /// Says that its head does not come from the weights.
     notice: Option<String>,
 }
 
 impl<C: ClassesFamily> ClassesTask<C> {
-    /// The model by name, folder or weights, and the data's labels.
+    /// Creates the task for the model given by name, folder or weights, with the labels of the data.
     ///
     /// # Errors
     ///
-    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    /// [`TrainError`](crate::TrainError) if something that the options name cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         options.check_for(TaskChoice::TextClassification)?;
         let (presets, default) = C::PRESETS;
@@ -243,7 +243,7 @@ impl<C: ClassesFamily> ClassesTask<C> {
         Ok(Self { name, config, start, texts, notice })
     }
 
-    /// Logits, and what they should be.
+    /// Returns the logits, and the batch with their targets.
     fn classify<B: FusedBackend>(
         &self,
         model: &C::Model<B>,
@@ -275,7 +275,7 @@ impl<C: ClassesFamily> Task for ClassesTask<C> {
         Some(self.texts.tokens(rows))
     }
 
-    /// Measures the loss, and the means that figures are made of.
+    /// Measures the loss, and the means from which figures are computed.
     fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let (logits, batch) = self.classify(model, rows, device);
         let (problem, labels) = (self.texts.problem(), self.texts.names().len());
@@ -289,7 +289,7 @@ impl<C: ClassesFamily> Task for ClassesTask<C> {
         Some(figures::figures(self.texts.problem(), self.texts.names().len(), means[0], &means[1..]))
     }
 
-    /// The label and the prediction: a name, names with the probability of each that is predicted, a number, or numbers.
+    /// Returns the label and the prediction: a name, names with the probability of each predicted one, a number, or numbers.
     fn predict<B: FusedBackend>(
         &self,
         model: &C::Model<B>,

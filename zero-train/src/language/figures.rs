@@ -1,10 +1,10 @@
-//! Measures of a classification head on rows that are held out.
+//! Metrics of a classification head on held-out rows.
 
 use zero_models::ProblemType;
 
 use crate::trainer::Measured;
 
-/// Returns the classes that one row of logits predicts: the likeliest, or of several labels those with a probability above 0.5.
+/// Returns the classes that one row of logits predicts: the likeliest, or with several labels those with a probability above 0.5.
 pub(super) fn predicted(problem: ProblemType, logits: &[f64]) -> Vec<usize> {
     match problem {
         ProblemType::SingleLabelClassification => {
@@ -16,7 +16,7 @@ pub(super) fn predicted(problem: ProblemType, logits: &[f64]) -> Vec<usize> {
     }
 }
 
-/// Returns the classes of a row by its target.
+/// Returns the classes of a row from its target.
 pub(super) fn classes_of(problem: ProblemType, target: &[f64]) -> Vec<usize> {
     match problem {
         ProblemType::SingleLabelClassification => vec![target[0] as usize],
@@ -25,11 +25,11 @@ pub(super) fn classes_of(problem: ProblemType, target: &[f64]) -> Vec<usize> {
     }
 }
 
-/// Means over rows, from which the [`figures`] follow.
+/// Returns means over rows, from which [`figures`] computes the metrics.
 ///
-/// - Classes: for each class the fractions of rows that have it and for which it is predicted, for which it is predicted, and that have it;
-///   then the fraction of rows for which exactly their classes are predicted.
-/// - Regression: predictions, labels, their squares and their product, of the first output.
+/// - Classes: the fractions of rows that are true positives, that are predicted, and that have the class, each for every
+///   class; then the fraction of rows whose predicted classes are exactly theirs.
+/// - Regression: prediction, label, their squares and their product, of the first output.
 pub(super) fn means(problem: ProblemType, labels: usize, logits: &[f64], targets: &[f64]) -> Vec<f64> {
     let rows = logits.len() / labels.max(1);
     let (regression, width) = (problem == ProblemType::Regression, targets.len() / rows.max(1));
@@ -51,10 +51,11 @@ pub(super) fn means(problem: ProblemType, labels: usize, logits: &[f64], targets
     sums.into_iter().map(|sum| sum / rows as f64).collect()
 }
 
-/// Figures of the [`means`] over all held-out rows.
+/// Returns the metrics that follow from the [`means`] over all held-out rows.
 ///
-/// - Classes: accuracy, which is the fraction of rows for which exactly their classes are predicted, and F1: of one class of two the second
-///   one's, of one class of more the mean over classes, of several labels the one over all classes together (micro).
+/// - Classes: accuracy, which is the fraction of rows whose predicted classes are exactly theirs, and F1. For two classes
+///   it is the F1 of the second, for more classes the mean over classes (macro), for several labels that of all classes
+///   together (micro).
 /// - Regression: the mean squared error, which is the loss, and with one output Pearson's correlation.
 pub(super) fn figures(problem: ProblemType, labels: usize, loss: f64, means: &[f64]) -> Measured {
     let mut figures = vec![("loss", loss)];
@@ -94,7 +95,7 @@ mod tests {
         }
     }
 
-    /// As numpy's `corrcoef` and sklearn's `f1_score` and `accuracy_score` have them.
+    /// Expected values come from numpy's `corrcoef` and sklearn's `f1_score` and `accuracy_score`.
     #[test]
     fn are_those_of_scikit_learn() {
         let single = ProblemType::SingleLabelClassification;

@@ -1,6 +1,6 @@
-//! The command that trains a language model: its options, and which [`Task`](crate::trainer::Task) they ask for.
+//! The command that trains a language model: its options, and the [`Task`](crate::trainer::Task) that they select.
 
-/// What a task says of its model and data, by its fields `name`, `config` and `start`, and that of the data.
+/// Implements the functions of a task that follow from its fields `name`, `config` and `start`, and the field of its data.
 macro_rules! told_by_fields {
     ($data:ident) => {
         fn name(&self) -> String {
@@ -147,25 +147,25 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Those of a command line without any.
+    /// Returns the options of an empty command line.
     fn default() -> Self {
         let matches = Self::augment_args(clap::Command::new("train")).get_matches_from(["train"]);
         Self::from_arg_matches(&matches).expect("every option has a default or is none")
     }
 }
 
-/// What a program brings along.
+/// Defaults that a program provides.
 #[derive(Debug, Clone)]
 pub struct Program<'a> {
-    /// Trained when the options name no model; if it does not fit into memory, the largest preset that does is.
+    /// The model to train if the options name none; if it does not fit into memory, the largest preset that fits is trained.
     pub model: &'a str,
-    /// Read when the options name no file.
+    /// The data to read if the options name no file.
     pub data: Source<'a>,
-    /// The program's allocator, if it is one that counts.
+    /// The program's allocator, if it counts allocations.
     pub allocator: Option<&'a PageKeeper>,
 }
 
-/// Runs the whole command, as [`Trainer::main`].
+/// Runs the command like [`Trainer::main`].
 #[cfg(feature = "burn")]
 pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     let trainer = Trainer::new(&options.train);
@@ -188,7 +188,7 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
 }
 
 impl Options {
-    /// The model that they name, with its name.
+    /// Returns the model that the options name, with its name.
     pub(crate) fn chosen(&self) -> Result<Option<(String, ModelConfig)>> {
         Ok(match (&self.model, &self.weights) {
             (Some(name), _) => Some((name.clone(), model(name)?)),
@@ -197,7 +197,7 @@ impl Options {
         })
     }
 
-    /// Refuses options of another task.
+    /// Rejects options of another task.
     pub(crate) fn check_for(&self, task: TaskChoice) -> Result<()> {
         if let Some(loss_on) = self.loss_on.filter(|_| task != TaskChoice::CausalLm) {
             let expected = "expected --task causal-lm, the only one that reads conversations";
@@ -213,7 +213,7 @@ impl Options {
         }
     }
 
-    /// What the model learns. Of a model that cannot be read, the task will tell.
+    /// Returns the task to train. If the model cannot be read, that task reports the error.
     pub fn task_for(&self, program: &Program<'_>) -> TaskChoice {
         self.task.unwrap_or_else(|| match self.chosen() {
             Ok(Some((_, config))) if !config.classes().is_empty() => TaskChoice::TextClassification,
@@ -262,7 +262,7 @@ impl Options {
         self.data.as_deref().map_or_else(|| program.data.clone(), Source::File)
     }
 
-    /// Where a tokenizer of the model's own may be. What is no folder has none.
+    /// Returns the paths that may hold the model's own tokenizer; those that are not folders have none.
     pub(crate) fn folders(&self) -> Vec<&Path> {
         [self.weights.as_deref(), self.model.as_deref().map(Path::new)].into_iter().flatten().collect()
     }
@@ -292,18 +292,18 @@ impl Options {
     }
 }
 
-/// Numbers of each token of rows of so many.
+/// Returns a tensor `[rows, width]` of numbers, one for each token.
 #[cfg(feature = "burn")]
 fn tokens<B: FusedBackend>(numbers: Vec<i32>, width: usize, device: &B::Device) -> Ids<B> {
     let rows = numbers.len() / width.max(1);
     Tensor::from_data(TensorData::new(numbers, [rows, width]), device)
 }
 
-/// A model by the name of a preset, or by a folder with its `config.json`.
+/// Returns a model by the name of a preset, or by a folder with its `config.json`.
 ///
 /// # Errors
 ///
-/// [`ModelError`] when there is no such preset, or the file is wrong.
+/// [`ModelError`] if there is no such preset, or the file is invalid.
 pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
     let begins = |kin: &[&str]| kin.iter().any(|kin| name.starts_with(kin));
     Ok(match Path::new(name) {

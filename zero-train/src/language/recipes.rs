@@ -1,8 +1,8 @@
-//! Recipes of presets that are trained from nothing.
+//! Recipes of presets that are trained from scratch.
 
 use crate::trainer::{Recipe, ScheduleChoice};
 
-/// Rates of GPT-3's models, by their millions of parameters.
+/// Learning rates of GPT-3's models, by their millions of parameters.
 const GPT3: [(f64, f64); 7] = [
     (125.0, 6e-4),
     (350.0, 3e-4),
@@ -13,7 +13,7 @@ const GPT3: [(f64, f64); 7] = [
     (13_000.0, 1e-4),
 ];
 
-/// Gives a GPT-2's, whose own paper names none: that of the GPT-3 model whose size is nearest.
+/// Returns the recipe of a GPT-2, whose own paper has none: that of the GPT-3 model of the nearest size.
 pub(super) fn gpt2(parameters: usize) -> Recipe {
     let distance = |millions: f64| (parameters as f64 / 1e6 / millions).ln().abs();
     let nearest = GPT3.into_iter().min_by(|a, b| distance(a.0).total_cmp(&distance(b.0)));
@@ -22,14 +22,14 @@ pub(super) fn gpt2(parameters: usize) -> Recipe {
     Recipe { lr, beta2: 0.95, weight_decay: 0.1, clip: 1.0, schedule: ScheduleChoice::Cosine, source }
 }
 
-/// Gives a Llama's and that of the families that are built like it.
+/// Returns the recipe of a Llama and of families with the same architecture.
 pub(super) fn llama(parameters: usize) -> Recipe {
     let lr = if parameters < 20_000_000_000 { 3e-4 } else { 1.5e-4 };
     let source = "LLaMA, Touvron et al. 2023, table 2, https://arxiv.org/abs/2302.13971";
     Recipe { lr, beta2: 0.95, weight_decay: 0.1, clip: 1.0, schedule: ScheduleChoice::Cosine, source }
 }
 
-/// Gives a BERT's.
+/// Returns the recipe of a BERT.
 pub(super) fn bert() -> Recipe {
     let source = "BERT, Devlin et al. 2018, appendix A.2, https://arxiv.org/abs/1810.04805";
     Recipe { lr: 1e-4, beta2: 0.999, weight_decay: 0.01, clip: 1.0, schedule: ScheduleChoice::Linear, source }

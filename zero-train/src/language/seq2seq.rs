@@ -1,4 +1,4 @@
-//! Training of a BART or a T5 to make texts of texts (conditional generation): a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! Training of a BART or a T5 to generate text from text (conditional generation): a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::data::{TextPairs, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
 
-/// A model of a family that makes texts of texts, and the texts that it learns to make.
+/// A model of a family that generates text from text, and its training pairs.
 pub struct Seq2SeqTask<C> {
     /// The preset's or folder's name.
     name: String,
@@ -25,11 +25,11 @@ pub struct Seq2SeqTask<C> {
 }
 
 impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
-    /// The model by name, folder or weights.
+    /// Creates the task for the model given by name, folder or weights.
     ///
     /// # Errors
     ///
-    /// [`TrainError`](crate::TrainError) for what the options name and cannot be used.
+    /// [`TrainError`](crate::TrainError) if something that the options name cannot be used.
     pub fn new(options: &Options, program: &Program<'_>) -> Result<Self> {
         options.check_for(TaskChoice::Seq2Seq)?;
         let default = if C::PRESETS.contains(&program.model) { program.model } else { C::DEFAULT };
@@ -62,8 +62,8 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
         C::loss(model, ids, Some(mask), tokens(batch.labels, batch.target_width, device))
     }
 
-    /// What the model makes of these rows, greedily. It is used as often whatever it makes, so that ranks which gather together
-    /// never wait for one that has ended early.
+    /// Generates text from these rows, greedily. The number of passes does not depend on the text, so that ranks which
+    /// gather together never wait for one that has ended early.
     fn made<B: FusedBackend>(&self, model: &C::Model<B>, rows: &[usize], device: &B::Device) -> Result<Vec<String>> {
         let texts: Vec<Vec<u32>> = rows.iter().map(|&row| self.texts.source(row)).collect();
         let room = self.settings.positions - 1;
@@ -97,7 +97,7 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
         Ok(self.loss_of(model, rows, device))
     }
 
-    /// Tokens of the texts that are to be made, of the loss.
+    /// Returns the number of target tokens, the weight of the loss.
     fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
         Ok(vec![self.texts.target_tokens(rows) as f64])
     }
@@ -106,7 +106,7 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
         Some(self.texts.source_tokens(rows) + self.texts.target_tokens(rows))
     }
 
-    /// The loss, and the part of the rows of which the model makes the very text that is wanted.
+    /// Measures the loss, and the fraction of rows for which the model generates exactly the target text.
     fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let loss = scalar(self.loss_of(model, rows, device));
         let made = self.made(model, rows, device)?;
@@ -134,7 +134,7 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
         Ok(Some(self.texts.checksum(rows)))
     }
 
-    /// For rows of which text and target are as long as they may be.
+    /// Returns the profile of rows whose text and target have the maximum length.
     fn profile(&self, micro_batch: usize) -> Option<Profile> {
         let lengths = [self.texts.seq(), self.texts.longest_target()];
         Some(self.start.profile(profile(&self.config, micro_batch, lengths, self.config.sizes().vocabulary)))
@@ -145,8 +145,8 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
     }
 }
 
-/// Memory and operations of `config` on `micro_batch` texts, of so many tokens that the encoder and the decoder read, with logits of so many
-/// tokens of the vocabulary at each position of the decoder.
+/// Returns memory and operations of `config` on `micro_batch` texts. The encoder reads `seq` tokens and the decoder
+/// `target` tokens, with `vocabulary` logits at each position of the decoder.
 pub(super) fn profile<C: Seq2SeqFamily>(
     config: &C,
     micro_batch: usize,

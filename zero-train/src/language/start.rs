@@ -1,4 +1,4 @@
-//! What a language model starts from: fresh, from weights, and what LoRA adds.
+//! The initial parameters of a language model: fresh or from weights, and a LoRA adapter.
 
 use std::path::{Path, PathBuf};
 
@@ -56,23 +56,23 @@ pub struct LoraOptions {
     pub adapter: Option<PathBuf>,
 }
 
-/// Where a model's parameters come from, and which are trained.
+/// The source of a model's parameters, and which of them are trained.
 pub(super) struct Start {
-    /// A folder in Hugging Face's form.
+    /// A folder in Hugging Face's format.
     weights: Option<PathBuf>,
     adapted: Option<AdaptedModel>,
-    /// The folder that the adapter comes from, if it is not fresh.
+    /// The folder of the adapter, if it is not fresh.
     #[cfg_attr(not(feature = "burn"), allow(dead_code))] // Read where models are made.
     adapter: Option<PathBuf>,
-    /// What linear layers that stay as they are become.
+    /// The format that frozen linear layers are quantised to.
     quantize: Option<Format>,
-    /// The model's files beside its weights.
+    /// The model's files other than its weights.
     files: Vec<SideFile>,
 }
 
 impl Start {
-    /// Reads the options for a model of this configuration, whose texts this tokenizer cuts. `heads` are modules that an adapter
-    /// does not stand in for, as they are fresh.
+    /// Reads the options for a model of this configuration, with this tokenizer. `heads` are fresh modules, which are
+    /// trained in full alongside an adapter.
     pub(super) fn new(
         options: &Options,
         tokenizer: Option<&Tokenizer>,
@@ -128,7 +128,7 @@ impl Start {
         Ok(Self { weights, adapted: Some(adapted), adapter: given.adapter.clone(), quantize, files })
     }
 
-    /// The model with the parameters to start from. `load` loads weights.
+    /// Returns the model with its initial parameters. `load` loads weights.
     #[cfg(feature = "burn")]
     pub(super) fn model<B: FusedBackend, M: Adaptable<B>>(
         &self,
@@ -151,22 +151,22 @@ impl Start {
         })
     }
 
-    /// The folder of weights, if there is one.
+    /// Returns the folder of weights, if there is one.
     pub(super) fn weights(&self) -> Option<&Path> {
         self.weights.as_deref()
     }
 
-    /// The model's files beside its weights, for checkpoints and exports.
+    /// Returns the model's files other than its weights, for checkpoints and exports.
     pub(super) fn files(&self) -> &[SideFile] {
         &self.files
     }
 
-    /// What is trained, for checkpoints and exports.
+    /// Returns the configuration of the trained model, for checkpoints and exports.
     pub(super) fn config(&self, model: ModelConfig) -> ModelConfig {
         self.adapted.clone().map_or(model, ModelConfig::from)
     }
 
-    /// What training takes, from what training the whole model takes.
+    /// Returns the profile of this training, from that of training the full model.
     pub(super) fn profile(&self, whole: Profile) -> Profile {
         let Some(adapted) = &self.adapted else { return whole };
         let trained = adapted.parameters();
@@ -182,13 +182,13 @@ impl Start {
         Profile { parameters, frozen, quantized, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
     }
 
-    /// Whether the parameter at this path of the base is held in fewer bits: a layer's weight that is not trained.
+    /// Returns whether the parameter at this path of the base is quantised: a linear layer's weight that is not trained.
     fn is_quantized(&self, path: &str) -> bool {
         let Some(adapted) = self.adapted.as_ref().filter(|_| self.quantize.is_some()) else { return false };
         adapted.is_linear(path) && !adapted.parameters().iter().any(|param| param.path == path)
     }
 
-    /// For [`Task::settings`](crate::trainer::Task::settings).
+    /// Returns the value of [`Task::settings`](crate::trainer::Task::settings).
     pub(super) fn settings(&self) -> Value {
         let mut settings = json!({ "pretrained": self.weights.is_some() });
         if let Some(adapted) = &self.adapted {

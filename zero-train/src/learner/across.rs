@@ -1,4 +1,4 @@
-//! Outputs of all ranks as one, so that a metric on rank 0 is the metric of the global batch.
+//! Combined outputs of all ranks, so that a metric on rank 0 is the metric of the global batch.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Int, Tensor, TensorData};
@@ -7,11 +7,11 @@ use zero_burn::module::ZeroAutodiff;
 use zero_burn::stats::all_gather;
 use zero_core::collective::threads::Stopped;
 
-/// An output of a training or validation step that ranks can put together.
+/// An output of a training or validation step that can be combined across ranks.
 ///
-/// It is implemented for Burn's outputs, which it gathers whole, in rank order: metrics are then exactly those of the
-/// global batch, at the price of 8 bytes a number of every output on every rank. For a large output, such as the logits of
-/// a language model, write an output of your own that carries what its metrics need:
+/// Implemented for Burn's outputs, which are gathered in full, in rank order. Metrics are then exactly those of the global
+/// batch, at a cost of 8 bytes per number of every output on every rank. For a large output, such as the logits of a
+/// language model, write your own output with only what its metrics need:
 ///
 /// ```
 /// use burn::tensor::{Tensor, backend::Backend};
@@ -40,12 +40,12 @@ use zero_core::collective::threads::Stopped;
 /// }
 /// ```
 pub trait AcrossRanks: Sized {
-    /// The output of all ranks' batches from this rank's, `None` where it had no batch. A collective, on the rank's thread:
-    /// ranks make the same calls of `ranks`. At least one rank has a batch. The result is used on rank 0.
+    /// Returns the output of all ranks' batches, given this rank's, or `None` if it had no batch. A collective, on the
+    /// rank's thread: ranks make the same calls of `ranks`. At least one rank has a batch. The result is used on rank 0.
     fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self;
 }
 
-/// The ranks of the launch, as one of them sees them.
+/// The ranks of the launch, as seen from one of them.
 #[derive(Clone, Copy)]
 pub struct Ranks {
     rank: usize,
@@ -54,28 +54,28 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// A collective.
+    /// Creates this rank's view of the launch. A collective operation.
     pub(super) fn new<A: ZeroAutodiff>(rank: usize) -> Self {
         let gather = all_gather::<A::Base>;
         Self { rank, world: gather(&[0.0]).len(), gather }
     }
 
-    /// This rank.
+    /// Returns this rank.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// How many there are.
+    /// Returns the number of ranks.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    /// Every rank's `values`, equally many, in rank order.
+    /// Gathers every rank's `values`, equally many, in rank order.
     pub fn all_gather(&self, values: &[f64]) -> Vec<Vec<f64>> {
         (self.gather)(values)
     }
 
-    /// Every rank's `values`, of any number, in rank order.
+    /// Gathers every rank's `values`, of any number, in rank order.
     pub fn all_lists(&self, mut values: Vec<f64>) -> Vec<Vec<f64>> {
         if self.world == 1 {
             return vec![values];
@@ -93,7 +93,7 @@ impl Ranks {
         all
     }
 
-    /// The ranks' tensors joined along the first dimension, in rank order, on every rank.
+    /// Concatenates the ranks' tensors along the first dimension, in rank order, on every rank.
     pub fn rows<B: Backend, const D: usize, K: BasicOps<B>>(&self, local: Option<Tensor<B, D, K>>) -> Tensor<B, D, K> {
         let local = match local {
             Some(tensor) if self.world == 1 => return tensor,
@@ -112,8 +112,8 @@ impl Ranks {
         Tensor::from_data(TensorData::new(all.concat(), shape), &B::Device::default())
     }
 
-    /// The ranks' losses as one. Losses of one number, means over `rows` rows each, give the mean over all rows; losses by
-    /// row are joined.
+    /// Combines the ranks' losses. Scalar losses, means over `rows` rows each, give the mean over all rows; losses per row
+    /// are concatenated.
     pub fn loss<B: Backend>(&self, local: Option<(Tensor<B, 1>, usize)>) -> Tensor<B, 1> {
         let (values, rows) = match local {
             Some((loss, _)) if self.world == 1 => return loss,
@@ -132,13 +132,13 @@ impl Ranks {
         Tensor::from_data(TensorData::new(joined, [len]), &B::Device::default())
     }
 
-    /// Rank 0's decision, on every rank. `ask` is called there only.
+    /// Returns rank 0's decision on every rank. `ask` is called only on rank 0.
     pub(super) fn decide(&self, ask: impl FnOnce() -> bool) -> bool {
         let mine = f64::from(u8::from(self.rank == 0 && ask()));
         self.all_gather(&[mine])[0][0] > 0.0
     }
 
-    /// Ends the rank, and with it the launch, whose error says why; Burn's interfaces return no errors.
+    /// Ends the rank, and with it the launch, whose error is `message`: Burn's interfaces return no errors.
     pub(super) fn stop(&self, message: impl Into<String>) -> ! {
         match self.world {
             // Perhaps outside of a launch, where nobody else would tell.
@@ -168,7 +168,7 @@ macro_rules! outputs_with_targets {
 
 outputs_with_targets!(RegressionOutput, ClassificationOutput, MultiLabelClassificationOutput);
 
-/// Sequences of one length on all ranks: pad them alike.
+/// Requires sequences of the same length on all ranks: pad them alike.
 impl<B: Backend> AcrossRanks for SequenceOutput<B> {
     fn across_ranks(local: Option<Self>, ranks: &Ranks) -> Self {
         let (loss, logits, predictions, targets) = match local {

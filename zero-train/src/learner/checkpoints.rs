@@ -1,8 +1,8 @@
-//! Checkpoints of a learner, whole, in files as Burn writes them.
+//! Full checkpoints of a learner, in Burn's file formats.
 //!
-//! Burn saves and loads on threads of its own, where there is no rank: it would read one rank's shards while the rank goes
-//! on, and would give a model that belongs to no rank. So everything here happens on the rank's thread, on all ranks: rank
-//! 0 decides and writes; the others take part in reading what is sharded.
+//! Burn saves and loads on its own threads, which are not ranks: it would read one rank's shards while the rank continues,
+//! and load a model that belongs to no rank. Therefore everything here runs on the rank's thread, on all ranks: rank 0
+//! decides and writes, and the others take part in reading sharded tensors.
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError, mpsc};
@@ -26,7 +26,7 @@ use super::Ranks;
 
 type File<R, LC> = Box<dyn Checkpointer<R, TrainingBackend<LC>>>;
 
-/// Where checkpoints lie, and when they are made.
+/// The files of checkpoints, and the strategy that decides when to save them.
 pub(super) struct Checkpoints<LC: LearningComponentsTypes> {
     model: File<LearnerModelRecord<LC>, LC>,
     optimizer: File<LearnerOptimizerRecord<LC>, LC>,
@@ -52,7 +52,7 @@ impl<LC: LearningComponentsTypes + 'static> Checkpoints<LC> {
         self.strategy.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Saves and deletes what the strategy says on rank 0. A collective.
+    /// Saves and deletes as the strategy on rank 0 decides. A collective operation.
     pub(super) fn after_epoch(&self, learner: &Learner<LC>, epoch: usize, store: &EventStoreClient, ranks: &Ranks) {
         let mut actions = Vec::new();
         let save = ranks.decide(|| {
@@ -88,7 +88,7 @@ impl<LC: LearningComponentsTypes + 'static> Checkpoints<LC> {
         }
     }
 
-    /// Loads what was saved after `epoch`. Every rank reads the files and keeps its shards.
+    /// Loads the checkpoint saved after `epoch`. Every rank reads the files and keeps its shards.
     pub(super) fn restore(
         &self,
         learner: &mut Learner<LC>,
@@ -107,7 +107,7 @@ impl<LC: LearningComponentsTypes + 'static> Checkpoints<LC> {
     }
 }
 
-/// The records of the learner's optimizer and scheduler, which it gives to nobody but a checkpointer.
+/// Returns the records of the learner's optimizer and scheduler, which only a checkpointer can get.
 fn records<LC: LearningComponentsTypes + 'static>(
     learner: &Learner<LC>,
     epoch: usize,
@@ -134,7 +134,7 @@ fn records<LC: LearningComponentsTypes + 'static>(
     }
 }
 
-/// A checkpointer that saves to the receiver.
+/// Returns a checkpointer that sends records to the receiver.
 fn catcher<R: Record<B> + 'static, B: Backend>() -> (AsyncCheckpointer<R, B>, mpsc::Receiver<R>) {
     struct Catcher<R>(mpsc::Sender<R>);
     impl<R: Record<B>, B: Backend> Checkpointer<R, B> for Catcher<R> {

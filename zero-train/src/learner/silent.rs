@@ -1,4 +1,4 @@
-//! No output.
+//! A renderer without output.
 
 use burn::train::LearnerSummary;
 use burn::train::metric::MetricDefinition;
@@ -20,7 +20,7 @@ impl MetricsRendererTraining for SilentRenderer {
 
     fn render_valid(&mut self, _item: TrainingProgress, _indicators: Vec<ProgressType>) {}
 
-    /// Burn's default prints the summary.
+    /// Prints nothing; Burn's default prints the summary.
     fn on_train_end(&mut self, _summary: Option<LearnerSummary>) -> Result<(), Box<dyn core::error::Error>> {
         Ok(())
     }

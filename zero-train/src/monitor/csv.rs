@@ -1,8 +1,8 @@
-//! A CSV file that grows by one row a step.
+//! A CSV file that grows by one row per step.
 //!
-//! In: the names of the columns, then rows of values. Out: `DIR/NAME.csv`, comma-separated with RFC 4180 quoting
+//! Input: the names of the columns, then rows of values. Output: `DIR/NAME.csv`, comma-separated with RFC 4180 quoting
 //! (<https://www.rfc-editor.org/rfc/rfc4180>) and `\n` line ends, its first column `step`. Each row is one write, so a
-//! reader sees whole rows, and a run that was stopped can be taken up in the same file.
+//! reader sees complete rows, and a resumed run can continue the file.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Read;
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use super::{MonitorError, Result, append, io_error};
 
-/// Appends rows to one CSV file.
+/// A monitor that appends rows to one CSV file.
 #[derive(Debug)]
 pub struct CsvMonitor {
     file: File,
@@ -20,16 +20,15 @@ pub struct CsvMonitor {
 }
 
 impl CsvMonitor {
-    /// Opens `DIR/NAME.csv` for appending, with the columns `step` and `columns`, and writes the header if the file is
-    /// new. Creates `dir` if need be.
+    /// Opens `DIR/NAME.csv` for appending, with the columns `step` and `columns`, and writes the header if the file is new.
+    /// Creates `dir` if necessary.
     ///
-    /// An existing file keeps its rows; a last row without a line end, left by a run that was cut off while it wrote,
-    /// is removed.
+    /// An existing file keeps its rows. A last row without a line end, left by a run that was interrupted while it wrote, is removed.
     ///
     /// # Errors
     ///
-    /// [`MonitorError::Name`] if `name` is no plain file name; [`MonitorError::Header`] if the file's first line names
-    /// other columns (the file is left as it was); [`MonitorError::Io`].
+    /// [`MonitorError::Name`] if `name` is not a plain file name; [`MonitorError::Header`] if the file's first line names
+    /// other columns (the file is left unchanged); [`MonitorError::Io`].
     pub fn open(dir: &Path, name: &str, columns: &[&str]) -> Result<Self> {
         let plain = |c: char| c.is_alphanumeric() || matches!(c, '.' | '-' | '_');
         if !name.chars().all(plain) || name.trim_matches('.').is_empty() {
@@ -62,8 +61,7 @@ impl CsvMonitor {
         Ok(Self { file, path, columns: columns.iter().map(ToString::to_string).collect() })
     }
 
-    /// Removes the rows after the last of a step up to `step`, for a run that goes on after that step: they are of steps that
-    /// come again.
+    /// Removes the rows after the last row whose step is at most `step`, for a run that resumes after `step` and repeats later steps.
     ///
     /// # Errors
     ///
@@ -89,8 +87,8 @@ impl CsvMonitor {
         Ok(())
     }
 
-    /// Appends one row and hands it to the operating system. A column without a value stays empty; of two values for a
-    /// column the last counts. Numbers are written so that they read back exactly; `NaN`, `inf` and `-inf` as such.
+    /// Appends one row and passes it to the operating system. A column without a value stays empty; if a column has two
+    /// values, the last one counts. Numbers are written so that they read back exactly; `NaN`, `inf` and `-inf` as such.
     ///
     /// # Errors
     ///
@@ -107,13 +105,13 @@ impl CsvMonitor {
         append(&mut self.file, &row(once(step.to_string()).chain(cells)), &self.path)
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// One line of a file.
+/// Formats one line of the file.
 fn row<C: AsRef<[u8]>>(cells: impl IntoIterator<Item = C>) -> Vec<u8> {
     let mut line = csv::Writer::from_writer(Vec::new());
     line.write_record(cells).expect("memory takes what is written");

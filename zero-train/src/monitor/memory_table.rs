@@ -1,15 +1,15 @@
-//! How much memory a phase of training takes: before it, kept after it, and at its peak.
+//! Memory of a phase of training: before it, retained after it, and at its peak.
 //!
-//! * In: the beginning and the end of a phase, and, for a device, a function that tells the bytes in use.
-//! * Out: a [`MemoryReport`], which prints as a table in MiB. The figures are those of the memory tracker in PEFT's
+//! * Input: the beginning and the end of a phase, and, for a device, a function that returns the bytes in use.
+//! * Output: a [`MemoryReport`], which prints as a table in MiB. The figures are those of the memory tracker in PEFT's
 //!   examples for Accelerate (`peft_lora_seq2seq_accelerate_ds_zero3_offload.py` in
 //!   <https://github.com/huggingface/peft/tree/main/examples/conditional_generation>):
 //!   before, consumed at the end (end - begin), peak consumed (max - begin), total peak.
-//! * Threads: one, `zero-memory-sampler`, from `begin` to `end` (or drop), which looks every 10 ms. It owns its peaks
-//!   and returns them when it is joined, so nothing is shared. It ends when the tracker's end of a channel is dropped.
+//! * Threads: one, `zero-memory-sampler`, from `begin` to `end` (or drop), which samples every 10 ms. It owns its peaks and
+//!   returns them when it is joined, so nothing is shared. It ends when the tracker drops its end of a channel.
 //!
-//! A peak shorter than 10 ms can fall between two looks. On the host that is made up for where the kernel keeps a high
-//! water mark: if the mark rose in the phase, it is the phase's peak.
+//! A peak shorter than 10 ms can fall between two samples. On the host, the kernel's high-water mark makes up for that, if
+//! there is one: if the mark rose in the phase, it is the phase's peak.
 
 use std::fmt;
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -21,7 +21,7 @@ use serde::{Deserialize, Serialize};
 use super::{MonitorError, Result};
 use crate::memory::{peak_rss_bytes, rss_bytes};
 
-/// Time between two looks.
+/// Time between two samples.
 const INTERVAL: Duration = Duration::from_millis(10);
 
 /// A phase of training.
@@ -48,7 +48,7 @@ impl fmt::Display for Phase {
 pub struct MemoryFigures {
     /// Bytes held when the phase began.
     pub before_bytes: u64,
-    /// Bytes held when it ended, minus `before_bytes`; negative if it gave memory back.
+    /// Bytes held when it ended, minus `before_bytes`; negative if it released memory.
     pub consumed_bytes: i64,
     /// Bytes held at the phase's peak, minus `before_bytes`.
     pub peak_bytes: u64,
@@ -74,9 +74,9 @@ impl MemoryFigures {
 pub struct MemoryReport {
     /// The phase.
     pub phase: Phase,
-    /// This process's resident set; `None` where the system does not tell it.
+    /// This process's resident set; `None` if the system does not report it.
     pub host: Option<MemoryFigures>,
-    /// The device's memory; `None` if the tracker was begun without one, or its function told nothing.
+    /// The device's memory; `None` if the tracker was started without one, or its function returned nothing.
     pub device: Option<MemoryFigures>,
 }
 
@@ -104,7 +104,7 @@ impl fmt::Display for MemoryReport {
 /// Bytes held now, host and device.
 type Held = [Option<u64>; 2];
 
-/// Follows the memory of one phase, from [`begin`](Self::begin) to [`end`](Self::end).
+/// A tracker of the memory of one phase, from [`begin`](Self::begin) to [`end`](Self::end).
 #[derive(Debug)]
 pub struct MemoryTracker {
     phase: Phase,
@@ -117,8 +117,8 @@ pub struct MemoryTracker {
 }
 
 impl MemoryTracker {
-    /// Begins a phase and follows the host's memory and a device's. `bytes_in_use` is called from another thread, every
-    /// 10 ms and at both ends, and should return at once.
+    /// Begins a phase and tracks the memory of the host and of a device. `bytes_in_use` is called from another thread,
+    /// every 10 ms and at both ends, and should return at once.
     ///
     /// # Errors
     ///
@@ -134,7 +134,7 @@ impl MemoryTracker {
         Ok(Self { phase, before, high_water_before, stop: Some(stop), sampler: Some(sampler) })
     }
 
-    /// Ends the phase.
+    /// Ends the phase and returns its memory.
     ///
     /// # Errors
     ///
@@ -150,7 +150,7 @@ impl MemoryTracker {
         Ok(MemoryReport { phase: self.phase, host: figures(0), device: figures(1) })
     }
 
-    /// Ends the sampler, which answers within a look.
+    /// Ends the sampler, which stops within one sample.
     fn join(&mut self) -> Option<(Held, Held)> {
         self.stop = None;
         self.sampler.take()?.join().ok()
@@ -163,7 +163,7 @@ impl Drop for MemoryTracker {
     }
 }
 
-/// The sampler: looks until the other end of `stopped` is dropped, and once more then.
+/// Samples until the other end of `stopped` is dropped, and once more then.
 fn sample(look: &impl Fn() -> Held, mut peak: Held, stopped: &Receiver<()>) -> (Held, Held) {
     loop {
         let done = stopped.recv_timeout(INTERVAL) != Err(RecvTimeoutError::Timeout);

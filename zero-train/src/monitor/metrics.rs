@@ -1,4 +1,4 @@
-//! `metrics.jsonl`, one JSON object a step, and `events.jsonl`, one for all else that happens. The names are a contract; new ones
+//! `metrics.jsonl`, one JSON object per step, and `events.jsonl`, one per other event. The names are a contract: new ones
 //! may be added, none changes its meaning.
 
 use std::fs::File;
@@ -17,7 +17,7 @@ use crate::memory::format_bytes;
 pub struct StepMetrics {
     /// Number of the step, from 1.
     pub step: usize,
-    /// Mean loss over the global batch, before the update; of one that is not finite, null in the file.
+    /// Mean loss over the global batch, before the update; null in the file if it is not finite.
     #[serde(deserialize_with = "number_or_nan")]
     pub loss: f64,
     /// Global L2 norm of the averaged gradient, before clipping.
@@ -25,49 +25,48 @@ pub struct StepMetrics {
     pub grad_norm: f64,
     /// Learning rate of the update.
     pub lr: f64,
-    /// Tokens of the global batch, with those of texts to be made and without what fills rows up; its rows where they have no
-    /// tokens.
+    /// Tokens of the global batch, including those of target texts and excluding padding; or its rows, if they have no tokens.
     pub tokens: usize,
-    /// Milliseconds of the step: data, forward, backward, update.
+    /// Duration of the step in milliseconds: data, forward, backward, update.
     pub step_ms: f64,
-    /// The same per second.
+    /// `tokens` per second.
     pub tokens_per_second: f64,
-    /// The part of the devices' floating-point operations that were the model's, where their peak is known.
+    /// Model FLOPs utilization: the fraction of the devices' peak rate that the model's operations reach, if the peak is known.
     #[serde(default)]
     pub mfu: Option<f64>,
     /// Milliseconds of rank 0's forward passes.
     #[serde(default)]
     pub forward_ms: f64,
-    /// Of its backward passes, with the reductions beside them.
+    /// Milliseconds of its backward passes, including concurrent reductions.
     #[serde(default)]
     pub backward_ms: f64,
-    /// Of its update.
+    /// Milliseconds of its update.
     #[serde(default)]
     pub update_ms: f64,
-    /// Whether the update was skipped because gradients overflowed (never in fp32); `grad_norm` is then null.
+    /// True if the update was skipped because gradients overflowed (never in fp32); `grad_norm` is then null.
     pub skipped: bool,
-    /// What the loss was multiplied by; 1 but in fp16.
+    /// Factor that the loss was multiplied by; 1 except in fp16.
     pub loss_scale: f64,
-    /// Bytes of memory, in large blocks, that this step took from the system (never used before, or given back since);
-    /// absent where the program's allocator does not count them.
+    /// Bytes of memory, in large blocks, that this step newly took from the system (never used before, or returned since);
+    /// absent if the program's allocator does not count them.
     #[serde(default)]
     pub fresh_bytes: Option<u64>,
-    /// Bytes that rank 0's tensors hold on its device at the end of the step; absent on the processor.
+    /// Bytes that rank 0's tensors hold on its device at the end of the step; absent on the CPU.
     #[serde(default)]
     pub device_bytes_in_use: Option<u64>,
-    /// Bytes taken from rank 0's device, by all its users if it is an NVIDIA GPU; absent on the processor.
+    /// Bytes reserved on rank 0's device, by all its users if it is an NVIDIA GPU; absent on the CPU.
     #[serde(default)]
     pub device_bytes_reserved: Option<u64>,
     /// Each rank's memory and traffic.
     pub ranks: Vec<RankMetrics>,
 }
 
-/// JSON has no such number: it is written as null.
+/// Reads a number. Null stands for NaN, which JSON does not have.
 pub(crate) fn number_or_nan<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
-/// JSON has no infinity: it is written as null.
+/// Reads a number. Null stands for infinity, which JSON does not have.
 fn number_or_infinity<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::INFINITY))
 }
@@ -83,30 +82,30 @@ pub struct EpochMetrics {
     pub loss: f64,
     /// Mean loss over the held-out rows, at its end.
     pub eval_loss: Option<f64>,
-    /// All that was measured on them, with the loss.
+    /// All values measured on these rows, including the loss.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval: Option<Evaluated>,
-    /// What its phases, training and evaluation, have taken of the memory, where that is looked at (`--memory-breakdown`).
+    /// Memory of its training and evaluation phases, if measured (`--memory-breakdown`).
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub memory: Vec<MemoryReport>,
 }
 
-/// Means over the rows that are held out, by name; the loss is the first.
+/// Means over the held-out rows, by name; the loss is the first.
 pub type Evaluated = Vec<(String, f64)>;
 
-/// What happens besides steps.
+/// An event of a run other than a step.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Event {
     /// Steps so far.
     pub step: usize,
-    /// What it is.
+    /// The kind of event.
     pub kind: EventKind,
-    /// For a person.
+    /// Human-readable description.
     pub text: String,
-    /// What was measured, of an evaluation and of an epoch: the loss, and what else there is.
+    /// Values measured in an evaluation or an epoch, the loss first.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub values: Evaluated,
-    /// How long training stalled for it.
+    /// Seconds that training stalled for it.
     #[serde(default)]
     pub seconds: f64,
     /// Milliseconds since 1970.
@@ -118,16 +117,16 @@ pub struct Event {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum EventKind {
-    /// The run goes on from a checkpoint.
+    /// The run resumes from a checkpoint.
     Resume,
-    /// Something that is not as it was asked for, and goes on.
+    /// A problem that does not end the run.
     #[default]
     Warning,
-    /// Gradients have overflowed: the update was skipped.
+    /// The update was skipped because gradients overflowed.
     Skip,
-    /// Rows that are held out were measured.
+    /// Held-out rows were evaluated.
     Evaluation,
-    /// A pass over the data has ended; `values` are the mean training loss.
+    /// An epoch has ended; `values` holds the mean training loss.
     Epoch,
     /// A checkpoint was saved.
     Save,
@@ -135,7 +134,7 @@ pub enum EventKind {
     End,
     /// A signal has ended the run.
     Stop,
-    /// An error has ended it.
+    /// An error has ended the run.
     Fail,
 }
 
@@ -155,11 +154,11 @@ impl EpochMetrics {
 /// One checkpoint.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SaveMetrics {
-    /// Steps behind it.
+    /// Number of steps completed.
     pub step: usize,
-    /// How long training stalled for it.
+    /// Seconds that training stalled for it.
     pub stall_seconds: f64,
-    /// Size of all ranks' files; unknown yet when saving overlaps with training.
+    /// Size of all ranks' files; not known yet if saving overlaps with training.
     pub bytes: Option<u64>,
 }
 
@@ -180,29 +179,29 @@ pub struct RankMetrics {
     pub rank: usize,
     /// Bytes of model state: parameters and gradients at their peak in the step, optimizer state at its end.
     pub model_state_bytes: StateBytes,
-    /// Most bytes of whole gradients waiting to be reduced at one time in the step, at stages 2 and 3 (at stages 0 and 1
-    /// they are part of the model state).
+    /// Peak bytes of full gradients waiting to be reduced in the step, at stages 2 and 3 (at stages 0 and 1 they are part
+    /// of the model state).
     pub gradients_in_flight_bytes_peak: u64,
-    /// Most bytes of gathered parameters held at one time in the step.
+    /// Peak bytes of gathered parameters in the step.
     pub gathered_bytes_peak: u64,
     /// Bytes received from other ranks in the step, by operation.
     pub wire_bytes: WireBytes,
-    /// Most bytes of memory the rank's process has held so far; ranks that are threads share one process and figure.
+    /// Peak bytes of memory of the rank's process so far; ranks that are threads share one process and value.
     pub peak_rss_bytes: u64,
 }
 
-/// Numbers of one rank that travel to all ranks at the end of a step.
+/// Numbers of one rank that all ranks receive at the end of a step.
 pub(crate) struct RankReport {
     pub(crate) loss: f64,
-    /// The signal that this rank's process has been sent; 0 for none.
+    /// The signal that this rank's process has received; 0 for none.
     pub(crate) signal: f64,
-    /// Tokens of its rows; rows where they have none.
+    /// Tokens of its rows; or the number of rows, if they have no tokens.
     pub(crate) tokens: f64,
     pub(crate) metrics: RankMetrics,
 }
 
 impl RankReport {
-    /// Every rank's, in rank order. They travel as floats, which hold counts below 2^53 without loss.
+    /// Gathers every rank's report, in rank order. Numbers are exchanged as floats, which represent counts below 2^53 exactly.
     pub(crate) fn of_all_ranks<E>(
         mut self,
         all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, E>,
@@ -219,7 +218,7 @@ impl RankReport {
 }
 
 impl RankMetrics {
-    /// All but the rank.
+    /// Returns all counts, without the rank.
     fn counts(&mut self) -> impl Iterator<Item = &mut u64> {
         let state = &mut self.model_state_bytes;
         let state = [&mut state.parameters, &mut state.gradients, &mut state.optimizer];
@@ -229,7 +228,7 @@ impl RankMetrics {
     }
 }
 
-/// A file of JSON objects, a whole line at a time.
+/// A file of JSON objects, written one complete line at a time.
 #[derive(Debug)]
 pub struct JsonLines {
     file: File,
@@ -237,7 +236,7 @@ pub struct JsonLines {
 }
 
 impl JsonLines {
-    /// Creates `dir` if need be and an empty file in it, in place of an earlier run's.
+    /// Creates `dir` if necessary, and an empty file in it, which replaces that of an earlier run.
     ///
     /// # Errors
     ///
@@ -249,8 +248,8 @@ impl JsonLines {
         Ok(Self { file, path })
     }
 
-    /// As [`create`](Self::create), for a run that goes on: keeps the lines of an existing file that `keep` selects, which are
-    /// returned, and drops what an interrupted run has written beyond them.
+    /// Opens the file of a run that resumes: keeps and returns the lines of an existing file that `keep` selects, and drops
+    /// those that an interrupted run wrote after them.
     ///
     /// # Errors
     ///
@@ -274,7 +273,7 @@ impl JsonLines {
         Ok((writer, kept))
     }
 
-    /// The lines of a file. The last one, which the end of its process may have cut, and others that cannot be read are left out.
+    /// Reads the lines of a file, except those that cannot be read, such as a last line cut off when its process ended.
     ///
     /// # Errors
     ///
@@ -287,7 +286,7 @@ impl JsonLines {
         Ok(text.split(|&byte| byte == b'\n').filter_map(|line| serde_json::from_slice(line).ok()).collect())
     }
 
-    /// Appends one object and hands it to the operating system.
+    /// Appends one object and passes it to the operating system.
     ///
     /// # Errors
     ///

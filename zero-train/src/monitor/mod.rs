@@ -1,9 +1,9 @@
-//! Watching a run: files a person or a program can read while it goes on, and tables of time and memory.
+//! Monitoring of a run: files that a person or a program can read while it runs, and tables of time and memory.
 //!
-//! * In: a step number and named values, `&[(&str, f64)]`; or timer and memory events.
-//! * Out: [`CsvMonitor`] and [`TensorBoardMonitor`] append to files, a whole record at a time; [`RunReport`] is a
-//!   page; [`MemoryTracker`] gives a table.
-//! * Threads: everything runs on the caller's thread, except the sampler of [`MemoryTracker`]. Meant for rank 0.
+//! * Input: a step number and named values, `&[(&str, f64)]`; or timer and memory events.
+//! * Output: [`CsvMonitor`] and [`TensorBoardMonitor`] append complete records to files; [`RunReport`] is an HTML page;
+//!   [`MemoryTracker`] makes a table.
+//! * Threads: everything runs on the caller's thread, except the sampler of [`MemoryTracker`]. Intended for rank 0.
 
 mod csv;
 mod memory_table;
@@ -23,10 +23,10 @@ pub(crate) use report::write_whole;
 pub use report::{RunFacts, RunReport, RunState, page, write_page};
 pub use tensorboard::TensorBoardMonitor;
 
-/// Of what a monitor does.
+/// A result whose error is [`MonitorError`] by default.
 pub type Result<T, E = MonitorError> = core::result::Result<T, E>;
 
-/// Why a monitor cannot go on. None of these needs to end a run.
+/// The reason that a monitor failed. None of these errors needs to end a run.
 #[derive(Debug, thiserror::Error)]
 pub enum MonitorError {
     /// A file or folder cannot be read or written.
@@ -39,13 +39,13 @@ pub enum MonitorError {
         /// The system's error.
         source: io::Error,
     },
-    /// A monitor's name that is no plain file name.
+    /// A monitor's name is not a plain file name.
     #[error("{got:?} cannot name a file; use letters, digits, '.', '-' and '_'")]
     Name {
         /// The name given.
         got: String,
     },
-    /// A CSV file with other columns is in the way.
+    /// The existing CSV file has other columns.
     #[error(
         "{} was written with other columns, \"{got}\" instead of \"{expected}\"; move it away or choose another name",
         path.display()
@@ -65,26 +65,26 @@ pub enum MonitorError {
         path: PathBuf,
         /// The value's name.
         got: String,
-        /// The names there are.
+        /// The names of the columns.
         columns: Vec<String>,
     },
-    /// A folder that is no run's.
+    /// The folder is not the output folder of a run.
     #[error("{} is no --out folder of a run: {problem}", path.display())]
     NoRun {
         /// The folder.
         path: PathBuf,
-        /// What is missing or wrong.
+        /// The problem.
         problem: String,
     },
     /// The thread that samples the memory cannot be started, or panicked.
     #[error("cannot sample the memory: {problem}")]
     Sampler {
-        /// What went wrong.
+        /// The problem.
         problem: String,
     },
 }
 
-/// Appends all of `bytes` to a file, or nothing: what comes after an error stays readable.
+/// Appends all of `bytes` to a file, or nothing, so that later records stay readable after an error.
 pub(crate) fn append(file: &mut File, bytes: &[u8], path: &Path) -> Result<()> {
     let end = file.seek(SeekFrom::End(0)).map_err(io_error("write", path))?;
     file.write_all(bytes).map_err(|error| {
@@ -94,7 +94,7 @@ pub(crate) fn append(file: &mut File, bytes: &[u8], path: &Path) -> Result<()> {
     })
 }
 
-/// Names the action and the path of a failed operation.
+/// Returns a function that adds the action and the path to an I/O error.
 pub(crate) fn io_error(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> MonitorError {
     let path = path.to_path_buf();
     move |source| MonitorError::Io { action, path, source }

@@ -1,7 +1,7 @@
-//! What a GPU can compute at most, for the part of it that a training reaches (MFU).
+//! Peak floating-point rates of GPUs, for model FLOPs utilization (MFU).
 
-/// Part of a GPU's name, and its dense floating-point operations a second on tensor cores in 16 bit, and in fp32 (as TF32, or
-/// where it has none as fp32), in 10^12, from NVIDIA's data sheets. What stands first is found first.
+/// Part of a GPU's name, and its dense floating-point operations per second in 10^12, from NVIDIA's data sheets: on tensor
+/// cores in 16 bit, and in fp32 (as TF32 if the GPU has it). The first match counts.
 const PEAKS: [(&str, f64, f64); 11] = [
     ("B200", 2250.0, 1125.0),
     ("H200", 989.4, 494.7),
@@ -16,7 +16,7 @@ const PEAKS: [(&str, f64, f64); 11] = [
     ("RTX 4090", 165.2, 82.6),
 ];
 
-/// Floating-point operations a second of the GPU of this name, in 16 bit (`half`) or in fp32; `None` for one that is not known.
+/// Returns the floating-point operations per second of the GPU with this name, in 16 bit (`half`) or in fp32; `None` if it is unknown.
 pub fn peak_flops(name: &str, half: bool) -> Option<f64> {
     let whole = |found: usize, part: &str| {
         // An L40 is no L4.

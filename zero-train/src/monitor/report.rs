@@ -1,8 +1,8 @@
-//! One self-contained HTML page of a run, or of several beside each other: `report.html` in `--out`, and `zero report`.
+//! A self-contained HTML page of one run, or of several side by side: `report.html` in `--out`, and `zero report`.
 //!
-//! * In: [`RunFacts`], [`StepMetrics`] and [`Event`]s, as they come or from a run's files.
-//! * Out: a page that needs no network, of less than a megabyte however long the run; a curve of the loss for a terminal.
-//! * Memory: a fixed number of stretches of steps, which double in length as the run goes on.
+//! * Input: [`RunFacts`], [`StepMetrics`] and [`Event`]s, as they arrive or from a run's files.
+//! * Output: a page that needs no network, of less than a megabyte however long the run; a loss curve for a terminal.
+//! * Memory: a fixed number of intervals of steps, which double in length as the run proceeds.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -21,72 +21,72 @@ use crate::metrics::{Event, EventKind, JsonLines, RankMetrics, StepMetrics};
 
 const PAGE: &str = include_str!("report.html");
 
-/// What the data takes the place of.
+/// The placeholder that the data replaces.
 const PLACE: &str = "/*DATA*/null";
 
-/// At most twice as many stretches are kept of a series.
+/// At most twice this number of intervals is kept.
 const STRETCHES: usize = 500;
 
-/// The most points of an evaluation's value, and the most events, that are kept.
+/// Maximum number of events that are kept, and half the maximum number of points of an evaluation's value.
 const POINTS: usize = 1000;
 
-/// Rows and columns of the terminal's curve.
+/// Rows and columns of the curve in a terminal.
 const CURVE: (usize, usize) = (8, 64);
 
-/// What is known of a run before its first step: `run.json`.
+/// Facts of a run that are known before its first step: `run.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunFacts {
     /// Model, ranks and stage.
     pub name: String,
-    /// The plan, a line each.
+    /// The plan, one line each.
     pub plan: Vec<String>,
-    /// What speeds are counted in.
+    /// Unit of speeds: `tokens` or `rows`.
     pub unit: String,
-    /// Whether `exp(loss)` is a perplexity.
+    /// True if `exp(loss)` is a perplexity.
     #[serde(default)]
     pub has_perplexity: bool,
-    /// Steps of the whole run.
+    /// Steps of the full run.
     pub steps: usize,
     /// Bytes of one rank's model state by the ZeRO formula.
     pub formula: StateBytes,
 }
 
-/// How a run stands.
+/// State of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum RunState {
-    /// Steps are to come.
+    /// Steps remain.
     Running,
     /// All steps are done.
     Done,
     /// A signal has ended it.
     Stopped,
-    /// An error has.
+    /// An error has ended it.
     Failed,
 }
 
-/// A run as it is shown.
+/// A run as shown in a report.
 #[derive(Debug, Clone)]
 pub struct RunReport {
     facts: RunFacts,
-    /// How it stands.
+    /// State of the run.
     pub state: RunState,
     series: Series,
     eval: BTreeMap<String, Vec<(usize, f64)>>,
     ranks: Vec<RankMetrics>,
-    /// Seconds, by what they went to.
+    /// Seconds, by activity.
     time: BTreeMap<&'static str, f64>,
     events: Vec<Event>,
 }
 
-/// A stretch of steps.
+/// An interval of steps, whose values are merged.
 #[derive(Debug, Clone, Copy)]
 struct Stretch {
     last_step: usize,
     steps: usize,
     loss: Range,
     sums: [f64; 5],
-    /// How many of the sums' values were known.
+    /// Number of known values in each sum.
     known: [usize; 5],
 }
 
@@ -103,7 +103,7 @@ struct Range {
 
 #[derive(Debug, Clone)]
 struct Series {
-    /// Steps of a whole stretch.
+    /// Number of steps of a full interval.
     length: usize,
     stretches: Vec<Stretch>,
 }
@@ -167,18 +167,18 @@ impl Series {
 }
 
 impl RunReport {
-    /// Of a run that begins.
+    /// Creates the report of a run that begins.
     pub fn new(facts: RunFacts) -> Self {
         let series = Series { length: 1, stretches: Vec::new() };
         let (eval, time) = (BTreeMap::new(), BTreeMap::new());
         Self { facts, state: RunState::Running, series, eval, ranks: Vec::new(), time, events: Vec::new() }
     }
 
-    /// From the files that a run has written into its `--out`.
+    /// Reads the files that a run has written into its `--out`.
     ///
     /// # Errors
     ///
-    /// [`MonitorError::Io`]; [`MonitorError::NoRun`] when the folder has no `run.json` that can be read.
+    /// [`MonitorError::Io`]; [`MonitorError::NoRun`] if the folder has no readable `run.json`.
     pub fn read(folder: &Path) -> Result<Self> {
         let path = folder.join("run.json");
         let no_run = |problem: String| MonitorError::NoRun { path: folder.to_path_buf(), problem };
@@ -192,7 +192,7 @@ impl RunReport {
         Ok(report)
     }
 
-    /// A step has ended.
+    /// Adds a step that has ended.
     pub fn step(&mut self, step: &StepMetrics) {
         self.series.add(Stretch::of(step));
         self.ranks.clone_from(&step.ranks);
@@ -203,7 +203,7 @@ impl RunReport {
         }
     }
 
-    /// Something has happened.
+    /// Adds an event.
     pub fn event(&mut self, event: Event) {
         let kind = match event.kind {
             EventKind::Evaluation => Some("evaluation"),
@@ -275,7 +275,7 @@ impl RunReport {
         })
     }
 
-    /// The loss over the steps, for a terminal; empty before two steps.
+    /// Returns the loss over the steps as text for a terminal; empty before two steps, and for a constant loss.
     pub fn curve(&self) -> String {
         let (height, width) = CURVE;
         let points: Vec<f64> = self.series.stretches.iter().filter_map(|stretch| stretch.loss.mean()).collect();
@@ -318,7 +318,7 @@ impl RunReport {
     }
 }
 
-/// The page of these runs.
+/// Returns the page of these runs.
 pub fn page(runs: &[RunReport]) -> String {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
     let data = json!({ "updated_unix_ms": now, "runs": runs.iter().map(RunReport::data).collect::<Vec<_>>() });
@@ -326,17 +326,17 @@ pub fn page(runs: &[RunReport]) -> String {
     PAGE.replacen(PLACE, &data.to_string().replace('<', "\\u003c"), 1)
 }
 
-/// Writes the page of these runs to `path`, in place of an earlier one, so that a browser never sees half of one. The folder
-/// must be there.
+/// Writes the page of these runs to `path`. It replaces an earlier page atomically, so that a browser never sees half of
+/// one. The folder must exist.
 ///
 /// # Errors
 ///
-/// [`MonitorError::Io`], which leaves the earlier page as it was.
+/// [`MonitorError::Io`], which leaves the earlier page unchanged.
 pub fn write_page(path: &Path, runs: &[RunReport]) -> Result<()> {
     write_whole(path, page(runs).as_bytes())
 }
 
-/// Writes a file in place of an earlier one; after an error that is as it was. The folder must be there.
+/// Writes a file that replaces an earlier one; an error leaves that one unchanged. The folder must exist.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     // What an ordinary new file may be used for (less the process's mask); temporary files are private otherwise.
@@ -375,7 +375,7 @@ mod tests {
         }
     }
 
-    /// The JSON in a page.
+    /// Returns the JSON in a page.
     fn data(page: &str) -> Value {
         let begin = page.find("const DATA = ").unwrap() + 13;
         let end = begin + page[begin..].find(";</script>").or(page[begin..].find(";\n")).unwrap();

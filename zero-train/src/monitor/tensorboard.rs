@@ -1,10 +1,10 @@
 //! TensorBoard event files with scalars, read by `tensorboard --logdir DIR`.
 //!
-//! In: a step number and named values. Out: `DIR/events.out.tfevents.SECONDS.HOST.PID.N`, which begins with the file
-//! version and then holds one event a step. Values are stored as 32-bit floats, as TensorBoard's `simple_value` is.
+//! Input: a step number and named values. Output: `DIR/events.out.tfevents.SECONDS.HOST.PID.N`, which begins with the file
+//! version and then holds one event per step. Values are stored as 32-bit floats, as TensorBoard's `simple_value` is.
 //!
-//! The file is a row of records, each the payload's length (8 bytes, little endian), a masked CRC-32C of the length
-//! (4 bytes), the payload, and a masked CRC-32C of the payload (4 bytes):
+//! The file is a sequence of records, each the payload's length (8 bytes, little endian), a masked CRC-32C of the length (4
+//! bytes), the payload, and a masked CRC-32C of the payload (4 bytes):
 //! <https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details>. The payload is an `Event`
 //! message of <https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto> with a
 //! `Summary` of <https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/summary.proto>, encoded
@@ -37,7 +37,7 @@ enum Wire {
     Bits32 = 5,
 }
 
-/// Writes one event file.
+/// A writer of one event file.
 #[derive(Debug)]
 pub struct TensorBoardMonitor {
     file: File,
@@ -45,7 +45,7 @@ pub struct TensorBoardMonitor {
 }
 
 impl TensorBoardMonitor {
-    /// Creates `dir` if need be and a new event file in it. TensorBoard joins the files of a folder, so a resumed run
+    /// Creates `dir` if necessary, and a new event file in it. TensorBoard joins the files of a folder, so a resumed run
     /// may use the folder of the run it continues.
     ///
     /// # Errors
@@ -61,8 +61,8 @@ impl TensorBoardMonitor {
         Ok(monitor)
     }
 
-    /// Appends one event with all `values` of a step and hands it to the operating system. TensorBoard groups tags by
-    /// what stands before the first `/`, as in `train/loss`. NaN and infinities are stored as such.
+    /// Appends one event with all `values` of a step and passes it to the operating system. TensorBoard groups tags by the
+    /// part before the first `/`, as in `train/loss`. NaN and infinities are stored as such.
     ///
     /// # Errors
     ///
@@ -71,7 +71,7 @@ impl TensorBoardMonitor {
         self.append(&scalars_event(since_epoch().as_secs_f64(), step, values))
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -81,7 +81,7 @@ impl TensorBoardMonitor {
     }
 }
 
-/// A file of its own even for two monitors of one process in one second.
+/// Creates a new file, even for two monitors of one process in the same second.
 fn create_new(dir: &Path, base: &str) -> Result<(File, PathBuf)> {
     for number in 0_u32.. {
         let path = dir.join(format!("{base}.{number}"));
@@ -98,7 +98,7 @@ fn since_epoch() -> Duration {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default()
 }
 
-/// The machine's name as far as a file name can hold it.
+/// Returns the machine's name, without characters that a file name cannot hold.
 fn host_name() -> String {
     let name = fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name = name.or_else(|| std::env::var("HOSTNAME").ok()).or_else(|| std::env::var("COMPUTERNAME").ok());
@@ -117,19 +117,19 @@ fn scalars_event(wall_time: f64, step: usize, values: &[(&str, f64)]) -> Vec<u8>
     [time_field(wall_time), field(2, Wire::Varint, &step), bytes_field(5, &summary)].concat()
 }
 
-/// A record: the payload with its length and both checksums.
+/// Returns a record: the payload with its length and both checksums.
 fn framed(payload: &[u8]) -> Vec<u8> {
     let length = (payload.len() as u64).to_le_bytes();
     let [of_length, of_payload] = [&length[..], payload].map(|bytes| masked_crc(bytes).to_le_bytes());
     [&length[..], &of_length, payload, &of_payload].concat()
 }
 
-/// CRC-32C, turned and shifted so that a checksum of data that holds checksums is still a good one.
+/// Returns a masked CRC-32C: rotated and shifted so that a checksum of data that contains checksums is still a good one.
 fn masked_crc(bytes: &[u8]) -> u32 {
     crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
 }
 
-/// A field of a message. All numbers are below 16, so that number and wire type are one byte.
+/// Encodes a field of a message. All numbers are below 16, so that number and wire type are one byte.
 fn field(number: u8, wire: Wire, value: &[u8]) -> Vec<u8> {
     [&[number << 3 | wire as u8][..], value].concat()
 }
@@ -156,7 +156,7 @@ fn varint(mut value: u64) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// CRC-32C bit by bit, to check the framing without the library that made it.
+    /// Computes CRC-32C bit by bit, to check the framing without the library that made it.
     fn crc_by_bits(bytes: &[u8]) -> u32 {
         let mut crc = !0_u32;
         for &byte in bytes {

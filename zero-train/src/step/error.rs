@@ -1,4 +1,4 @@
-//! What can be wrong with how an engine is set up or called.
+//! Errors of an engine's setup and use.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use zero_core::checkpoint::CheckpointError;
 
 use crate::loss_scale::LossScaleError;
 
-/// Of what an engine does.
+/// A result whose error is [`EngineError`] by default.
 pub type Result<T, E = EngineError> = core::result::Result<T, E>;
 
-/// Why the engine cannot do what it was asked.
+/// The reason that the engine cannot do what it was asked.
 #[derive(Debug, thiserror::Error)]
 pub enum EngineError {
     /// Ranks have different settings.
@@ -18,11 +18,11 @@ pub enum EngineError {
     /// A setting that cannot work.
     #[error("{key} is {got}: {expected}")]
     Setting {
-        /// Which setting.
+        /// The setting's name.
         key: &'static str,
         /// Its value.
         got: String,
-        /// What was expected, and what to change.
+        /// The expected value, and what to change.
         expected: String,
     },
     /// The parameters are in 16 bit and the optimizer keeps no fp32 masters of them.
@@ -47,19 +47,19 @@ pub enum EngineError {
     NoState {
         /// The parameter.
         path: String,
-        /// What was asked for.
+        /// The requested state.
         what: String,
-        /// Why there is none.
+        /// The reason that there is none.
         why: &'static str,
     },
-    /// Values of another number than the parameter has elements.
+    /// The number of values is not the parameter's number of elements.
     #[error("{path:?} has {expected} elements, but {got} values were given")]
     Size {
         /// The parameter.
         path: String,
         /// Its number of elements.
         expected: usize,
-        /// How many came.
+        /// The number of values.
         got: usize,
     },
     /// A call at the wrong time.
@@ -68,7 +68,7 @@ pub enum EngineError {
     /// A schedule that cannot work.
     #[error(transparent)]
     Schedule(#[from] crate::schedule::ScheduleError),
-    /// What cannot be saved, and what to do instead.
+    /// The training cannot be saved, and what to do instead.
     #[error("this training cannot be saved: {0}")]
     CannotSave(String),
     /// A checkpoint of another training.
@@ -76,10 +76,10 @@ pub enum EngineError {
     Mismatch {
         /// The checkpoint.
         path: PathBuf,
-        /// What differs, and what to change.
+        /// The difference, and what to change.
         what: String,
     },
-    /// Another rank could not load its part; its own error says why.
+    /// Another rank could not load its shards; its own error says why.
     #[error("rank {rank} could not load its part of {}", path.display())]
     LoadFailed {
         /// The first rank that failed.
@@ -117,8 +117,8 @@ pub enum EngineError {
         step: usize,
         /// The first rank on which a loss of the update was not finite.
         rank: Option<usize>,
-        /// The first parameter, in the order of the module's fields, whose gradient is not finite. `None` where all are, and
-        /// only their norm is not.
+        /// The first parameter, in the order of the module's fields, whose gradient is not finite. `None` if all are
+        /// finite, and only their norm is not.
         parameter: Option<String>,
     },
     /// The loss scale cannot get smaller.

@@ -1,4 +1,4 @@
-//! A step of any engine: how it is made, what it comes to, what can be wrong.
+//! A step of any engine: its settings, results and errors.
 
 mod error;
 
@@ -7,7 +7,7 @@ use std::time::Duration;
 pub use error::{EngineError, Result};
 pub use zero_settings::EngineConfig;
 
-/// What a call for a step came to.
+/// The result of a call of `step`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Step {
     /// More micro-batches belong to the update.
@@ -37,13 +37,13 @@ pub struct Update {
     pub lr: f64,
     /// L2 norm of the averaged gradient over all parameters, before clipping.
     pub grad_norm: f64,
-    /// What gradients were multiplied by to clip them; 1 if they were not.
+    /// Factor by which gradients were multiplied to clip them; 1 if they were not.
     pub clip_factor: f64,
     /// The loss scale used.
     pub loss_scale: f64,
 }
 
-/// What is told once of an update that is made with gradients that are not finite.
+/// Returns the warning that is given once, when an update is made with non-finite gradients.
 pub fn told_not_finite(step: usize) -> String {
     format!(
         "the gradients of update {step} hold an infinity or a NaN, and so do the parameters from here on; \
@@ -52,12 +52,12 @@ pub fn told_not_finite(step: usize) -> String {
     )
 }
 
-/// Seconds spent since the last call for them.
+/// Time spent since the previous call of `take_times`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Times {
     /// In forward passes.
     pub forward: Duration,
-    /// In backward passes, reductions beside it included.
+    /// In backward passes, concurrent reductions included.
     pub backward: Duration,
     /// In updates.
     pub step: Duration,

@@ -1,4 +1,4 @@
-//! Where ranks compute: the choice of a backend, and whether this machine has it.
+//! The choice of a backend, and the check that this machine has it.
 
 #[cfg(feature = "burn")]
 use crate::error::{Result, wrong};
@@ -16,17 +16,17 @@ pub enum BackendChoice {
     Vulkan,
 }
 
-/// A choice as on the command line: its variant, which is one word, in lower case.
+/// Returns a choice as on the command line: its variant, which is one word, in lower case.
 pub(super) fn name(choice: impl std::fmt::Debug) -> String {
     format!("{choice:?}").to_lowercase()
 }
 
 impl BackendChoice {
-    /// Whether the program has the backend and this machine the device.
+    /// Checks that the program has the backend and this machine the device.
     ///
     /// # Errors
     ///
-    /// What is missing, and what to do.
+    /// The error says what is missing, and what to do.
     #[cfg(feature = "burn")]
     pub fn check(self) -> Result<()> {
         let missing = match self {
@@ -44,7 +44,7 @@ impl BackendChoice {
         missing.map_or(Ok(()), |missing| Err(wrong("backend", name(self), missing)))
     }
 
-    /// Bytes of the devices' memory for the ranks of this machine, if they have memory of their own and tell.
+    /// Returns the bytes of device memory for the ranks of this machine, if the devices have their own memory and report it.
     pub(super) fn memory(self) -> Option<u64> {
         match self {
             #[cfg(feature = "cuda")]

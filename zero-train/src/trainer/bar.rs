@@ -1,8 +1,8 @@
-//! The progress bar, of the feature `cli`. Without it there is none.
+//! The progress bar of the feature `cli`. Without the feature there is none.
 
 use std::cell::Cell;
 
-/// Steps done, shown on a terminal.
+/// The steps done, shown on a terminal.
 pub(super) struct Bar {
     step: Cell<usize>,
     #[cfg(feature = "cli")]
@@ -10,7 +10,7 @@ pub(super) struct Bar {
 }
 
 impl Bar {
-    /// A bar of so many steps, of which some are done, with a first message.
+    /// Creates a bar of `steps` steps, of which `done` are completed, with a first message.
     #[cfg_attr(not(feature = "cli"), allow(unused_variables))]
     pub(super) fn new(is_shown: bool, steps: usize, done: usize, message: &'static str) -> Self {
         #[cfg(feature = "cli")]
@@ -55,7 +55,7 @@ impl Bar {
         self.step.get()
     }
 
-    /// Prints while the bar is away.
+    /// Prints while the bar is hidden.
     pub(super) fn suspend(&self, print: impl FnOnce()) {
         #[cfg(feature = "cli")]
         return self.shown.suspend(print);

@@ -1,4 +1,4 @@
-//! The front for Burn 0.21: `Zero<B>`, and the engine on it.
+//! The integration of Burn 0.21: `Zero<B>`, and the engine on it.
 
 use std::path::{Path, PathBuf};
 
@@ -28,7 +28,7 @@ use crate::engine::{Parts, Step, Times, ZeroEngine};
 use crate::error::{Result, TrainError};
 use crate::metrics::RankMetrics;
 
-/// Trains on Burn 0.21, for whose backends tasks write their models.
+/// The [`Front`] for Burn 0.21, for whose backends tasks write their models.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Burn021;
 
@@ -64,7 +64,7 @@ impl<T: AnyTask> Front<T> for Burn021 {
             BackendChoice::Vulkan => run_ranks::<burn_wgpu::Vulkan, T, R>(task, run, body),
             _ => run_ranks::<burn_flex::Flex, T, R>(task, run, body),
         };
-        // What a rank says of it is what came of it.
+        // The failure of a device is the cause of what a rank reports.
         device_failure().map_or(trained, Err)
     }
 }
@@ -86,7 +86,7 @@ fn run_ranks<I: FusedBackend, T: TaskOn<I>, R: Send>(
     Ok(results.swap_remove(0))
 }
 
-/// What has failed on a device while the run went on.
+/// Returns a failure of a device that occurred while the run continued.
 fn device_failure() -> Option<TrainError> {
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     if let Some(told) = zero_ops::devices::failure() {
@@ -97,13 +97,13 @@ fn device_failure() -> Option<TrainError> {
     None
 }
 
-/// An engine, with what it is trained on.
+/// An engine with its task, device and run.
 struct OnRank<'a, I: FusedBackend, T: TaskOn<I>> {
     task: &'a T,
     engine: Engine<I, T>,
     device: Device<I>,
     run: &'a Run<'a>,
-    /// The last step's result, unless a device has yet to give it.
+    /// The last step's result, unless a device still computes it.
     step: Option<Step>,
 }
 
@@ -216,7 +216,7 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
     }
 }
 
-/// The sum `[1]` of a loss's terms, each multiplied by its share.
+/// Returns the sum `[1]` of a loss's terms, each multiplied by its share.
 fn sum_of_terms<B: Backend>(terms: Tensor<B, 1>, shares: &[f64]) -> Tensor<B, 1> {
     let [number] = terms.dims();
     let shares: Vec<f64> = shares.iter().copied().chain(std::iter::repeat(1.0)).take(number).collect();
@@ -231,7 +231,7 @@ fn sum_of_terms<B: Backend>(terms: Tensor<B, 1>, shares: &[f64]) -> Tensor<B, 1>
     if number == 1 { terms } else { terms.sum() }
 }
 
-/// The plan's rule, without decay for what is to have none.
+/// Creates an optimizer with the plan's rule, without decay for the parameters that are excluded from it.
 fn optimizer<A: ZeroAutodiff>(run: &Run<'_>) -> Fused<A> {
     let (rule, except) = (run.plan.rule(), run.decay_except);
     let fused = Fused::new(rule);
@@ -241,7 +241,7 @@ fn optimizer<A: ZeroAutodiff>(run: &Run<'_>) -> Fused<A> {
     }
 }
 
-/// Bytes in use and bytes reserved of a device that has memory of its own.
+/// Returns the bytes in use and the bytes reserved on a device that has its own memory.
 fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
     #[cfg(any(feature = "cuda", feature = "vulkan"))]
     return zero_ops::devices::memory::<I>(device.inner()).map(|memory| (memory.in_use, memory.reserved));
@@ -252,7 +252,7 @@ fn device_memory<I: FusedBackend>(device: &Device<I>) -> Option<(u64, u64)> {
     }
 }
 
-/// Floating-point operations a second that the run's devices can do at most in the type that it computes in, if that is known.
+/// Returns the peak floating-point operations per second of the run's devices in the type that it computes in, if known.
 fn peak_flops<I: FusedBackend>(run: &Run<'_>, device: &Device<I>) -> Option<f64> {
     #[cfg(feature = "cuda")]
     {

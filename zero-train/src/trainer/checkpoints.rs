@@ -1,4 +1,4 @@
-//! When checkpoints are saved, which are kept, and from which one a run resumes.
+//! The policy of checkpoints: when they are saved, which are kept, and which one a run resumes from.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -16,50 +16,50 @@ use crate::error::{Result, io, wrong};
 use crate::metrics::{EpochMetrics, Evaluated};
 use crate::step::EngineError;
 
-/// The key of the trainer's state in a checkpoint's.
+/// The key of the trainer's state in a checkpoint's state.
 const TRAINER: &str = "trainer";
 
-/// Settings of checkpoints, checked; and the checkpoint to resume from, open and verified.
+/// Checked settings of checkpoints; and the checkpoint to resume from, open and verified.
 #[derive(Default)]
 pub(super) struct Checkpoints {
     /// Folder to save into.
     pub dir: Option<PathBuf>,
-    /// Steps between two checkpoints; none but the last without.
+    /// Steps between two checkpoints; `None` saves only the last.
     pub every: Option<usize>,
     pub keep_last: Option<NonZeroUsize>,
-    /// Whether the best is kept too.
+    /// True if the best checkpoint is kept too.
     pub keep_best: bool,
-    /// Whether saving overlaps with training.
+    /// True if saving overlaps with training.
     pub beside: bool,
-    /// What training resumes from.
+    /// The checkpoint to resume from.
     pub resume: Option<Arc<Checkpoint>>,
-    /// What was found unsound on the way to it.
+    /// Warnings about invalid checkpoints that were skipped.
     pub warnings: Vec<String>,
 }
 
-/// What the trainer's next step depends on, besides the engine's.
+/// State that the trainer's next step depends on, in addition to the engine's.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct TrainerState {
-    /// Steps so far, skipped ones too.
+    /// Steps so far, including skipped ones.
     pub(super) step: usize,
     pub(super) data: DataPosition,
     pub(super) epoch: EpochState,
     pub(super) best: Option<Best>,
 }
 
-/// Where in the data the next step begins.
+/// The position in the data at which the next step begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct DataPosition {
-    /// Rows used so far, over all passes.
+    /// Rows used so far, over all epochs.
     pub(super) used: usize,
     /// Rows of the data.
     pub(super) rows: usize,
-    /// Tokens of a row; 1 where it has none.
+    /// Tokens of a row; 1 if rows have none.
     pub(super) seq: usize,
-    /// Of all rows; absent in checkpoints of earlier versions and of tasks that give none: data is known by its size only.
+    /// Checksum of all rows; absent in checkpoints of earlier versions and of tasks without one. Data is then known only by its size.
     #[serde(default)]
     pub(super) checksum: Option<u32>,
-    /// The seed by which rows are shuffled, if they are.
+    /// The seed of the shuffles, if rows are shuffled.
     #[serde(default)]
     pub(super) shuffle: Option<u64>,
     /// Rows of a step, over all ranks; absent in checkpoints of earlier versions.
@@ -68,13 +68,13 @@ pub(super) struct DataPosition {
 }
 
 impl DataPosition {
-    /// The beginning of `data`.
+    /// Returns the position at the start of `data`.
     pub(super) fn first(data: &Data, batch: usize) -> Self {
         let ([checksum, _], shuffle) = (data.checksums, data.order.seed);
         Self { used: 0, rows: data.order.rows, seq: data.units(), checksum, shuffle, batch: Some(batch) }
     }
 
-    /// How `data` differs from the data that this is in, if it does.
+    /// Returns how `data` differs from the data of this position, if it does.
     pub(super) fn differs_from(&self, data: &Self) -> Option<String> {
         let again = "training goes on with its first row";
         let sizes = [self, data].map(|data| (data.rows, data.seq));
@@ -104,7 +104,7 @@ impl DataPosition {
     }
 }
 
-/// Returns a warning if this run has another number of rows in a step than the checkpoint.
+/// Returns a warning if this run's number of rows in a step differs from the checkpoint's.
 pub(super) fn other_batch(there: Option<usize>, here: usize) -> Option<String> {
     let there = there.filter(|&there| there != here)?;
     Some(format!(
@@ -113,7 +113,7 @@ pub(super) fn other_batch(there: Option<usize>, here: usize) -> Option<String> {
     ))
 }
 
-/// The pass over the data that is under way.
+/// The current epoch.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) struct EpochState {
     pub(super) number: usize,
@@ -127,7 +127,7 @@ impl EpochState {
         Self { number: 1, seen: 0, loss_sum: 0.0, steps: 0 }
     }
 
-    /// Counts a step on `used` of the data's rows; a loss that is not finite is no part of the mean.
+    /// Counts a step on `used` of the data's rows; the mean excludes a non-finite loss.
     pub(super) fn add(&mut self, loss: f64, used: usize) {
         self.seen += used;
         if loss.is_finite() {
@@ -136,17 +136,17 @@ impl EpochState {
         }
     }
 
-    /// Returns true when all of the data's rows have been seen.
+    /// Returns true once all of the data's rows have been seen.
     pub(super) fn has_ended(&self, rows: usize) -> bool {
         self.seen >= rows
     }
 
-    /// Returns true if the pass ends with a step on `used` more rows.
+    /// Returns true if the epoch ends with a step on `used` more rows.
     pub(super) fn ends_with(&self, used: usize, rows: usize) -> bool {
         self.seen + used >= rows
     }
 
-    /// The next pass begins: a step on more rows than there are ends several.
+    /// Ends the epoch and begins the next; a step on more rows than the data has ends several.
     pub(super) fn end(&mut self, rows: usize, step: usize, eval: Option<Evaluated>) -> EpochMetrics {
         let Self { number, seen, loss_sum, steps } = *self;
         let passes = (seen / rows).max(1);
@@ -155,7 +155,7 @@ impl EpochState {
     }
 }
 
-/// The checkpoint with the least loss so far.
+/// The checkpoint with the lowest loss so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) struct Best {
     pub(super) step: u64,
@@ -196,7 +196,7 @@ impl Checkpoints {
         Ok(checkpoints)
     }
 
-    /// The newest sound checkpoint in `dir`, every byte of it verified, by one rank.
+    /// Returns the newest valid checkpoint in `dir`; every byte of it is verified by one rank.
     fn latest(&mut self, dir: &Path, ranks: &Ranks<'_>) -> Result<Option<Arc<Checkpoint>>> {
         let found = ranks.find_latest(dir, Check::Contents)?;
         for (path, reason) in found.skipped {
@@ -206,7 +206,7 @@ impl Checkpoints {
         Ok(found.checkpoint.map(open).transpose()?.map(Arc::new))
     }
 
-    /// Makes the folder, and sees that it can be written to, before the first step rather than after the hundredth.
+    /// Creates the folder and checks that it is writable, so that an error appears before the first step.
     pub(super) fn prepare(&self) -> Result<()> {
         let Some(dir) = &self.dir else { return Ok(()) };
         let io = io("save checkpoints into", dir);
@@ -215,12 +215,12 @@ impl Checkpoints {
         Ok(())
     }
 
-    /// Steps that the checkpoint to resume from has behind it; 0 without.
+    /// Returns the number of steps that the checkpoint to resume from has completed; 0 without one.
     pub fn resumed_steps(&self) -> usize {
         self.resume.as_ref().map_or(0, |checkpoint| checkpoint.step() as usize)
     }
 
-    /// Whether a checkpoint is due after `step` (from 1), which may be the last of the run.
+    /// Returns the folder to save to if a checkpoint is due after `step` (from 1), which may be the last of the run.
     pub(super) fn due(&self, step: usize, last: bool) -> Option<&Path> {
         let due = last || self.every.is_some_and(|every| step.is_multiple_of(every));
         self.dir.as_deref().filter(|_| due)
@@ -233,7 +233,7 @@ impl Checkpoints {
 }
 
 impl TrainerState {
-    /// What is saved beside the engine's state: this, the model, and the plan in words.
+    /// Returns the state that is saved along with the engine's: this state, the model, and the plan in words.
     pub(super) fn saved(&self, model: &Model, plan: &ZeroPlan) -> Map<String, Value> {
         let lines = plan.explain();
         let mut entries = vec![
@@ -251,7 +251,7 @@ impl TrainerState {
         entries.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
     }
 
-    /// The state in what the engine has loaded.
+    /// Reads this state from the state that the engine has loaded.
     pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self> {
         let what = |problem: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what: problem };
         let none = "it has no state of this command: it was saved by another program; load it with ZeroEngine::load";

@@ -1,4 +1,4 @@
-//! What a model takes: parameters, memory and floating-point operations, counted in a forward pass that computes nothing.
+//! The profile of a model: parameters, memory and floating-point operations, counted in a forward pass that computes nothing.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -20,16 +20,16 @@ use super::rows::Rows;
 use super::task::Task;
 use crate::Result;
 
-/// Autodiff keeps what the backward pass will need.
+/// The counting backend; autodiff keeps what the backward pass needs.
 type Counting = Autodiff<BackendRouter<Counter>>;
 
-/// Operations of a forward and a backward pass, by those of the forward pass alone: the backward pass has two products for each.
+/// Operations of a forward and a backward pass per operation of the forward pass: the backward pass has two products for each.
 const PASSES: f64 = 3.0;
 
-/// What training `task` on so many rows takes, by what it says itself, or counted on its first rows.
+/// Returns the profile of training `task` on `micro_batch` rows, given by the task or counted on its first rows.
 ///
 /// # Errors
-/// As [`Task::model`] and [`Task::loss`].
+/// Same as [`Task::model`] and [`Task::loss`].
 pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile> {
     if let Some(told) = task.profile(micro_batch) {
         return Ok(told);
@@ -70,11 +70,11 @@ impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Sizes {
     }
 }
 
-/// Burn's router in front of nothing: operations are written down, and tensors have shapes alone.
+/// A channel of Burn's router that only records operations: tensors have shapes, but no values.
 #[derive(Debug, Clone)]
 struct Counter;
 
-/// One count, which shares nothing with others.
+/// The device of one count, which shares nothing with others.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Count(u16);
 
@@ -84,12 +84,12 @@ struct Client {
     ledger: Arc<Mutex<Ledger>>,
 }
 
-/// Storage that tensors share with their views.
+/// Record of operations, and of the storage that tensors share with their views.
 #[derive(Debug, Default)]
 struct Ledger {
-    /// A tensor's storage, by number.
+    /// Index of each tensor's storage.
     tensors: HashMap<TensorId, usize>,
-    /// Bytes, and tensors that use them.
+    /// Bytes, and number of tensors that use them.
     storage: Vec<(u64, usize)>,
     live: u64,
     peak: u64,
@@ -143,7 +143,7 @@ impl Ledger {
     }
 }
 
-/// What shares its input's storage on all of Burn's backends.
+/// Returns the input and the output of an operation whose output shares its input's storage on all of Burn's backends.
 fn view(operation: &OperationIr) -> Option<(&TensorIr, &TensorIr)> {
     use OperationIr::{BaseBool, BaseFloat, BaseInt};
     let (BaseFloat(base) | BaseInt(base) | BaseBool(base)) = operation else { return None };
@@ -155,7 +155,7 @@ fn view(operation: &OperationIr) -> Option<(&TensorIr, &TensorIr)> {
     }
 }
 
-/// Those of products of matrices and of convolutions: all else is small beside them.
+/// Returns the floating-point operations of matrix products and convolutions; all others are negligible.
 fn flops(operation: &OperationIr) -> f64 {
     use ModuleOperationIr as M;
     let elements = |tensor: &TensorIr| tensor.shape.num_elements() as f64;

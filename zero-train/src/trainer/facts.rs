@@ -1,4 +1,4 @@
-//! What a task says of its model and of its data.
+//! A task's description of its model and of its data.
 
 use std::path::Path;
 
@@ -12,29 +12,29 @@ use super::profile::Profile;
 use super::task::Task;
 use crate::error::{Result, wrong, wrong_data};
 
-/// What a [`Task`] says of its model.
+/// A [`Task`]'s description of its model.
 pub(super) struct Model {
     pub name: String,
     pub profile: Profile,
-    /// As in a checkpoint's state, if transformers know such a model.
+    /// The configuration in a checkpoint's state, if the task has one.
     pub config: Option<ModelConfig>,
     pub settings: Value,
-    /// Its files beside its weights.
+    /// The model's files other than its weights.
     pub files: Vec<SideFile>,
 }
 
-/// What a [`Task`] says of its data.
+/// A [`Task`]'s description of its data.
 pub(super) struct Data {
-    /// Of the rows that are trained on.
+    /// Order of the rows that are trained on.
     pub order: Order,
-    /// Rows after these, held out for evaluation.
+    /// Number of rows after the trained ones, held out for evaluation.
     pub held_out: usize,
-    /// Rows after these, of which only predictions are written.
+    /// Number of rows after the held-out ones, for which only predictions are written.
     pub unlabelled: usize,
     pub tokens_per_row: Option<usize>,
-    /// Whether `exp(loss)` is one.
+    /// True if `exp(loss)` is a perplexity.
     pub has_perplexity: bool,
-    /// Of the rows that are trained on, and of all others.
+    /// Checksums of the rows that are trained on, and of all others.
     pub checksums: [Option<u32>; 2],
 }
 
@@ -59,12 +59,12 @@ impl Data {
         Ok(Self { order: Order { rows, seed }, held_out, unlabelled, tokens_per_row, has_perplexity, checksums })
     }
 
-    /// What is counted in speeds: tokens, or rows where they have none.
+    /// Returns the unit of speeds: tokens, or rows if they have no tokens.
     pub(super) fn unit(&self) -> &'static str {
         if self.tokens_per_row.is_some() { "tokens" } else { "rows" }
     }
 
-    /// So many of it in a row.
+    /// Returns the number of units per row.
     pub(super) fn units(&self) -> usize {
         self.tokens_per_row.unwrap_or(1)
     }

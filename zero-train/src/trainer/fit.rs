@@ -1,4 +1,4 @@
-//! What fits into memory and onto a disk: what a run needs, what there is, and the tier that follows.
+//! Fitting a run into memory and onto a disk: its needs, the available space, and the tier that follows.
 
 use std::path::Path;
 
@@ -17,25 +17,25 @@ use crate::config::{Config, OffloadDevice, ZeroPlan};
 use crate::error::{Result, wrong};
 use crate::memory::{available_bytes, format_bytes, left_to_others};
 
-/// Bytes that a run will take at its peak, by kind; an estimate except for model state, which is exact.
+/// Peak bytes of a run, by kind; an estimate except for model state, which is exact.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryNeed {
     /// Model state of one rank.
     pub state: StateBytes,
-    /// Gathered parameters, gradients on their way and optimizer temporaries of one rank.
+    /// Gathered parameters, gradients in flight and optimizer temporaries of one rank.
     pub working: u64,
     /// Activations kept for the backward pass, and logits, of one rank.
     pub activations: u64,
-    /// Number of ranks on this machine, or on the one that has most.
+    /// Number of ranks on this machine, or on the one with the most.
     pub ranks: u64,
-    /// Model state of one rank in the host's memory, where the backend has memory of its own.
+    /// Model state of one rank in host memory, if the backend has its own memory.
     pub host: u64,
     /// Model state of one rank on the disk.
     pub disk: u64,
 }
 
 impl MemoryNeed {
-    /// For `plan`.
+    /// Returns the memory that `plan` needs.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
         let (stage, ranks) = (plan.zero.stage, plan.world);
         let mut state = state_of(profile, plan);
@@ -46,7 +46,7 @@ impl MemoryNeed {
                 let [of_gradients, of_state] = plan.zero_config(0).offloaded_shares();
                 let stays = |leaves: f64, bytes: u64| ((1.0 - leaves) * bytes as f64) as u64;
                 state.optimizer = stays(of_state, state.optimizer);
-                // Reduced at the end of the backward pass at stage 1: until then they are whole, and with the backend.
+                // At stage 1, gradients are reduced at the end of the backward pass: until then, full gradients stay on the backend.
                 let leave = stage.shards_gradients();
                 state.gradients = if leave { stays(of_gradients, state.gradients) } else { state.gradients };
             }
@@ -72,7 +72,7 @@ impl MemoryNeed {
         };
         let largest = profile.largest();
         let piece = if stage.shards_optimizer() { Partition::new(largest, plan.shards()).stride() } else { largest };
-        // One gathered copy, one dense gradient and its reduced piece, and two buckets in flight with their results.
+        // One gathered copy, one dense gradient and its reduced shard, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working =
             4 * (gathered + largest + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
@@ -90,13 +90,13 @@ impl MemoryNeed {
         }
     }
 
-    /// The same with so many ranks on a machine.
+    /// Returns the same needs with `ranks` ranks on a machine.
     #[must_use]
     pub fn with_ranks_here(self, ranks: usize) -> Self {
         Self { ranks: ranks as u64, ..self }
     }
 
-    /// Sum over the ranks of a machine.
+    /// Returns the sum over the ranks of a machine.
     pub fn total(&self) -> u64 {
         (self.state.total() + self.working + self.activations) * self.ranks
     }
@@ -113,14 +113,14 @@ impl MemoryNeed {
     }
 }
 
-/// Bytes of one rank's model state by the ZeRO formula.
+/// Returns the bytes of one rank's model state by the ZeRO formula.
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
     let trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
     let exactly = |numel: usize| numel * precision.parameter as usize;
     let frozen = profile.frozen_bytes(exactly, |_| true);
     let frozen = model_state(frozen, plan.zero.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
-    // The second cut of all that is gathered often, and the codes of the first.
+    // The secondary shards of everything that is gathered often, and the quantised codes of the primary shards.
     let is_large = |numel: usize| numel > plan.zero.param_persistence_threshold;
     let trained_bytes = |bytes: &dyn Fn(usize) -> usize| -> u64 {
         profile.parameters.iter().filter(|&&numel| is_large(numel)).map(|&numel| bytes(numel) as u64).sum()
@@ -137,7 +137,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
 }
 
-/// Bytes per parameter of each kind of model state.
+/// Returns the bytes per parameter of each kind of model state.
 fn precision(plan: &ZeroPlan) -> Precision {
     let config = plan.zero_config(0);
     Precision {
@@ -147,16 +147,16 @@ fn precision(plan: &ZeroPlan) -> Precision {
     }
 }
 
-/// Memory and disk that a run may take.
+/// Memory and disk space that a run may use.
 pub(super) struct Budget {
-    /// `None`: unknown, and not limited.
+    /// Memory of the backend. `None`: unknown, and not limited.
     memory: Option<u64>,
-    /// The host's memory, where the backend has memory of its own.
+    /// Host memory, if the backend has its own memory.
     host: Option<u64>,
     disk: Option<u64>,
-    /// Bytes of the machine's memory that are left to others.
+    /// Bytes of the machine's memory that are left to other programs.
     left: u64,
-    /// The most ranks of a machine, if they are processes; otherwise all.
+    /// The most ranks of a machine, if they are processes; `None` stands for all ranks.
     pub(super) ranks_here: Option<usize>,
 }
 
@@ -169,20 +169,20 @@ impl Budget {
             BackendChoice::Cpu => available_bytes(),
             device => device.memory(),
         };
-        // What is asked for is taken.
+        // A given limit may be used in full.
         let left = match (limit, options.backend) {
             (None, BackendChoice::Cpu) => available.map_or(0, left_to_others),
             _ => 0,
         };
         let memory = available.map(|available| available - left).into_iter().chain(limit).min();
         let host = available_bytes().filter(|_| options.backend != BackendChoice::Cpu);
-        // What the fewest have, so that ranks on several machines take the same tier.
+        // The minimum over ranks, so that ranks on several machines choose the same tier.
         let (memory, host) = (ranks.least(memory)?, ranks.least(host)?);
         let disk = ranks.least(free_disk(nvme_path.as_deref().unwrap_or(options.swap_dir())))?;
         Ok(Self { memory, host, disk, left, ranks_here: ranks.most_on_a_machine() })
     }
 
-    /// Tells a person the memory that may be used.
+    /// Formats the memory that may be used.
     pub(super) fn told(&self) -> Option<String> {
         self.memory.map(|memory| format_bytes(memory) + &self.left_told())
     }
@@ -200,7 +200,7 @@ impl Budget {
             && (need.disk == 0 || self.disk.is_none_or(|disk| need.disk * need.ranks <= disk))
     }
 
-    /// What there is too little of.
+    /// Formats the resource that is insufficient.
     pub(super) fn but(&self, need: &MemoryNeed) -> String {
         match (self.memory, self.host, self.disk) {
             (Some(memory), ..) if need.total() > memory => {
@@ -218,46 +218,46 @@ impl Budget {
     }
 }
 
-/// Free bytes of the file system of a folder, or of the nearest folder above it that exists.
+/// Returns the free bytes of the file system of a folder, or of its nearest parent that exists.
 fn free_disk(folder: &Path) -> Option<u64> {
     let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
     let existing = folder.ancestors().find(|ancestor| ancestor.is_dir()).unwrap_or(Path::new("."));
     zero_core::offload::free_bytes(existing).ok()
 }
 
-/// A model whose needs are asked for: its width, what it takes by the rows of a micro-batch, and what there is.
+/// A model that is to fit: its width, its profile by the rows of a micro-batch, and the budget.
 pub(super) struct Candidate<'a> {
     pub(super) hidden_size: Option<usize>,
     pub(super) profile: &'a dyn Fn(usize) -> Result<Profile>,
     pub(super) budget: &'a Budget,
 }
 
-/// Options with what was left to the plan, and what is to be said about it.
+/// Options with the plan's choices filled in, and a message about these.
 pub(super) type Fitting = (Options, Option<String>);
 
-/// Options, and what a run with them takes.
+/// Options, and the memory that a run with them needs.
 type Taken = (Options, MemoryNeed);
 
-/// A size that an option of this name gives, if it does.
+/// Parses the size given for an option, if there is one.
 fn size(option: &'static str, given: &Option<String>) -> Result<Option<u64>> {
     let read = |given: &String| parse_bytes(given).map_err(|error| wrong(option, given, error.to_string()));
     given.as_ref().map(read).transpose()
 }
 
-/// The most that activations may take on a rank, if that is said.
+/// Returns the limit of activations on a rank, if there is one.
 fn limit(options: &Options) -> Result<Option<u64>> {
     size("activation-memory", &options.activation_memory)
 }
 
 impl Candidate<'_> {
-    /// What a run needs with these options.
+    /// Returns the memory that a run with these options needs.
     pub(super) fn need(&self, options: &Options) -> Result<MemoryNeed> {
         let plan = zero_plan(options, self.hidden_size)?;
         let need = MemoryNeed::new(&(self.profile)(plan.batch.micro)?, &plan, options.backend);
         Ok(need.with_ranks_here(self.budget.ranks_here.unwrap_or(plan.world)))
     }
 
-    /// The fewest blocks to checkpoint with which activations take no more than is said, or with which a run fits.
+    /// Returns the fewest blocks to checkpoint with which activations stay within their limit or, without a limit, a run fits.
     fn blocks(&self, options: &Options) -> Result<Option<Blocks>> {
         let plan = zero_plan(options, self.hidden_size)?;
         let activations = (self.profile)(plan.batch.micro)?.activations;
@@ -274,7 +274,7 @@ impl Candidate<'_> {
         Ok(activations.fewest(most, options.offload_activations).map(Blocks))
     }
 
-    /// What `with` takes, if it fits; `is_free` to be so with the fewest blocks checkpointed.
+    /// Returns the options and the memory that they need, if it fits; with `is_free`, checkpoints the fewest blocks.
     fn fit(&self, mut with: Options, is_free: bool) -> Result<Option<Taken>> {
         if is_free || with.activation_memory.is_some() {
             let Some(fewest) = self.blocks(&with)? else { return Ok(None) };
@@ -284,9 +284,9 @@ impl Candidate<'_> {
         Ok(self.budget.holds(&taken).then_some((with, taken)))
     }
 
-    /// The same with as much of the optimizer's state in memory as there is room for: what moves is what a step waits for.
+    /// Keeps as much of the optimizer's state in memory as there is room for, because a step waits for what is moved.
     fn least_offloaded(&self, (with, taken): Taken) -> Result<Taken> {
-        /// Of the memory, which what is estimated may take beyond.
+        /// Fraction of the memory that is left for errors of the estimate.
         const SPARE: f64 = 0.05;
         let Some(memory) = self.budget.memory else { return Ok((with, taken)) };
         let most = (memory as f64 * (1.0 - SPARE)) as u64;
@@ -302,9 +302,9 @@ impl Candidate<'_> {
         Ok((with, taken))
     }
 
-    /// Without --offload and --config, the cheapest tier of memory and disk in which the model fits; else what they say, if it fits.
-    /// Where nothing is said of activations, they are dropped before more is offloaded, and then what is kept of them is: to compute
-    /// once more costs a third of a step at most, and to move state often more.
+    /// Returns the cheapest tier of memory and disk in which the model fits, or the given one with --offload or --config,
+    /// if it fits. Unless the options specify activations, these are checkpointed, and then their inputs offloaded, before
+    /// more state is: recomputation costs a third of a step at most, and moving state often more.
     pub(super) fn cheapest(&self, options: &Options) -> Result<Option<Taken>> {
         let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
             (Some(given), _) => &[Some(given)],
@@ -332,7 +332,7 @@ impl Candidate<'_> {
         Ok(None)
     }
 
-    /// The most rows of a micro-batch with which the model fits, up to `most`; 1 if none do.
+    /// Returns the most rows of a micro-batch with which the model fits, up to `most`; 1 if none do.
     fn largest_batch(&self, options: &Options, most: usize) -> Result<usize> {
         let fits = |rows: usize| -> Result<bool> {
             let hyper = Hyperparameters { batch: Some(rows), ..options.hyper.clone() };
@@ -350,12 +350,12 @@ impl Candidate<'_> {
         Ok(fitting)
     }
 
-    /// What is left to the plan: the rows of a micro-batch, of which there are `rows` a rank; what is offloaded; whose activations are
-    /// dropped. As it was given if that does not fit.
+    /// Fills in the choices left to the plan: the rows of a micro-batch, at most `rows`; offloading; and activation
+    /// checkpointing. Returns the options unchanged if the model does not fit.
     ///
     /// # Errors
     ///
-    /// As of the plan; [`TrainError`](crate::TrainError) for activations that take more than was allowed.
+    /// The errors of the plan; [`TrainError`](crate::TrainError) if activations exceed their limit.
     pub(super) fn fitting(&self, options: &Options, rows: usize) -> Result<Fitting> {
         let mut options = options.clone();
         let mut said = Vec::new();

@@ -1,4 +1,4 @@
-//! What a run is trained by: the seam between the trainer, which knows no tensors, and the version of Burn that has them.
+//! The interface between the trainer, which knows no tensors, and the version of Burn that has them.
 
 use std::path::{Path, PathBuf};
 
@@ -19,50 +19,50 @@ use crate::config::ZeroPlan;
 use crate::metrics::RankMetrics;
 use crate::step::{EngineConfig, Step, Times};
 
-/// What ranks are to train by, checked.
+/// Checked settings of a training run.
 pub struct Run<'a> {
     /// Sharding, batch, precision, optimizer, schedule.
     pub plan: &'a ZeroPlan,
-    /// The same as settings of what is sharded.
+    /// The plan's sharding settings.
     pub zero: &'a ZeroConfig,
-    /// How an update is made.
+    /// Settings of the engine.
     pub engine: EngineConfig,
-    /// What weight decay leaves alone.
+    /// Parameters without weight decay.
     pub decay_except: DecayExcept,
-    /// Where ranks compute.
+    /// Backend that ranks compute on.
     pub backend: BackendChoice,
     /// Threads and deadlines.
     pub launch: &'a LaunchOptions,
-    /// Whether checkpoints are written beside the training.
+    /// True if saving checkpoints overlaps with training.
     pub saves_beside: bool,
-    /// This process among those of a launcher; none for ranks that are threads.
+    /// This process among those of a launcher; `None` if ranks are threads.
     pub process: Option<&'a ProcessRun>,
 }
 
-/// A version of Burn that trains tasks `T`.
+/// The integration of a version of Burn, which trains tasks `T`.
 pub trait Front<T>: Sync {
-    /// Whether it computes there, and this machine has the device.
+    /// Checks that it supports the backend, and that this machine has the device.
     ///
     /// # Errors
-    /// What is missing, and what to do.
+    /// The error says what is missing, and what to do.
     fn has(&self, backend: BackendChoice) -> Result<()>;
 
-    /// What training the task on so many rows takes.
+    /// Returns the profile of training the task on `micro_batch` rows.
     ///
     /// # Errors
-    /// Of a model that cannot be made.
+    /// An error if the model cannot be created.
     fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile>;
 
-    /// Whether it does what a run asks for; gives what has no effect on it, for a person.
+    /// Checks that it supports what a run asks for. Returns a message for each setting that has no effect on it.
     ///
     /// # Errors
-    /// The first thing that it does not, by name.
+    /// An error for the first setting that it does not support, by name.
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>>;
 
-    /// Runs `body` with every rank of this process; the first one's result.
+    /// Runs `body` on every rank of this process, and returns the first rank's result.
     ///
     /// # Errors
-    /// The body's, and those of ranks.
+    /// The errors of `body`, and those of ranks.
     fn launch<R: Send>(
         &self,
         task: &T,
@@ -71,113 +71,113 @@ pub trait Front<T>: Sync {
     ) -> Result<R>;
 }
 
-/// Bytes in use and bytes reserved of a device that has memory of its own, from any thread.
+/// A function that returns the bytes in use and reserved on a device that has its own memory; callable from any thread.
 pub type MemoryProbe = Box<dyn Fn() -> Option<(u64, u64)> + Send>;
 
-/// A rank's part of a model in training. All ranks make the same calls but for [`metrics`](Self::metrics) and its like.
+/// One rank's part of a model in training. All ranks make the same calls, except [`metrics`](Self::metrics) and similar ones.
 pub trait Trainee {
-    /// The rank's number.
+    /// Returns the rank's number.
     fn rank(&self) -> usize;
 
-    /// Every rank's `values`, equally many, in rank order. A collective.
+    /// Gathers every rank's `values`, equally many, in rank order. A collective operation.
     ///
     /// # Errors
-    /// That of a rank that is gone.
+    /// An error if a rank is gone.
     fn all_gather(&self, values: &[f64]) -> Result<Vec<Vec<f64>>>;
 
-    /// Every rank's `bytes`, however many. A collective.
+    /// Gathers every rank's `bytes`, of any number. A collective operation.
     ///
     /// # Errors
-    /// That of a rank that is gone.
+    /// An error if a rank is gone.
     fn all_gather_bytes(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>>;
 
-    /// Trains on rows; updates the parameters with the last micro-batch of a step. `shares` are factors of the loss's terms, 1 for
-    /// those that have none.
+    /// Trains on rows; updates the parameters with the last micro-batch of a step. `shares` are factors of the loss's
+    /// terms; a missing factor is 1.
     ///
     /// # Errors
-    /// Of data, and of an update that cannot be made.
+    /// An error if data cannot be read or an update cannot be made.
     fn micro_batch(&mut self, rows: &Rows, shares: &[f64]) -> Result<()>;
 
-    /// Returns true while a device computes a step that it has been given all of: the time for work that the next step does not need.
+    /// Returns true while a device computes a step that is queued in full: the time for work that the next step does not need.
     fn is_on_device(&self) -> bool {
         false
     }
 
-    /// The result of the step, and this rank's losses of its micro-batches; waits for a device.
+    /// Returns the result of the step, and this rank's losses of its micro-batches; waits for a device.
     ///
     /// # Errors
-    /// Of a device that has failed.
+    /// An error if a device has failed.
     fn result(&mut self) -> Result<(Step, Vec<f64>)>;
 
-    /// The learning rate of the next update.
+    /// Returns the learning rate of the next update.
     fn lr(&self) -> f64;
 
-    /// What the loss is multiplied by now.
+    /// Returns the factor that the loss is currently multiplied by.
     fn loss_scale(&self) -> f64;
 
-    /// What has been spent since the last call.
+    /// Returns the time spent since the last call.
     fn take_times(&mut self) -> Times;
 
-    /// Exchanges the weights with their moving averages, for what follows but training; and back. All ranks do.
+    /// Swaps the weights with their moving averages, and back. Training needs the weights. All ranks call it.
     ///
     /// # Errors
-    /// An error for a run without averages.
+    /// An error if the run has no averages.
     fn exchange_averages(&mut self) -> Result<()>;
 
-    /// What the task measures of rows that are held out.
+    /// Returns the task's measurements of held-out rows.
     ///
     /// # Errors
-    /// As the task's.
+    /// The errors of the task.
     fn evaluate(&self, rows: &Rows) -> Result<Measured>;
 
-    /// What the model says of rows, if it says something.
+    /// Returns the model's predictions for rows, if the task makes any.
     ///
     /// # Errors
-    /// As the task's.
+    /// The errors of the task.
     fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>>;
 
-    /// What the trained model makes, to be shown.
+    /// Returns a sample of the trained model's output, for display.
     ///
     /// # Errors
-    /// As the task's.
+    /// The errors of the task.
     fn sample(&self) -> Result<Option<String>>;
 
-    /// Goes on from a checkpoint; gives what the trainer has saved beside.
+    /// Resumes from a checkpoint. Returns the trainer's state in it.
     ///
     /// # Errors
-    /// Of a checkpoint of another model or optimizer, or that cannot be read.
+    /// An error if the checkpoint is of another model or optimizer, or cannot be read.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>>;
 
-    /// Saves a checkpoint; its bytes, if it is durable already ([`Run::saves_beside`]).
+    /// Saves a checkpoint. Returns its bytes if it is durable already ([`Run::saves_beside`]).
     ///
     /// # Errors
-    /// Of a disk.
+    /// An error of the disk.
     fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>>;
 
-    /// Waits until the last checkpoint is durable, and gives its place if it was not.
+    /// Waits until the last checkpoint is durable, and returns its path if it was not.
     ///
     /// # Errors
-    /// Of a disk.
+    /// An error of the disk.
     fn wait_for_save(&mut self) -> Result<Option<PathBuf>>;
 
-    /// Writes the whole model for Hugging Face, of this configuration or, without one, under the parameters' own names.
+    /// Writes the full model for Hugging Face, with this configuration or, without one, under the parameters' own names.
     ///
     /// # Errors
-    /// Of a disk, and of another configuration than the model's.
+    /// An error of the disk, or of a configuration that is not the model's.
     fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()>;
 
-    /// A new period of peaks begins.
+    /// Begins a new period of peaks.
     fn reset_peaks(&self);
 
-    /// Bytes since the last [`reset_peaks`](Self::reset_peaks); those on the wire since the rank began.
+    /// Returns the bytes since the last [`reset_peaks`](Self::reset_peaks); those on the wire since the rank began.
     fn metrics(&self) -> RankMetrics;
 
-    /// Of the rank's device.
+    /// Returns the memory probe of the rank's device.
     fn memory_probe(&self) -> MemoryProbe {
         Box::new(|| None)
     }
 
-    /// Floating-point operations a second that the run's devices can do at most in the type that it computes in, if that is known.
+    /// Returns the peak floating-point operations per second of the run's devices in the type that it computes in, if known.
     fn peak_flops(&self) -> Option<f64> {
         None
     }

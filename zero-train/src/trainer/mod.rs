@@ -1,4 +1,4 @@
-//! Training of anybody's model: options to a validated plan, ranks that train, a report.
+//! Training of any model: from options to a validated plan, ranks that train, and a report.
 //!
 //! ```no_run
 //! use burn::nn::loss::CrossEntropyLossConfig;
@@ -102,8 +102,7 @@ use crate::launched::write_status;
 use crate::signals::Signal;
 use crate::step::EngineError;
 
-/// Trains a [`Task`] as its [`Options`] say, on ranks that are threads of this process or the processes that a launcher
-/// started.
+/// A trainer of a [`Task`], configured by [`Options`], on ranks that are threads of this process or the processes that a launcher started.
 #[derive(Debug, Clone, Copy)]
 pub struct Trainer<'a, F> {
     front: F,
@@ -112,7 +111,7 @@ pub struct Trainer<'a, F> {
 }
 
 #[cfg(all(feature = "burn", feature = "cli"))]
-/// Trains `task` as the command line says: the main function of a program without options of its own.
+/// Trains `task` with the options of the command line: the main function of a program without its own options.
 pub fn main<T: AnyTask>(task: &T) -> ExitCode {
     /// Train with ZeRO.
     #[derive(clap::Parser)]
@@ -124,7 +123,7 @@ pub fn main<T: AnyTask>(task: &T) -> ExitCode {
     Trainer::new(&<Line as clap::Parser>::parse().options).main(task)
 }
 
-/// Where a run begins: what a program may ask before it chooses what to train.
+/// The start of a run: queries for a program that has yet to choose what to train.
 pub struct Setup<'a> {
     options: &'a Options,
     budget: &'a Budget,
@@ -132,22 +131,23 @@ pub struct Setup<'a> {
 }
 
 impl Setup<'_> {
-    /// Runs `f` on the first rank of each machine and then on the others, for data that the first makes and the others find. An
-    /// error on one rank is every rank's. Ranks that are threads of one process share what it gives: there it runs once.
+    /// Runs `f` on the first rank of each machine and then on the others, for data that the first creates and the others
+    /// find. An error on one rank is returned on every rank. Ranks that are threads of one process share the result: there
+    /// it runs once.
     ///
     /// # Errors
     ///
-    /// `f`'s on this rank, or what it said on another; a wait that has come to the deadline.
+    /// The error of `f` on this rank, or its message from another; a missed deadline.
     pub fn local_main_process_first<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         self.ranks.local_main_process_first(f)
     }
 
-    /// Why a model of this width does not fit into memory (and, offloaded as far as the options let it, onto a disk), if so;
-    /// `profile` is what it takes by the rows of a micro-batch.
+    /// Returns the reason that a model of this width does not fit into memory (and, offloaded as far as the options allow,
+    /// onto a disk), or `None` if it fits. `profile` returns its profile by the rows of a micro-batch.
     ///
     /// # Errors
     ///
-    /// [`TrainError`] for options that are wrong.
+    /// [`TrainError`] for invalid options.
     pub fn misfit(&self, hidden_size: Option<usize>, profile: &dyn Fn(usize) -> Profile) -> Result<Option<String>> {
         let profile = |micro_batch: usize| Ok(profile(micro_batch));
         let candidate = Candidate { hidden_size, profile: &profile, budget: self.budget };
@@ -161,26 +161,26 @@ impl Setup<'_> {
 
 #[cfg(feature = "burn")]
 impl<'a> Trainer<'a, Burn021> {
-    /// By these options, on Burn 0.21.
+    /// Creates a trainer with these options, on Burn 0.21.
     pub fn new(options: &'a Options) -> Self {
         Self::on(Burn021, options)
     }
 }
 
 impl<'a, F> Trainer<'a, F> {
-    /// By these options, on another front.
+    /// Creates a trainer with these options, on another [`Front`].
     pub fn on(front: F, options: &'a Options) -> Self {
         Self { front, options, allocator: None }
     }
 
-    /// With the program's allocator, if it is one that counts: memory that a step takes afresh is then part of its metrics.
+    /// Sets the program's allocator, if it counts allocations: memory that a step newly takes is then part of its metrics.
     #[must_use]
     pub fn allocator(self, allocator: &'a PageKeeper) -> Self {
         Self { allocator: Some(allocator), ..self }
     }
 
-    /// Trains and turns the outcome into an exit code: 0, 2 for bad input, 1 for a run that failed, 128 and the signal's number
-    /// for one that SIGINT, SIGTERM or SIGUSR1 has ended. The error, if any, is printed once, on standard error.
+    /// Trains and returns an exit code: 0, 2 for bad input, 1 for a failed run, 128 plus the signal's number for a run that
+    /// a signal ended ([`TrainError::exit_code`]). Prints the error, if any, once on standard error.
     pub fn main<T: Task>(self, task: &T) -> ExitCode
     where
         F: Front<T>,
@@ -188,7 +188,7 @@ impl<'a, F> Trainer<'a, F> {
         self.exit(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
 
-    /// As [`main`](Self::main), with a task that is made once the options have been looked at.
+    /// Like [`main`](Self::main), with a task that is created after the options are checked.
     pub fn main_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> ExitCode
     where
         F: Front<T>,
@@ -196,7 +196,7 @@ impl<'a, F> Trainer<'a, F> {
         self.exit(|ranks| self.run_on::<T, T>(ranks, &task))
     }
 
-    /// As [`main_with`](Self::main_with); `then` is called on rank 0 when all steps are done, with the summary if some were left to do.
+    /// Like [`main_with`](Self::main_with). Calls `then` on rank 0 when all steps are done, with the summary if steps were left to do.
     pub fn main_then<T: Task>(
         self,
         task: impl Fn(&Setup<'_>) -> Result<T>,
@@ -214,13 +214,13 @@ impl<'a, F> Trainer<'a, F> {
         })
     }
 
-    /// As [`main`](Self::main), with the summary or the error as a value. No summary when the checkpoint to resume from has all
-    /// the steps behind it, nor in a process that is not rank 0.
+    /// Like [`main`](Self::main), but returns the summary or the error. There is no summary if the checkpoint to resume
+    /// from has completed all steps, nor in a process that is not rank 0.
     ///
     /// # Errors
     ///
-    /// [`TrainError`]; [`TrainError::Signal`] when SIGINT, SIGTERM or SIGUSR1 has ended the run, which has then saved what it was
-    /// to save. While it trains, the process handles these.
+    /// [`TrainError`]; [`TrainError::Signal`] if a signal ended the run, after the checkpoint that is due is saved. While
+    /// it trains, the process handles these signals.
     pub fn run<T: Task>(self, task: &T) -> Result<Option<Summary>>
     where
         F: Front<T>,
@@ -228,11 +228,11 @@ impl<'a, F> Trainer<'a, F> {
         self.run_as(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
 
-    /// As [`run`](Self::run), with a task that is made once the options have been looked at.
+    /// Like [`run`](Self::run), with a task that is created after the options are checked.
     ///
     /// # Errors
     ///
-    /// As [`run`](Self::run).
+    /// Same as [`run`](Self::run).
     pub fn run_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> Result<Option<Summary>>
     where
         F: Front<T>,
@@ -332,14 +332,14 @@ impl<'a, F> Trainer<'a, F> {
     }
 }
 
-/// How a run has ended that did not fail.
+/// The end of a run that did not fail.
 struct Ended {
     summary: Option<Summary>,
-    /// [`TrainError::Signal`], if it was not by its last step.
+    /// [`TrainError::Signal`], if a signal ended it before its last step.
     signal: Option<TrainError>,
 }
 
-/// A line on standard output. That nobody reads it any more (`| head`) is no reason to stop training.
+/// Prints a line on standard output. A closed output (`| head`) is no reason to stop training.
 fn tell(line: &dyn core::fmt::Display) {
     use std::io::Write;
 

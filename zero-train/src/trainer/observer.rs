@@ -1,4 +1,4 @@
-//! What rank 0 shows and writes while it trains.
+//! Output of rank 0 during training.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -21,11 +21,11 @@ use crate::step::Step;
 const COLUMNS: [&str; 8] =
     ["loss", "perplexity", "grad_norm", "lr", "loss_scale", "skipped", "tokens_per_second", "peak_rss_bytes"];
 
-/// Without --log-every: the most steps, and about the most time, between two lines.
+/// Without --log-every: the maximum number of steps, and about the maximum time, between two lines.
 const LINE_STEPS: usize = 10;
 const LINE_TIME: Duration = Duration::from_secs(10);
 
-/// The least time between two writings of the report's page.
+/// Minimum time between two writes of the report's page.
 const PAGE_TIME: Duration = Duration::from_secs(5);
 
 // One for each thing that a step is shown on.
@@ -39,10 +39,10 @@ pub(super) struct Observer<'a> {
     shown: RunReport,
     breakdown: Breakdown,
     tracker: Option<MemoryTracker>,
-    /// Of the phases that have ended in this epoch.
+    /// Memory of the phases that have ended in this epoch.
     memory: Vec<MemoryReport>,
     skipped: usize,
-    /// Errors of files that could not be written, each told once.
+    /// Errors of files that could not be written, each reported once.
     lost: BTreeSet<String>,
 }
 
@@ -51,7 +51,7 @@ struct Out {
     dir: PathBuf,
     metrics: JsonLines,
     events: JsonLines,
-    /// When the page was written.
+    /// Time of the last write of the page.
     page: Option<Instant>,
 }
 
@@ -62,16 +62,16 @@ impl Out {
     }
 }
 
-/// When a line is due, and what it counts.
+/// The condition for a line, and the figures since the last one.
 struct Lines {
-    /// As asked for.
+    /// The requested number of steps between lines.
     every: Option<usize>,
-    /// There is no bar to look at.
+    /// True if no bar is visible.
     alone: bool,
-    /// When the first step of the run ended, and which it was.
+    /// The time at which the first step of the run ended, and its number.
     first: Option<(Instant, usize)>,
     last: Instant,
-    /// Since the last line.
+    /// Tokens since the last line.
     tokens: usize,
     time: Duration,
 }
@@ -87,7 +87,7 @@ impl Lines {
     }
 }
 
-/// Where the time of the steps since the last line went (`wall_clock_breakdown`).
+/// Time of the steps since the last line, by pass (`wall_clock_breakdown`).
 #[derive(Default)]
 struct Breakdown {
     steps: usize,
@@ -95,7 +95,7 @@ struct Breakdown {
 }
 
 impl Breakdown {
-    /// The mean of the steps since the last one, if a line is due.
+    /// Adds a step. Returns the mean of the steps since the last line, if one is due.
     fn add(&mut self, metrics: &StepMetrics, every: usize) -> Option<String> {
         let StepMetrics { step, forward_ms, backward_ms, update_ms, .. } = *metrics;
         self.steps += 1;
@@ -172,7 +172,7 @@ impl<'a> Observer<'a> {
         Ok(observer)
     }
 
-    /// Takes note of what could not be written. That is no reason to stop: it is told once, and tried again the next time.
+    /// Handles a failed write. It is no reason to stop: it is reported once, and tried again the next time.
     fn keep(&mut self, written: Result<(), MonitorError>) {
         if let Err(error) = written
             && self.lost.insert(error.to_string())
@@ -181,7 +181,7 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// Records what happens besides steps.
+    /// Records an event other than a step.
     fn note(&mut self, event: Event) {
         let unix_ms = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64);
         let event = Event { unix_ms, ..event };
@@ -199,13 +199,13 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// A warning for a person, which is recorded too.
+    /// Prints a warning and records it.
     pub(super) fn warn(&mut self, step: usize, warning: &str) {
         self.say(&format!("warning: {warning}"));
         self.note(Event::new(EventKind::Warning, step, warning.into()));
     }
 
-    /// A checkpoint was saved.
+    /// Reports a saved checkpoint.
     pub(super) fn save(&mut self, save: &SaveMetrics) {
         let text = save.to_string();
         self.say(&text);
@@ -213,7 +213,7 @@ impl<'a> Observer<'a> {
         self.note(Event { seconds, ..Event::new(EventKind::Save, save.step, text) });
     }
 
-    /// A line for a person: on standard output, or with `--json` on standard error.
+    /// Prints a line for a person: on standard output, or with `--json` on standard error.
     pub(super) fn say(&self, line: &str) {
         if !self.plan.progress {
             eprintln!("{line}");
@@ -222,7 +222,7 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// A line about the training, on standard error.
+    /// Prints a line about the training, on standard error.
     fn log(&self, line: &str) {
         use std::io::Write;
 
@@ -230,7 +230,7 @@ impl<'a> Observer<'a> {
         self.bar.suspend(|| drop(writeln!(std::io::stderr(), "{line}")));
     }
 
-    /// A phase begins; the one before it ends. `device` tells the bytes in use of a device that has memory of its own.
+    /// Begins a phase and ends the one before it. `device` returns the bytes in use on a device that has its own memory.
     pub(super) fn begin(&mut self, phase: Phase, device: impl Fn() -> Option<u64> + Send + 'static) {
         self.end_phase();
         if self.plan.plan.report.memory_breakdown {
@@ -252,7 +252,7 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// A step has ended, the `last` of the run or not; `rows` are those whose loss is not finite.
+    /// Reports a step that has ended; `last` is true for the run's last one, and `rows` are those whose loss is not finite.
     pub(super) fn step(&mut self, metrics: &StepMetrics, outcome: &Step, last: bool, rows: &[usize]) {
         let memory = memory(metrics);
         let speed = metrics.tokens_per_second;
@@ -295,7 +295,7 @@ impl<'a> Observer<'a> {
         }
     }
 
-    /// Writes a line, if one is due after this step.
+    /// Prints a line, if one is due after this step.
     fn line(&mut self, metrics: &StepMetrics, last: bool) {
         self.lines.tokens += metrics.tokens;
         self.lines.time += Duration::from_secs_f64(metrics.step_ms / 1e3);
@@ -320,7 +320,7 @@ impl<'a> Observer<'a> {
         (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
     }
 
-    /// A pass over the data has ended; its metrics are told what memory it took.
+    /// Reports an epoch that has ended, and adds the memory of its phases to its metrics.
     pub(super) fn epoch(&mut self, metrics: &mut EpochMetrics) {
         metrics.memory = std::mem::take(&mut self.memory);
         let EpochMetrics { epoch, step, loss, .. } = metrics;
@@ -334,7 +334,7 @@ impl<'a> Observer<'a> {
         self.note(Event { values, ..Event::new(EventKind::Epoch, *step, text) });
     }
 
-    /// Rows that are held out have been measured; `said` if nothing else will say it.
+    /// Reports an evaluation of held-out rows; `said` prints it, if nothing else will.
     pub(super) fn evaluation(&mut self, step: usize, evaluated: &Evaluated, seconds: f64, said: bool) {
         let text = format!("step {step}: held out: {}", self.named(evaluated));
         if said {
@@ -360,7 +360,7 @@ impl<'a> Observer<'a> {
         values.join(", ")
     }
 
-    /// The last phase ends, by all steps or by a signal; the report is complete.
+    /// Ends the last phase, after all steps or a signal, and completes the report.
     pub(super) fn end(&mut self, step: usize, signal: Option<Signal>) {
         self.end_phase();
         let (kind, text) = match signal {
@@ -380,14 +380,14 @@ impl<'a> Observer<'a> {
     }
 }
 
-/// Hours, minutes and seconds: "01:02:03".
+/// Formats hours, minutes and seconds: "01:02:03".
 fn clock(time: Duration) -> String {
     let seconds = time.as_secs();
     format!("{:02}:{:02}:{:02}", seconds / 3600, seconds / 60 % 60, seconds % 60)
 }
 
 impl Drop for Observer<'_> {
-    /// A run that has failed leaves its report too.
+    /// Completes the report of a failed run.
     fn drop(&mut self) {
         // Clearing moves it to its end.
         let step = self.bar.steps();
@@ -400,7 +400,7 @@ impl Drop for Observer<'_> {
     }
 }
 
-/// The first of these rows, by their numbers in the data.
+/// Formats the first of these rows, by their numbers in the data.
 fn numbered(rows: &[usize]) -> String {
     const FIRST: usize = 8;
     let first: Vec<String> = rows.iter().take(FIRST).map(ToString::to_string).collect();
@@ -408,17 +408,17 @@ fn numbered(rows: &[usize]) -> String {
     format!("row{} {}{more}", if rows.len() == 1 { "" } else { "s" }, first.join(", "))
 }
 
-/// With four places, or four digits of a small one.
+/// Formats a value with four decimal places, or four digits if it is small.
 fn figure(value: f64) -> String {
     if value != 0.0 && value.abs() < 1e-3 { format!("{value:.3e}") } else { format!("{value:.4}") }
 }
 
-/// Most memory of the process so far, in bytes.
+/// Returns the peak memory of the process so far, in bytes.
 fn memory(metrics: &StepMetrics) -> u64 {
     metrics.ranks.first().map_or(0, |rank| rank.peak_rss_bytes)
 }
 
-/// The values of [`COLUMNS`].
+/// Returns the values of [`COLUMNS`].
 fn named(metrics: &StepMetrics) -> Vec<(&'static str, f64)> {
     let values: [f64; COLUMNS.len()] = [
         metrics.loss,

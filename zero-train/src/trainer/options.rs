@@ -199,8 +199,8 @@ pub struct Options {
     /// no terminal, every 10 steps or 10 seconds; on a terminal a bar is shown]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     pub log_every: Option<usize>,
-    /// Save checkpoints into this folder: at the end, when SIGINT, SIGTERM or SIGUSR1 ends the run, and with --save-every on the
-    /// way
+    /// Save checkpoints into this folder: at the end, when a signal ends the run (SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2),
+    /// and every --save-every steps
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR"))]
     pub save: Option<PathBuf>,
     /// Save every N steps
@@ -242,7 +242,7 @@ pub struct Options {
     pub json: bool,
 }
 
-/// How many of a model's first blocks are checkpointed; `usize::MAX` for all.
+/// Number of a model's first blocks that are checkpointed; `usize::MAX` for all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Blocks(pub usize);
 
@@ -264,7 +264,7 @@ impl fmt::Display for Blocks {
 }
 
 impl Default for Options {
-    /// The options of an empty command line, with what the environment says.
+    /// Returns the options of an empty command line, with values from the environment.
     fn default() -> Self {
         Self {
             backend: Default::default(),
@@ -318,13 +318,13 @@ impl Default for Options {
 }
 
 impl Options {
-    /// The folder of --swap.
+    /// Returns the folder of --swap.
     pub(super) fn swap_dir(&self) -> &Path {
         self.swap.as_deref().unwrap_or(Path::new("."))
     }
 }
 
-/// Refuses options that are 0.
+/// Rejects options that are 0.
 pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<()> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
@@ -356,7 +356,7 @@ pub enum DecayExcept {
 }
 
 impl DecayExcept {
-    /// Whether the parameter at `path` of the module is decayed.
+    /// Returns whether weight decay applies to the parameter at `path` of the module.
     pub fn decays(self, path: &str, shape: &[usize]) -> bool {
         let is_embedding = || path.split('.').any(|name| ["wte", "wpe"].contains(&name) || name.contains("embed"));
         match self {
@@ -414,7 +414,7 @@ pub enum Dtype {
 
 #[cfg(feature = "burn")]
 impl Dtype {
-    /// The same type as an export, as ranks and as the backend call it.
+    /// Returns the corresponding types of exports, of ranks and of the backend.
     pub fn types(self) -> (ExportDtype, Float, FloatDType) {
         match self {
             Self::Fp32 => (ExportDtype::Fp32, Float::F32, FloatDType::F32),

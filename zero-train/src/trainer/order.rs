@@ -1,17 +1,17 @@
-//! The order in which rows are used: the data's, or a new random one in every epoch.
+//! The order in which rows are used: that of the data, or a new random one in every epoch.
 
 use serde::{Deserialize, Serialize};
 use zero_core::random::{WEYL, mix};
 
 use super::rows::{Rows, seed_of};
 
-/// The rows that are trained on, and their order over all epochs. The position in it is all that a run needs to go on, at any
-/// number of ranks.
+/// The rows that are trained on, and their order over all epochs. A position in it is all that a run needs to resume, with
+/// any number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Order {
     /// Number of rows.
     pub rows: usize,
-    /// The seed of the shuffles; none for the data's own order.
+    /// The seed of the shuffles; `None` for the data's own order.
     pub seed: Option<u64>,
 }
 
@@ -19,12 +19,12 @@ pub struct Order {
 const ROUNDS: u64 = 6;
 
 impl Order {
-    /// `count` rows from position `first` on, counted over all epochs; `seed` is the run's.
+    /// Returns `count` rows from position `first` on, counted over all epochs; `seed` is the run's.
     pub(super) fn rows(&self, first: usize, count: usize, seed: u64) -> Rows {
         (first..first + count).map(|position| (self.row(position), seed_of(seed, position))).collect()
     }
 
-    /// The row at a position. Of each epoch, every row is at one.
+    /// Returns the row at a position. Every row has one position in each epoch.
     pub fn row(&self, position: usize) -> usize {
         let (epoch, position) = (position / self.rows, position % self.rows);
         let Some(seed) = self.seed else { return position };
@@ -55,7 +55,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// Ranks that take turns, each with micro-batches of its own, at another number of ranks after a resume.
+        /// Ranks take turns, each with its own micro-batches, and resume with another number of ranks.
         #[test]
         fn every_row_is_used_once_an_epoch(
             rows in 1usize..500,

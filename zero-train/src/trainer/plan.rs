@@ -1,4 +1,4 @@
-//! The validated plan: everything after it sees no raw option.
+//! The validated plan: nothing after it sees a raw option.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -28,7 +28,7 @@ use crate::launched::{FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS};
 use crate::memory::format_bytes;
 use crate::step::{EngineConfig, EngineError};
 
-/// What will be trained, on what, how.
+/// The model, the data and the settings of a training run.
 // What all ranks compare before they train, a field for each line of it.
 pub(super) struct Plan {
     pub backend: BackendChoice,
@@ -36,12 +36,12 @@ pub(super) struct Plan {
     pub data: Data,
     /// Sharding, batch, precision, optimizer, schedule, reports.
     pub plan: ZeroPlan,
-    /// The same as settings of the decorator.
+    /// The plan's sharding settings.
     pub zero: ZeroConfig,
     pub decay_except: DecayExcept,
     pub steps: usize,
     pub eval_every: Option<usize>,
-    /// True if the moving averages of the weights are measured, predicted and exported.
+    /// True if evaluation, predictions and the export use the moving averages of the weights.
     pub eval_ema: bool,
     pub launch: LaunchOptions,
     /// Folder for metrics.
@@ -51,24 +51,24 @@ pub(super) struct Plan {
     pub save_16bit: Option<PathBuf>,
     /// The file for predictions.
     pub predictions: Option<PathBuf>,
-    /// Whether a progress bar is shown.
+    /// True if a progress bar is shown.
     pub progress: bool,
-    /// What the run needs.
+    /// The memory that the run needs.
     pub need: MemoryNeed,
-    /// The memory that it may take, for a person.
+    /// The memory that it may use, formatted.
     pub memory: Option<String>,
-    /// How long a step will take, for a person to read before it begins; not with `--json`, nor for small models.
+    /// Predicted duration of a step, shown before training; `None` with `--json`, and for small models.
     pub prediction: Option<Prediction>,
-    /// What was said about the choice of the model and of the tier.
+    /// Messages about the choice of the model, the recipe and the tier.
     pub notice: Option<String>,
 }
 
 impl Plan {
-    /// Checks the options and everything they name, before anything is written.
+    /// Checks the options and everything that they name, before anything is written.
     ///
     /// # Errors
     ///
-    /// [`TrainError`], the first thing that is wrong.
+    /// [`TrainError`] for the first problem.
     pub(super) fn new<T: Task>(
         options: &Options,
         (front, task): (&impl Front<T>, &T),
@@ -153,7 +153,7 @@ impl Plan {
         })
     }
 
-    /// What a front is told of it.
+    /// Returns the settings of a run for a [`Front`].
     pub(super) fn run<'a>(&'a self, ranks: &'a Ranks<'_>) -> Result<Run<'a>> {
         // The base is where its weights are.
         let exclude_frozen_parameters = matches!(self.model.config, Some(ModelConfig::Adapted(_)));
@@ -169,7 +169,7 @@ impl Plan {
         })
     }
 
-    /// What must be the same on every rank, a line each. Not where things lie, which may differ between machines.
+    /// Returns what must be the same on every rank, one line each. Paths are left out, because they may differ between machines.
     pub(super) fn fingerprint(&self) -> Vec<String> {
         let mut zero = self.zero.clone();
         zero.offload.disk = Default::default();
@@ -199,15 +199,16 @@ impl Plan {
         ]
     }
 
-    /// Bytes of one rank's model state by the ZeRO formula.
+    /// Returns the bytes of one rank's model state by the ZeRO formula.
     pub(super) fn state_formula(&self) -> StateBytes {
         state_of(&self.model.profile, &self.plan)
     }
 
-    /// Bytes that one rank receives in one step by the ZeRO formula, a sum over hops. With `A` micro-batches gradients are reduced once at
-    /// stages 0 and 1 and `A` times at 2 and 3; at stage 3 parameters are gathered twice in each, those below the persistence threshold
-    /// once. Frozen ones are gathered, and never reduced. Where groups hold all model state each, gathers are within one, and what a rank
-    /// keeps of its gradients is added up across the groups.
+    /// Returns the bytes that one rank receives in one step by the ZeRO formula, a sum over hops. With `A` micro-batches,
+    /// gradients are reduced once at stages 0 and 1 and `A` times at 2 and 3. At stage 3 parameters are gathered twice per
+    /// micro-batch, those below the persistence threshold once per step. Frozen parameters are gathered and never reduced.
+    /// If groups hold all model state each, gathers stay within a group, and a rank's reduced gradients are summed across
+    /// groups.
     pub fn wire_bytes(&self) -> u64 {
         let (profile, zero, plan) = (&self.model.profile, &self.zero, &self.plan);
         let (world, shards, micro_batches) = (plan.world as u64, plan.shards() as u64, plan.batch.accumulation as u64);
@@ -258,7 +259,7 @@ impl Plan {
     }
 }
 
-/// The file for predictions, which is written at the end: what would fail then is looked for now.
+/// Returns the file for predictions. It is written at the end; its folder is checked now.
 fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>> {
     let Some(path) = &options.predictions else { return Ok(None) };
     if data.held_out + data.unlabelled == 0 {
@@ -271,7 +272,7 @@ fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>> {
     }
 }
 
-/// How parameters are gathered.
+/// Returns the method by which parameters are gathered.
 fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers> {
     if options.gathers.is_some() && ranks.world().is_none() {
         let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
@@ -284,8 +285,8 @@ fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers> {
     }))
 }
 
-/// The options as the launcher has them too: the number of ranks is the number of its processes, and after a restart training
-/// goes on from the last checkpoint that the job has saved.
+/// Applies the launcher's settings to the options: the number of ranks is the number of its processes, and after a restart
+/// training resumes from the last checkpoint that the job has saved.
 pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Options> {
     let mut options = options.clone();
     if let Some(World { world, variable, .. }) = ranks.world() {
@@ -334,12 +335,12 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
     Ok(options)
 }
 
-/// Returns a number that the launcher has left for its ranks.
+/// Returns a number that the launcher has set for its ranks.
 fn number(name: &str) -> Option<u64> {
     std::env::var(name).ok()?.parse().ok()
 }
 
-/// Refuses, before anything is trained, a number of ranks for restarts that the rows of a step cannot be divided by.
+/// Rejects, before training, a number of ranks for restarts that does not divide the rows of a step.
 fn check_restarts(plan: &ZeroPlan) -> Result<()> {
     let rows = plan.batch.global;
     let is_first = number(RESTARTS) == Some(0);
@@ -355,13 +356,13 @@ fn check_restarts(plan: &ZeroPlan) -> Result<()> {
     }
 }
 
-/// Returns true if a configuration file says how many processes there are.
+/// Returns true if a configuration file gives the number of processes.
 fn says_processes(options: &Options) -> Result<bool> {
     let config = options.config.as_deref().map(Config::from_file).transpose()?;
     Ok(config.is_some_and(|config| config.processes().is_some()))
 }
 
-/// Where the 16-bit model goes that the file asks for: into --out, or without one into --save, by the run's last step.
+/// Returns the path for the 16-bit model that the file requests: in --out, or without one in --save, named after the run's last step.
 fn save_16bit(options: &Options, plan: &mut ZeroPlan) -> Option<PathBuf> {
     if !(plan.save_16bit_model && plan.zero.stage.shards_parameters()) {
         return None;
@@ -478,7 +479,7 @@ mod tests {
     use super::*;
     use crate::trainer::{Activations, Burn021, FusedBackend, Rows};
 
-    /// It keeps 64 MiB a row, in so many blocks.
+    /// A task whose activations take 64 MiB per row, in `blocks` blocks.
     struct Wide {
         blocks: usize,
     }

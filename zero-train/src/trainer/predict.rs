@@ -1,4 +1,4 @@
-//! How long a step will take, from a short probe of the machine: products of matrices, and the disk if state lies on one.
+//! Prediction of a step's duration from a short probe of the machine: matrix products, and the disk if state is kept on one.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -10,28 +10,28 @@ use zero_kernels::cpu::{Matrix, linear};
 use super::{MemoryNeed, Profile};
 use crate::config::ZeroPlan;
 
-/// What a step's products reach of the rate of one large product, as measured on GPT-2 124M (docs/performance.md).
+/// Fraction of the rate of one large product that a step's products reach, as measured on GPT-2 124M (docs/performance.md).
 const EFFICIENCY: f64 = 0.8;
 
-/// Steps below this many floating-point operations take less than a second: not worth a probe.
+/// Minimum floating-point operations of a step for a probe: a smaller step takes less than a second.
 const WORTH_A_PROBE: f64 = 1e11;
 
-/// Bytes that the disk is probed with.
+/// Bytes that the probe writes to the disk and reads.
 const PROBE_BYTES: usize = 128 << 20;
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Seconds of a step.
+/// Predicted seconds of a step.
 #[derive(Clone, Copy)]
 pub(super) struct Prediction {
-    /// Of products of matrices.
+    /// Matrix products.
     pub compute: f64,
-    /// Of moving state between disk and memory; partly beside the compute.
+    /// Transfers between disk and memory; partly concurrent with compute.
     pub disk: f64,
 }
 
 impl Prediction {
-    /// For a step of `plan`; `None` for one that takes less than about a second, or when a probe fails.
+    /// Predicts a step of `plan`. Returns `None` if it takes less than about a second, or when a probe fails.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, need: &MemoryNeed) -> Option<Self> {
         let operations = profile.flops_per_row * plan.batch.global as f64;
         if operations < WORTH_A_PROBE {
@@ -56,7 +56,7 @@ impl core::fmt::Display for Prediction {
     }
 }
 
-/// Bytes that all ranks together read and write in a step.
+/// Returns the bytes that all ranks together read and write in a step.
 fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let config = plan.zero_config(0);
     let ([of_gradients, of_state], offload) = (config.offloaded_shares(), config.offload);
@@ -71,7 +71,7 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     profile.num_trained() as f64 * (optimizer + parameters) + frozen
 }
 
-/// Floating-point operations a second of a product on all cores.
+/// Returns the floating-point operations per second of a matrix product on all cores.
 fn product_rate() -> f64 {
     let (a, b) = (vec![0.5; 512 * 1024], vec![0.5; 1024 * 2048]);
     let mut product = vec![0.0; 512 * 2048];
@@ -83,7 +83,7 @@ fn product_rate() -> f64 {
     2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
 }
 
-/// Bytes a second of writing and then reading a file below `path`.
+/// Returns the bytes per second of writing and then reading a file below `path`.
 fn disk_rate(path: &Path) -> Result<f64, DiskError> {
     let file = SwapDir::open(path)?.create_file(0, &SwapFileOptions::default())?;
     let pool = BufferPool::new(&PoolOptions { bytes: 8 << 20, ..PoolOptions::default() })?;

@@ -1,39 +1,39 @@
-//! What a model takes.
+//! Memory and compute of a model.
 
 use zero_models::{ModelConfig, ModelParam};
 
-/// What a plan needs to know of a model.
+/// Properties of a model that a plan needs.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Profile {
-    /// Sizes of the parameters that are trained, in elements.
+    /// Sizes of the trained parameters, in elements.
     pub parameters: Vec<usize>,
-    /// Sizes of those that are frozen: they have no gradient, no optimizer state, and no place in reductions.
+    /// Sizes of the frozen parameters, which have no gradient and no optimizer state and take no part in reductions.
     pub frozen: Vec<usize>,
-    /// Elements and bytes of frozen ones that are held in 8 or 4 bit.
+    /// Elements and bytes of the frozen parameters that are held in 8 or 4 bit.
     pub quantized: Vec<[usize; 2]>,
-    /// What a micro-batch keeps for its backward pass.
+    /// Activations that a micro-batch keeps for its backward pass.
     pub activations: Activations,
     /// Floating-point operations of a row, forward and backward.
     pub flops_per_row: f64,
 }
 
-/// Bytes that are kept for the backward pass of a micro-batch, in fp32.
+/// Bytes kept for the backward pass of a micro-batch, in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Activations {
-    /// Blocks that can be checkpointed ([`zero_ops::checkpoint_block`]).
+    /// Number of blocks that can be checkpointed ([`zero_ops::checkpoint_block`]).
     pub blocks: usize,
-    /// What a block keeps, its input included.
+    /// Bytes that a block keeps, including its input.
     pub block: u64,
-    /// A block's input: what it keeps if it is checkpointed.
+    /// Bytes of a block's input, which is all that a checkpointed block keeps.
     pub input: u64,
-    /// What is kept besides, with the largest of what is made on the way.
+    /// Bytes that are kept outside of blocks, including the largest temporary.
     pub rest: u64,
 }
 
 impl Activations {
-    /// The most that is there at once if so many of the first blocks are checkpointed: at the end of the forward pass, or when the
-    /// last block has been computed again. Of inputs that are offloaded the first block's stays; with the last's, the one before it is
-    /// there.
+    /// Returns the peak bytes if the first `checkpointed` blocks are checkpointed: at the end of the forward pass, or when the
+    /// last of them has been recomputed. Of offloaded inputs the first block's stays; the last's is present together with
+    /// the one before it.
     pub fn bytes(&self, checkpointed: usize, is_offloaded: bool) -> u64 {
         let checkpointed = checkpointed.min(self.blocks);
         let inputs = |here: usize| if is_offloaded { checkpointed.min(here) } else { checkpointed } as u64 * self.input;
@@ -42,38 +42,38 @@ impl Activations {
         self.rest + (inputs(1) + kept).max(inputs(3) + again)
     }
 
-    /// Bytes of inputs that are elsewhere at the end of the forward pass.
+    /// Returns the bytes of inputs that are offloaded at the end of the forward pass.
     pub fn offloaded(&self, checkpointed: usize) -> u64 {
         checkpointed.min(self.blocks).saturating_sub(1) as u64 * self.input
     }
 
-    /// The fewest blocks to checkpoint so that no more than `bytes` are there at once.
+    /// Returns the fewest blocks to checkpoint so that the peak is at most `bytes`.
     pub fn fewest(&self, bytes: u64, is_offloaded: bool) -> Option<usize> {
         (0..=self.blocks).find(|&checkpointed| self.bytes(checkpointed, is_offloaded) <= bytes)
     }
 }
 
 impl Profile {
-    /// Of a model that is trained whole.
+    /// Creates the profile of a model with all parameters trained.
     pub fn of_all(model: &ModelConfig, activations: Activations, flops_per_row: f64) -> Self {
         let parameters = model.parameters().iter().map(ModelParam::numel).collect();
         Self { parameters, frozen: Vec::new(), quantized: Vec::new(), activations, flops_per_row }
     }
 
-    /// Elements of all parameters.
+    /// Returns the number of elements of all parameters.
     pub fn num_params(&self) -> usize {
         self.all().sum()
     }
 
-    /// Elements of the parameters that are trained.
+    /// Returns the number of elements of the trained parameters.
     pub fn num_trained(&self) -> usize {
         self.parameters.iter().sum()
     }
 
-    /// Bytes of the frozen parameters of which `is_meant` says so, by their elements, where `bytes` gives those of so many elements that are
-    /// not quantised already.
+    /// Returns the bytes of the frozen parameters whose number of elements `is_meant` selects. `bytes` gives the bytes of a
+    /// parameter that is not quantised.
     pub(super) fn frozen_bytes(&self, bytes: impl Fn(usize) -> usize, is_meant: impl Fn(usize) -> bool) -> u64 {
-        // Quantised rows are numbers of 16 bit to what shards and gathers them.
+        // Sharding and gathering treat quantised rows as 16-bit numbers.
         let quantized = self.quantized.iter().filter(|[_, bytes]| is_meant(bytes / 2)).map(|[_, bytes]| bytes);
         let whole = self.frozen.iter().filter(|elements| is_meant(**elements)).map(|&elements| bytes(elements));
         (whole.sum::<usize>() + quantized.sum::<usize>()) as u64
@@ -83,7 +83,7 @@ impl Profile {
         self.parameters.iter().chain(&self.frozen).copied().chain(self.quantized.iter().map(|[elements, _]| *elements))
     }
 
-    /// Elements of the largest parameter.
+    /// Returns the number of elements of the largest parameter.
     pub fn largest(&self) -> usize {
         self.all().max().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! The ranks of a run: threads of this process, or processes that a launcher has started, of which this is one.
+//! The ranks of a run: threads of this process, or processes that a launcher has started, including this one.
 
 use std::any::Any;
 use std::cell::Cell;
@@ -18,15 +18,15 @@ use crate::error::{Result, TrainError, io, of_ranks, wrong};
 use crate::launched::say_begun;
 use crate::step::EngineError;
 
-/// The longest that a rank waits for another.
+/// Default deadline of a wait for another rank.
 const DEADLINE: Duration = Duration::from_secs(600);
 
-/// In seconds: a year.
+/// Maximum deadline, in seconds: a year.
 const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 
-/// Where a run's ranks are.
+/// The ranks of a run, as seen from this process.
 pub(super) struct Ranks<'a> {
-    /// What started this process as one of several.
+    /// This process's rank and world size, if a launcher started it as one of several.
     launched: Option<World>,
     process: Option<&'a ProcessRun>,
 }
@@ -34,11 +34,11 @@ pub(super) struct Ranks<'a> {
 /// The exit code of bad input.
 const BAD_INPUT: u8 = 2;
 
-/// Why the ranks stopped. A launcher ends all processes when the first ends badly: the error is to be printed before this is
-/// dropped, which waits, for a few seconds at most, until the other ranks have come as far.
+/// The reason that the ranks stopped. A launcher ends all processes when the first one fails: print the error before
+/// dropping this. The drop waits, for a few seconds at most, until the other ranks have reached the same point.
 pub(super) struct Stopped {
     pub(super) error: TrainError,
-    /// Waits when it is dropped.
+    /// Waits when dropped.
     _ending: Option<Box<dyn Any>>,
 }
 
@@ -48,11 +48,11 @@ impl From<TrainError> for Stopped {
     }
 }
 
-/// Runs `body` where this process's ranks are: chosen by what started it.
+/// Runs `body` on this process's ranks, which depend on the launcher that started it, if any.
 ///
 /// # Errors
 ///
-/// The body's, another rank's, or those of ranks that cannot be connected.
+/// The errors of `body`, of another rank, or of ranks that cannot be connected.
 pub(super) fn with_ranks<T>(options: &Options, body: impl Fn(&Ranks<'_>) -> Result<T>) -> Result<T, Stopped> {
     let start = Start::from_environment().map_err(|error| TrainError::Launch(error.to_string()))?;
     let Some(world) = start.world() else { return Ok(body(&Ranks { launched: None, process: None })?) };
@@ -77,7 +77,7 @@ pub(super) fn with_ranks<T>(options: &Options, body: impl Fn(&Ranks<'_>) -> Resu
     })
 }
 
-/// Threads, deadline and flight records of the ranks.
+/// Returns the threads, deadline and flight records of the ranks.
 pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions> {
     let watchdog = match &options.config {
         Some(path) => Config::from_file(path)?.watchdog(),
@@ -97,7 +97,7 @@ pub(super) fn launch_options(options: &Options) -> Result<LaunchOptions> {
     Ok(LaunchOptions { threads_per_rank, deadline, flight_dir, trusted_network, kernel_cache })
 }
 
-/// A launch's error as this crate's.
+/// Converts a launch's error to this crate's.
 fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
     if let zero_core::LaunchError::Rank { failure, .. } = error
         && let RankFailure::Failed(reason) = &**failure
@@ -117,34 +117,34 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
 }
 
 impl Ranks<'_> {
-    /// Threads of this process.
+    /// Returns ranks that are threads of this process.
     #[cfg(test)]
     pub(super) fn threads() -> Self {
         Ranks { launched: None, process: None }
     }
 
-    /// This process among those of the launcher.
+    /// Returns this process among those of the launcher.
     pub(super) fn process(&self) -> Option<&ProcessRun> {
         self.process
     }
 
-    /// The number that the launcher gives, if there is one.
+    /// Returns the rank and world size that the launcher gives, if there is one.
     pub(super) fn world(&self) -> Option<&World> {
         self.launched.as_ref()
     }
 
-    /// Whether this process is the one that prints and writes.
+    /// Returns whether this process is the one that prints and writes.
     pub(super) fn is_main(&self) -> bool {
         self.launched.as_ref().is_none_or(|launched| launched.rank == 0)
     }
 
-    /// How many ranks share the machine that has most of them, so that all ranks decide alike; none for threads.
+    /// Returns the largest number of ranks on a machine, so that all ranks decide alike; `None` for threads.
     pub(super) fn most_on_a_machine(&self) -> Option<usize> {
         let place = self.process?.comm().place();
         (0..place.nodes).map(|node| place.node_of.iter().filter(|&&of| of == node).count()).max()
     }
 
-    /// The least that a rank has of something, so that all of them decide alike; none if no rank knows.
+    /// Returns the minimum of a value over ranks, so that all of them decide alike; `None` if no rank knows it.
     pub(super) fn least(&self, value: Option<u64>) -> Result<Option<u64>> {
         let Some(process) = self.process else { return Ok(value) };
         let mine = value.unwrap_or(u64::MAX).to_le_bytes().to_vec();
@@ -153,7 +153,7 @@ impl Ranks<'_> {
         Ok(all.min().filter(|&least| least != u64::MAX))
     }
 
-    /// The newest sound checkpoint in `dir`; every rank looks at its share of the files.
+    /// Returns the newest valid checkpoint in `dir`; every rank checks its share of the files.
     pub(super) fn find_latest(&self, dir: &Path, check: Check) -> Result<Found> {
         let found = match self.process {
             Some(process) => find_latest_together(&**process.comm(), dir, check),
@@ -162,7 +162,7 @@ impl Ranks<'_> {
         Ok(found.map_err(EngineError::from)?)
     }
 
-    /// Opens the checkpoint at `path`; every rank looks at its share of the files.
+    /// Opens the checkpoint at `path`; every rank checks its share of the files.
     pub(super) fn open(&self, path: &Path) -> Result<Checkpoint> {
         let opened = match self.process {
             Some(process) => check_together(&**process.comm(), path, Check::Sizes)
@@ -172,14 +172,14 @@ impl Ranks<'_> {
         Ok(opened.map_err(EngineError::from)?)
     }
 
-    /// Ends all ranks, before anything is trained, when one of them has another `line` than rank 0.
+    /// Ends all ranks, before training, if one of them has a line that differs from rank 0's.
     pub(super) fn agree(&self, lines: &[String]) -> Result<()> {
         let Some(process) = self.process else { return Ok(()) };
         let compared = zero_core::collective::agree(&**process.comm(), lines)?;
         compared.map_or(Ok(()), |difference| Err(TrainError::Launch(difference.to_string())))
     }
 
-    /// As [`Setup::local_main_process_first`](super::Setup::local_main_process_first).
+    /// Same as [`Setup::local_main_process_first`](super::Setup::local_main_process_first).
     pub(super) fn local_main_process_first<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(process) = self.process else { return f() };
         let comm = &**process.comm();
@@ -189,8 +189,8 @@ impl Ranks<'_> {
         })
     }
 
-    /// What other ranks than the first print goes to a file of the rank's own: where the launcher has made one (`srun
-    /// --output=rank-%t.log`), there; otherwise in `out`, or nowhere.
+    /// Redirects the output of ranks other than the first to a file per rank: the one that the launcher made, if any (`srun
+    /// --output=rank-%t.log`); otherwise one in `out`. Without `out`, standard output is discarded.
     pub(super) fn quieten(&self, out: Option<&Path>) -> Result<()> {
         let Some(World { rank, variable, .. }) = self.launched.as_ref().filter(|_| !self.is_main()) else {
             return Ok(());
@@ -213,7 +213,7 @@ impl Ranks<'_> {
         let file = std::fs::OpenOptions::new().create(true).append(true).open(&path).map_err(&io)?;
         rustix::stdio::dup2_stdout(&file).map_err(|error| io(error.into()))?;
         if out.is_some() {
-            // Without a folder for it, trouble is still told.
+            // Without a folder for it, errors are still printed.
             rustix::stdio::dup2_stderr(&file).map_err(|error| io(error.into()))?;
         }
         Ok(())

@@ -2,7 +2,7 @@
 
 use super::options::{Hyperparameters, ScheduleChoice};
 
-/// Published hyperparameters of AdamW and its schedule for a model that is trained from nothing.
+/// Published hyperparameters of AdamW and its schedule for a model that is trained from scratch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Recipe {
     /// The highest learning rate.
@@ -15,18 +15,19 @@ pub struct Recipe {
     pub clip: f64,
     /// The shape of the rate after the warm-up.
     pub schedule: ScheduleChoice,
-    /// Where these are from: a paper and its URL.
+    /// The source: a paper and its URL.
     pub source: &'static str,
 }
 
-/// Warm-up steps of a run of so many: a fiftieth, at most 2,000 as in *LLaMA* (Touvron et al. 2023,
-/// <https://arxiv.org/abs/2302.13971>), and in a short run 8 or half of it: the first steps of a deep model are the ones that fail.
+/// Returns the warm-up steps of a run of `steps` steps: a fiftieth, at most 2,000 as in *LLaMA* (Touvron et al. 2023,
+/// <https://arxiv.org/abs/2302.13971>), and in a short run 8 or half of it: the first steps of a deep model are the ones
+/// that fail.
 fn warmup(steps: usize) -> usize {
     (steps / 50).clamp(8, 2000).min(steps / 2)
 }
 
 impl Recipe {
-    /// These hyperparameters for a run of `steps`, if the user has given none of them; what else there is stays.
+    /// Returns `hyper` with these hyperparameters for a run of `steps` steps, if the user has given none of them.
     pub(super) fn complete(&self, hyper: &Hyperparameters, steps: usize) -> Option<Hyperparameters> {
         let Hyperparameters { lr, beta1, beta2, eps, weight_decay, warmup: warm, schedule, clip, .. } = hyper;
         let given = [lr, beta1, beta2, eps, weight_decay, clip].iter().any(|given| given.is_some());
@@ -45,7 +46,7 @@ impl Recipe {
         })
     }
 
-    /// Tells a person the recipe, before training.
+    /// Formats the recipe for a person, before training.
     pub(super) fn told(&self, name: &str) -> String {
         format!(
             "The recipe of {name}, as no --lr, --warmup, --schedule, --clip, --weight-decay or beta is given: learning rate {}, \

@@ -1,4 +1,4 @@
-//! The end of a run: measured figures beside the ZeRO formulas.
+//! The summary of a run: measured figures alongside the ZeRO formulas.
 
 use serde::{Deserialize, Serialize};
 use zero_core::accounting::{StateBytes, WireBytes};
@@ -8,7 +8,7 @@ use super::training::Measured;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, number_or_nan};
 
-/// What a run came to. With `--json` this is what standard output holds.
+/// The results of a run, printed on standard output with `--json`.
 // A field for each of `--json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
@@ -26,11 +26,11 @@ pub struct Summary {
     pub batch: usize,
     /// Micro-batches per step.
     pub accumulation: usize,
-    /// Tokens per row; 1 where rows have none.
+    /// Tokens per row; 1 if rows have none.
     pub seq: usize,
-    /// What speeds are counted in: `tokens`, or `rows` where they have none.
+    /// Unit of speeds: `tokens`, or `rows` if they have no tokens.
     pub unit: String,
-    /// Whether `exp(loss)` is a perplexity.
+    /// True if `exp(loss)` is a perplexity.
     pub has_perplexity: bool,
     /// Loss of the first step, before its update.
     #[serde(deserialize_with = "number_or_nan")]
@@ -40,38 +40,38 @@ pub struct Summary {
     pub loss_last: f64,
     /// Skipped updates.
     pub skipped: usize,
-    /// Epochs, also an unfinished one that was evaluated.
+    /// Epochs, including an unfinished one that was evaluated.
     pub epochs: Vec<EpochMetrics>,
-    /// Median over the steps, in `unit`, without the first where there are more, and over some of them where there are thousands.
+    /// Median over the steps, in `unit` per second; without the first step if there are more, and over a sample of thousands.
     pub tokens_per_second: f64,
     /// Measured bytes of model state on the rank that held most, in the last step.
     pub model_state_bytes: StateBytes,
     /// The same by the ZeRO formula.
     pub model_state_bytes_formula: StateBytes,
-    /// Most bytes of whole gradients waiting to be reduced at one time, on any rank (stages 2 and 3).
+    /// Peak bytes of full gradients waiting to be reduced, on any rank (stages 2 and 3).
     pub gradients_in_flight_bytes_peak: u64,
-    /// Most bytes of gathered parameters at one time, on any rank.
+    /// Peak bytes of gathered parameters, on any rank.
     pub gathered_bytes_peak: u64,
     /// Measured bytes received per rank in the last step.
     pub wire_bytes_per_step: u64,
-    /// The same by the ZeRO formula; at stage 3 without what the persistence threshold saves.
+    /// The same by the ZeRO formula, which accounts for the persistence threshold at stage 3.
     pub wire_bytes_per_step_formula: u64,
-    /// What they would have been had nothing been quantised, of the same rank.
+    /// Bytes that the same rank would have received without quantisation.
     pub wire_bytes_per_step_uncompressed: u64,
-    /// What of them came from ranks on other machines, of the rank that received most from there.
+    /// Bytes received from ranks on other machines, on the rank that received most from there.
     pub wire_bytes_per_step_from_other_machines: u64,
-    /// Bytes of memory, in large blocks, that the steps after the second took from the system: 0 when every buffer of a
-    /// step is one of the step before. Absent where the program's allocator does not count them.
+    /// Bytes of memory, in large blocks, that the steps after the second newly took from the system: 0 if every buffer of a
+    /// step is reused from the step before. Absent if the program's allocator does not count them.
     pub fresh_bytes_after_two_steps: Option<u64>,
-    /// Most memory of the process.
+    /// Peak memory of the process.
     pub peak_rss_bytes: u64,
     /// Checkpoints saved.
     pub checkpoints: usize,
-    /// How long training stalled for them, in all.
+    /// Total time that training stalled for them.
     pub checkpoint_stall_seconds: f64,
-    /// What the trained model makes.
+    /// A sample of the trained model's output.
     pub sample: Option<String>,
-    /// Why another model than the default was trained, if so.
+    /// Messages about the choice of the model, the recipe and the tier.
     pub notice: Option<String>,
 }
 

@@ -1,4 +1,4 @@
-//! Which examples a batch is made of.
+//! The training examples of a batch.
 
 use core::ops::Deref;
 
@@ -12,9 +12,9 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// A number for each row, to draw random numbers from (crops of an image, masks of a text). It follows from the run's
-    /// `--seed`, the row and the epoch: so it is the same at every stage, at every number of ranks and after a resume, and
-    /// another one in the next epoch. Rows that are held out have the same in every evaluation.
+    /// Returns a seed for each row, to draw random numbers from (crops of an image, masks of a text). It follows from the
+    /// run's `--seed`, the row and the epoch: it is the same at every stage, with every number of ranks and after a resume,
+    /// and differs between epochs. Held-out rows have the same seeds in every evaluation.
     pub fn seeds(&self) -> &[u64] {
         &self.seeds
     }
@@ -44,14 +44,14 @@ impl FromIterator<(usize, u64)> for Rows {
     }
 }
 
-/// Rows by themselves, as in an evaluation.
+/// Rows with the seeds of an evaluation.
 impl From<&[usize]> for Rows {
     fn from(numbers: &[usize]) -> Self {
         numbers.iter().map(|&row| (row, seed_of(0, row))).collect()
     }
 }
 
-/// Of position `position` of a run with this seed.
+/// Returns the seed of a position in a run with this seed.
 pub(super) fn seed_of(seed: u64, position: usize) -> u64 {
     Draws::new(seed).fork(position as u64).bits()
 }

@@ -2,7 +2,7 @@
 
 use crate::metrics::StepMetrics;
 
-/// Figures of the steps so far, of a size that does not grow with their number.
+/// Figures of the steps so far, in space that does not grow with their number.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Steps {
     pub(super) number: usize,
@@ -12,7 +12,7 @@ pub(super) struct Steps {
     pub(super) speeds: Speeds,
     /// Peaks over all ranks: gradients in flight, gathered parameters, memory of the process.
     pub(super) peaks: [u64; 3],
-    /// Sum over the steps after the second, as long as all are known.
+    /// Sum over the steps after the second, if all are known.
     pub(super) fresh_bytes: Option<u64>,
 }
 
@@ -35,11 +35,11 @@ impl Steps {
     }
 }
 
-/// Speeds of steps at even distances, which grow so that there are never many.
+/// Speeds of evenly spaced steps, whose spacing grows so that their number stays bounded.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Speeds {
     kept: Vec<f64>,
-    /// Steps that stand for one, as a power of two, and steps that came.
+    /// One of every 2^`power` steps is kept; `seen` counts all of them.
     power: u32,
     seen: usize,
 }

@@ -1,7 +1,7 @@
-//! `--trace`: the spans of all threads into a file for chrome://tracing or <https://ui.perfetto.dev>.
+//! `--trace`: writes the spans of all threads to a file for chrome://tracing or <https://ui.perfetto.dev>.
 //!
-//! Compute threads show forward, backward and update, the operations inside, and what they wait for; `prefetch`,
-//! `reducer` and `gradients` threads show the communication that goes on beside. `bench/trace.py` adds it up.
+//! Compute threads show forward, backward and update, the operations inside, and their waits; `prefetch`, `reducer` and
+//! `gradients` threads show the concurrent communication. `bench/trace.py` adds it up.
 
 use std::fs::File;
 use std::io::BufWriter;
@@ -12,7 +12,7 @@ use tracing_subscriber::layer::SubscriberExt;
 
 use crate::error::{Result, TrainError, io};
 
-/// Records until the guard is dropped, which completes the file.
+/// Records spans until the guard is dropped, which completes the file.
 pub(super) fn begin(path: &Path) -> Result<FlushGuard> {
     let file = File::create(path).map_err(io("create", path))?;
     let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();

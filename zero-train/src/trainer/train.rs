@@ -15,9 +15,9 @@ use crate::error::{Result, TrainError, wrong_data};
 use crate::monitor::Phase;
 use crate::signals::Watch;
 
-/// Trains by the plan; returns every step's metrics.
+/// Trains by the plan, and returns the measurements.
 ///
-/// `allocator` is the process's.
+/// `allocator` is the process's allocator.
 pub(super) fn train<T: Task, F: Front<T>>(
     front: &F,
     task: &T,
@@ -59,7 +59,7 @@ fn run_rank(
     training.finish()
 }
 
-/// The state to begin with: of nothing, or of the checkpoint, into which the engine is put. Also what is to be told.
+/// Returns the initial state, fresh or from the checkpoint, which the engine loads too; and the warnings to report.
 fn begin(plan: &Plan, trainee: &mut dyn Trainee) -> Result<(TrainerState, Vec<String>)> {
     let batch = plan.plan.batch.global;
     let data = DataPosition::first(&plan.data, batch);

@@ -1,8 +1,8 @@
-//! The steps of one rank: each is made, recorded, and followed by what is due.
+//! The steps of one rank: each is made, recorded, and followed by the work that is due.
 //!
-//! A step that a device computes by itself ([`Trainee::is_on_device`]) is recorded once the device has been given the next one, so that it
-//! has work while metrics are written. A step is recorded at once where something is due after it: evaluation, a checkpoint, the end of an
-//! epoch or of the run, a signal.
+//! A step that a device computes by itself ([`Trainee::is_on_device`]) is recorded once the next one is queued on the
+//! device, so that the device has work while metrics are written. A step is recorded at once if something is due after it:
+//! evaluation, a checkpoint, the end of an epoch or of the run, a signal.
 
 use std::ops::Range;
 use std::path::Path;
@@ -27,37 +27,38 @@ use crate::monitor::{Phase, write_whole};
 use crate::signals::Signal;
 use crate::step::{EngineError, Step, Times};
 
-/// What a run has measured.
+/// The measurements of a run.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Measured {
     pub(super) steps: Steps,
     pub(super) epochs: Vec<EpochMetrics>,
-    /// Checkpoints, and for how long training stalled for them.
+    /// Number of checkpoints, and the seconds that training stalled for them.
     pub(super) saves: usize,
     pub(super) stall_seconds: f64,
-    /// What has ended it before its last step.
+    /// The signal that ended it before its last step.
     pub(super) signal: Option<Signal>,
-    /// What the trained model makes.
+    /// A sample of the trained model's output.
     pub(super) sample: Option<String>,
 }
 
-/// The most updates in a row that are skipped before a run gives up. A dynamic loss scale ends by itself, at its minimum.
+/// Maximum number of consecutive skipped updates before a run gives up. A dynamic loss scale ends the run itself, at its minimum.
 const MOST_SKIPPED: usize = 20;
 
 /// The step after which memory is expected not to grow.
 const SETTLED: usize = 2;
 
-/// The part of the highest use of memory that is taken beside it when memory has settled. Ranks drift apart differently in
-/// every step, so with several of them a later peak can be higher: by 5 % at most in 6 runs of GPT-2 124M on 2 ranks.
+/// Reciprocal of the fraction of peak memory use that is reserved in addition once memory has settled. Ranks drift apart
+/// differently in every step, so with several of them a later peak can be higher: by 5 % at most in 6 runs of GPT-2 124M on
+/// 2 ranks.
 const HEADROOM: u64 = 20;
 
-/// A rank's training, from step to step.
+/// The training of one rank, from step to step.
 // What it was made of, then where it is.
 pub(super) struct Training<'a, 'p, T> {
     task: &'a T,
     trainee: &'a mut dyn Trainee,
     plan: &'a Plan,
-    /// Present on rank 0 alone.
+    /// Present only on rank 0.
     observer: Option<&'a Mutex<Observer<'p>>>,
     allocator: Option<&'a PageKeeper>,
     peak_flops: Option<f64>,
@@ -67,9 +68,9 @@ pub(super) struct Training<'a, 'p, T> {
     since_save: (f64, usize),
     /// Bytes that the allocator had taken from the system when the last step was recorded.
     fresh_bytes: Option<u64>,
-    /// The last step, while it is not recorded.
+    /// The last step, until it is recorded.
     made: Option<Made>,
-    /// Updates in a row that were skipped.
+    /// Number of consecutive skipped updates.
     in_a_row: usize,
     /// The step of the last checkpoint.
     saved: usize,
@@ -77,14 +78,14 @@ pub(super) struct Training<'a, 'p, T> {
 
 /// A step that a rank has made.
 struct Made {
-    /// From 1.
+    /// Number of the step, from 1.
     step: usize,
     outcome: Step,
-    /// Mean of this rank's micro-batches.
+    /// Mean loss of this rank's micro-batches.
     loss: f64,
     /// This rank's rows of micro-batches whose loss is not finite.
     odd: Vec<usize>,
-    /// Tokens of this rank's rows, where the task counts them.
+    /// Tokens of this rank's rows, if the task counts them.
     tokens: Option<usize>,
     elapsed: Duration,
     lr: f64,
@@ -120,7 +121,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         }
     }
 
-    /// Has rank 0 show or write something.
+    /// Calls `what` with the observer, on rank 0 only.
     pub(super) fn observe(&self, what: impl FnOnce(&mut Observer<'_>)) {
         if let Some(observer) = self.observer {
             what(&mut observer.lock().expect("the observer is used by rank 0 alone"));
@@ -131,7 +132,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         self.observe(|observer| observer.say(line));
     }
 
-    /// A phase begins, whose table of memory is sampled from another thread.
+    /// Begins a phase, whose memory is sampled from another thread.
     pub(super) fn phase(&self, phase: Phase) {
         self.observe(|observer| {
             let probe = self.trainee.memory_probe();
@@ -139,7 +140,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         });
     }
 
-    /// Measures one row, and predicts it: an evaluation that fails is to be found before an epoch of training, not after.
+    /// Evaluates one row and predicts it, so that an evaluation that fails is found before an epoch of training.
     pub(super) fn try_evaluation(&self) -> Result<()> {
         let data = &self.plan.data;
         let first = Rows::from(&[data.order.rows][..]);
@@ -156,7 +157,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok(())
     }
 
-    /// Trains a step, the next of the run; whether there is another.
+    /// Trains the next step of the run. Returns whether there is another.
     pub(super) fn step(&mut self) -> Result<bool> {
         let step = self.made.as_ref().map_or(self.state.step, |made| made.step) + 1;
         if step > self.plan.steps {
@@ -191,7 +192,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             || plan.checkpoints.due(step, false).is_some()
     }
 
-    /// Makes a step's passes and update, and records the step before while a device computes them. Also whether one did.
+    /// Makes a step's passes and update, and records the previous step while a device computes them. Also returns whether one did.
     fn make(&mut self, step: usize) -> Result<(Made, bool)> {
         let (begin, rank, world, batch) =
             (Instant::now(), self.trainee.rank(), self.plan.plan.world, self.plan.plan.batch);
@@ -232,8 +233,9 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok((made, is_on_device))
     }
 
-    /// By how much of the update's items each micro-batch's terms of the loss count: 1 where all micro-batches of all ranks have as
-    /// many. Nothing where the task has no [`weights`](Task::weights); otherwise a collective.
+    /// Returns, for each micro-batch, the factors of the loss's terms by their share of the update's items: 1 if all
+    /// micro-batches of all ranks have equally many. Empty if the task has no [`weights`](Task::weights); otherwise a
+    /// collective.
     fn shares(&self, micro_batches: usize, rows: impl Fn(usize) -> Rows) -> Result<Vec<Vec<f64>>> {
         let terms = self.task.weights(&rows(0))?.len();
         if terms == 0 {
@@ -255,7 +257,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok(weights.iter().map(|weights| weights.iter().zip(&all).map(share).collect()).collect())
     }
 
-    /// Records a step; the signal that has come meanwhile, the same on every rank.
+    /// Records a step. Returns the signal that has arrived meanwhile, the same on every rank.
     fn record(&mut self, made: Made) -> Result<Option<Signal>> {
         let Made { step, outcome, loss, odd, tokens, elapsed, lr, loss_scale, mine, times, device_bytes } = made;
         let elapsed = elapsed.as_secs_f64();
@@ -328,15 +330,15 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         matches!(self.plan.plan.precision, Precision::Fp16 { loss_scale: LossScale::Dynamic(_) })
     }
 
-    /// Every rank's row numbers, in the order of ranks. A collective.
+    /// Gathers every rank's row numbers, in rank order. A collective operation.
     fn rows_of_all_ranks(&self, mine: &[usize]) -> Result<Vec<usize>> {
         let bytes = mine.iter().flat_map(|row| (*row as u64).to_le_bytes()).collect();
         let all = self.trainee.all_gather_bytes(bytes)?.concat();
         Ok(all.chunks_exact(8).map(|row| u64::from_le_bytes(row.try_into().expect("8 bytes")) as usize).collect())
     }
 
-    /// The error of a run that makes no updates any more. A checkpoint is saved before, if there is a place for it, of the last
-    /// weights and behind the rows that were skipped.
+    /// Returns the error of a run that can make no more updates. Saves a checkpoint first, if there is a folder for it,
+    /// with the last weights and a data position after the rows that were skipped.
     fn give_up(&mut self, told: String) -> Result<TrainError> {
         let step = self.state.step;
         if let Some(dir) = self.plan.checkpoints.due(step, true).filter(|_| self.saved != step) {
@@ -401,7 +403,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok(())
     }
 
-    /// Measures the rows that are held out, if there are some and no signal ends it; `said` if nothing else will say it.
+    /// Evaluates the held-out rows, if there are some and no signal ends it; `said` prints the result, if nothing else will.
     fn evaluate(&mut self, said: bool) -> Result<Option<Evaluated>> {
         if self.plan.data.held_out == 0 {
             return Ok(None);
@@ -429,7 +431,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         Ok(Some(values))
     }
 
-    /// Writes what is written at the end of a run.
+    /// Writes the outputs that are due at the end of a run.
     pub(super) fn finish(mut self) -> Result<Measured> {
         let plan = self.plan;
         if let Some(saved) = self.trainee.wait_for_save()? {
@@ -450,7 +452,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             self.trainee.exchange_averages()?;
         }
         if let Some(out) = plan.save_16bit.as_ref().filter(|_| self.state.step == plan.steps) {
-            // Whole 16-bit weights; every rank takes part.
+            // Full 16-bit weights; every rank takes part.
             let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
             let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
             let options = ExportOptions { dtype, files: plan.model.files.clone(), ..ExportOptions::default() };
@@ -492,7 +494,7 @@ fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
 }
 
-/// Measures all rows that are held out; gives the figures, or the signal that has ended it. All ranks evaluate equally often, for
+/// Evaluates all held-out rows. Returns the figures, or the signal that ended it. All ranks evaluate equally often, because
 /// they may have to gather parameters together.
 fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
     let (mut names, mut sums): (Vec<&str>, Vec<[f64; 2]>) = Default::default();
@@ -528,9 +530,10 @@ fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<
     Ok(Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
 }
 
-/// Gives `each` batches of rows that are not trained on, and how many of these rows count. Each rank takes as many, in their
-/// order, the first ones one more where they do not divide; in place of a batch that only other ranks have comes a row that does not
-/// count. Between batches ranks agree on whether a signal is to end it, and give that.
+/// Calls `each` with batches of rows that are not trained on, and the number of these rows that count. Each rank takes an
+/// equal share, in order; the first ranks take one row more if the rows do not divide. A rank that has no batch left while
+/// others do gets a row that does not count. Between batches, ranks agree on whether a signal ends it, and return that
+/// signal.
 fn each_of(
     others: Range<usize>,
     plan: &Plan,

@@ -1,4 +1,4 @@
-//! From options, and a configuration file if there is one, to a [`ZeroPlan`].
+//! Resolution of options, and of a configuration file if there is one, into a [`ZeroPlan`].
 
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ use crate::schedule::Schedule;
 const DEFAULT_RANKS: usize = 2;
 const DEFAULT_LR: f64 = 1e-3;
 
-/// The plan for a model of this width.
+/// Returns the plan for a model of this width.
 pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result<ZeroPlan> {
     check(&options.hyper, options.steps, options.ranks)?;
     if let Some(decay) = options.ema_decay.filter(|decay| !(*decay > 0.0 && *decay < 1.0)) {
@@ -31,8 +31,8 @@ pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result
     Ok(plan)
 }
 
-/// What a configuration file means to a run of so many `steps`, with a model of this width; without,
-/// an `"auto"` that depends on it has no value.
+/// Returns the plan of a configuration file for a run of `steps` steps and a model of this width, and its `"auto"` values.
+/// Without a width, an `"auto"` that depends on it has no value.
 ///
 /// # Errors
 ///
@@ -72,7 +72,7 @@ fn check(options: &Hyperparameters, steps: usize, ranks: Option<usize>) -> Resul
     Ok(())
 }
 
-/// AdamW's learning rate, betas, epsilon and weight decay.
+/// Returns AdamW's learning rate, betas, epsilon and weight decay.
 fn adamw_values(options: &Hyperparameters) -> [f64; 5] {
     let Hyperparameters { lr, beta1, beta2, eps, weight_decay, .. } = *options;
     let given = [(lr, DEFAULT_LR), (beta1, 0.9), (beta2, 0.999), (eps, 1e-8), (weight_decay, 0.01)];
@@ -85,7 +85,7 @@ fn adamw(options: &Hyperparameters) -> OptimizerPlan {
     OptimizerPlan { lr, rule: Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: true } }
 }
 
-/// The schedule that the options ask for, from 0 to the optimizer's learning rate and on.
+/// Returns the schedule that the options ask for: a warm-up from 0 to the optimizer's learning rate, and what follows.
 fn schedule(options: &Hyperparameters, lr: f64, steps: usize) -> Option<Schedule> {
     let warmup_steps = options.warmup.unwrap_or(0);
     match options.schedule.unwrap_or(ScheduleChoice::Constant) {
@@ -109,11 +109,11 @@ fn precision(dtype: Dtype) -> Precision {
     }
 }
 
-/// Where what is offloaded goes.
+/// Returns the destination of offloaded state.
 ///
 /// # Errors
 ///
-/// [`TrainError`](crate::TrainError) for the host's memory where the backend computes in it.
+/// [`TrainError`](crate::TrainError) for host memory if the backend computes in it.
 pub(super) fn offload_to(options: &Options) -> Result<OffloadTo> {
     match (options.offload_to, options.backend) {
         (Some(OffloadTo::Host), BackendChoice::Cpu) => {
@@ -202,7 +202,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
     Ok(plan)
 }
 
-/// Values for "auto".
+/// Returns the values for "auto".
 fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> Auto {
     let [lr, beta_1, beta_2, epsilon, weight_decay] = adamw_values(options);
     Auto {
@@ -222,7 +222,7 @@ fn auto(options: &Hyperparameters, steps: usize, hidden_size: Option<usize>) -> 
     }
 }
 
-/// What a file leaves to the program, and the program's own schedules.
+/// Fills in what a file leaves to the program, and the program's own schedules.
 fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
     let lr = plan.optimizer.get_or_insert(adamw(options)).lr;
     if plan.schedule.is_none() {
@@ -286,7 +286,7 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
     Ok(plan)
 }
 
-/// Hyperparameters that say something else than the file.
+/// Rejects hyperparameters that contradict the file.
 fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Result<()> {
     let optimizer = plan.optimizer.unwrap_or_else(|| adamw(options));
     let (betas, epsilon) = optimizer.hyperparameters();
@@ -333,7 +333,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
     agree(path, options)
 }
 
-/// Options with what is given, if it is, and what the file says.
+/// Rejects the first option whose given value differs from the file's.
 fn agree(path: &Path, options: impl IntoIterator<Item = (&'static str, Option<String>, String)>) -> Result<()> {
     for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {

@@ -1,7 +1,7 @@
 //! `cargo run --release --manifest-path bench/bare/Cargo.toml --bin own_model`
 //!
-//! What `examples/examples/own_model.rs` was before: the same net in plain Burn, on one backend, with a loop of its own. `bench/own_model_diff.sh`
-//! prints what changed.
+//! The net of `examples/examples/own_model.rs` in plain Burn, on one backend, with its own loop.
+//! `bench/own_model_diff.sh` prints the differences.
 
 use burn::backend::Autodiff;
 use burn::module::AutodiffModule;
@@ -13,7 +13,7 @@ use burn::prelude::*;
 use burn::tensor::activation::relu;
 use burn_flex::Flex;
 
-/// 1797 digits of 8 x 8 pixels from 0 to 16, each with its label (examples/data/README.md says whose).
+/// 1797 digits of 8 x 8 pixels from 0 to 16, each with its label (source: examples/data/README.md).
 const DIGITS: &[[u8; 65]] = include_bytes!("../../../../examples/data/digits.bin").as_chunks().0;
 
 #[derive(Module, Debug)]

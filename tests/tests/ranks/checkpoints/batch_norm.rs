@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// A layer with running statistics, which every forward pass changes in place.
+/// A layer with running statistics, which every forward pass updates in place.
 #[derive(Module, Debug)]
 struct Normed<B: burn::tensor::backend::Backend> {
     first: burn::nn::Linear<B>,
@@ -29,7 +29,7 @@ fn rows<D: burn::tensor::backend::Backend<Device = Device>>(step: usize, rank: u
     Tensor::from_data(TensorData::new(values, [6, 4]), device)
 }
 
-/// Running statistics are each rank's own while it trains, as on Burn; a checkpoint has rank 0's, and gives them to all ranks.
+/// Running statistics are per rank in training, as in Burn. A checkpoint holds rank 0's and restores them on all ranks.
 #[test]
 fn a_batch_norms_running_statistics_are_saved_and_loaded() {
     type NormedEngine = ZeroEngine<B, Normed<B>, Fused<B>>;
@@ -115,7 +115,7 @@ fn a_batch_norms_running_statistics_are_saved_and_loaded() {
     }
 }
 
-/// A batch norm that comes from a record has running statistics all the same, not parameters.
+/// A batch norm loaded from a record has running statistics too, not parameters.
 #[test]
 fn a_batch_norm_from_a_record_goes_on() {
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();

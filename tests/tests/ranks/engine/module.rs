@@ -1,5 +1,5 @@
-//! The engine and its module: what is sharded is read and written whole, engines take turns, parameters are frozen or in
-//! groups, and mistakes are told.
+//! The engine and its module: full reads and writes of sharded state, engines that alternate, frozen parameters and
+//! parameter groups, and error messages.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! The engine's numbers: equal bits at all stages, gradients that are not finite, edits that would be lost.
+//! The engine's numbers: equal bits at all stages, non-finite gradients, edits that would be lost.
 
 use burn::module::Param;
 use burn::optim::SgdConfig;
@@ -58,12 +58,12 @@ fn with_one_way_of_accumulating_all_stages_give_the_same_bits() {
     assert!(2 * wires[1] < wires[0], "three micro-batches are reduced once: {wires:?} bytes");
 }
 
-/// What a rank adds to its loss.
+/// A term that a rank adds to its loss.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Spoiled {
-    /// A NaN that goes by way of the last layer norm's scale.
+    /// A NaN that passes through the last layer norm's scale.
     Loss,
-    /// Nothing but a gradient that is not finite, there too.
+    /// Only a non-finite gradient, in the same place.
     Gradient,
 }
 
@@ -120,7 +120,7 @@ fn gradients_that_are_not_finite_are_an_error_on_all_ranks_if_asked_for() {
     }
 }
 
-/// As in PyTorch; rank 0 prints a warning.
+/// Same as in PyTorch; rank 0 prints a warning.
 #[test]
 fn gradients_that_are_not_finite_are_skipped_unless_asked_otherwise() {
     let run = Run::tiny(Stage::Parameters);
@@ -212,7 +212,7 @@ struct Two<B: burn::tensor::backend::Backend> {
     b: Param<Tensor<B, 1>>,
 }
 
-/// A parameter made of another's tensor, micro-batches that are summed on the rank, and an optimizer of Burn's.
+/// A parameter created from another's tensor, micro-batches accumulated on the rank, and one of Burn's optimizers.
 #[test]
 fn parameters_of_one_tensor_are_updated_each_with_its_own_gradient() {
     for stage in Stage::ALL {

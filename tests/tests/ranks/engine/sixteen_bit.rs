@@ -1,4 +1,4 @@
-//! Training in 16 bit: loss scales, skipped updates, the memory of state and the bytes sent.
+//! Training in 16 bit: loss scales, skipped updates, state memory and bytes sent.
 
 use zero_core::estimate::{Precision, model_state};
 use zero_train::loss_scale::{DynamicLossScale, LossScaler};

@@ -1,4 +1,4 @@
-//! Layers that are born whole, or as views.
+//! Layers that are created in full, or as views.
 
 use burn::module::{AutodiffModule, Initializer};
 use burn::nn::LinearLayout;
@@ -8,7 +8,7 @@ use zero_burn::module::mark;
 
 use super::*;
 
-/// A network of one layer that is born whole or as a view, and one that is not.
+/// A network of two layers: one is created in full or as a view, the other is not.
 #[derive(Module, Debug)]
 struct Odd<B: Backend> {
     odd: Linear<B>,
@@ -25,7 +25,7 @@ pub(super) fn column<B: Backend<Device = Device>>(device: &Device) -> Linear<B> 
     LinearConfig::new(6, 4).with_layout(LinearLayout::Col).init(device)
 }
 
-/// Born without autodiff, and so a leaf of the graph from the first.
+/// Created without autodiff, and therefore a leaf of the graph from the start.
 fn column_as_a_leaf(device: &Device) -> Linear<Ad> {
     <Linear<Ad> as AutodiffModule<Ad>>::from_inner(column::<Zero<Flex>>(device))
 }
@@ -50,7 +50,7 @@ fn train(mut model: Odd<Ad>, device: &Device) -> (Odd<Ad>, Vec<u32>) {
     (model, losses)
 }
 
-/// First values alike in every world and at every stage; training bit-equal at every stage, in shards.
+/// Checks that first values are the same in every world and at every stage, and that sharded training is bit-equal at every stage.
 fn an_odd_layer_works(odd: fn(&Device) -> Linear<Ad>, sizes: &[usize]) -> Vec<TensorData> {
     let mut first: Option<Vec<TensorData>> = None;
     for world in 1..=4 {
@@ -107,7 +107,7 @@ fn a_column_layout_works() {
     }
 }
 
-/// What an initializer makes on its way, and a view's base, are gone after the first step.
+/// An initializer's temporaries, and a view's base, are dropped after the first step.
 #[test]
 fn an_initializers_temporaries_do_not_stay() {
     for odd in [orthogonal, column_as_a_leaf] {
@@ -124,9 +124,9 @@ fn an_initializers_temporaries_do_not_stay() {
     }
 }
 
-/// Until then they cost memory: a model that fits as shards must not need a multiple of that to be born.
+/// Until then they cost memory: initializing a model that fits as shards must not need a multiple of that.
 ///
-/// What an initialiser makes on its way is gone after `prepare`.
+/// An initializer's temporaries are dropped after `prepare`.
 #[test]
 fn an_initializers_temporaries_are_few() {
     ranks(4, config(Stage::Parameters, 5), |device| {

@@ -1,4 +1,4 @@
-//! A sample of what Flex overrides has the bits of bare Flex.
+//! A sample of the operations that Flex overrides has the same bits as bare Flex.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ fn floats<B: Backend>(shape: impl Into<Shape>, salt: usize, device: &B::Device) 
     B::float_from_data(TensorData::new(numbers(shape.num_elements(), salt), shape), device)
 }
 
-/// As [`floats`], as a module's parameter: on [`Zero`] a shard, and at stage 3 one that has to be gathered.
+/// Same as [`floats`], as a module's parameter: on [`Zero`] a shard, which must be gathered at stage 3.
 fn weights<B: Backend>(shape: impl Into<Shape>, salt: usize, device: &B::Device) -> FloatTensor<B> {
     let shape = shape.into();
     B::memory_persistent_allocations(device, shape, |shape| floats::<B>(shape, salt, device))
@@ -55,7 +55,7 @@ impl<B: Backend> Sample<B> {
     }
 }
 
-/// The results of operations that Flex has kernels of its own for, on fixed data.
+/// Returns the results of operations for which Flex has its own kernels, on fixed data.
 fn sample<B: Backend>(device: &B::Device) -> Vec<(&'static str, TensorData)> {
     let mut out = Sample::<B>(Vec::new(), std::marker::PhantomData);
     let f = |shape: &[usize], salt| floats::<B>(Shape::from(shape.to_vec()), salt, device);
@@ -264,7 +264,7 @@ fn results_are_the_inner_backends_bit_for_bit() {
     }
 }
 
-/// That the comparison above can tell a native kernel from a composition of other operations.
+/// The comparison above can tell a native kernel from a composition of other operations.
 #[test]
 fn a_composed_softmax_has_other_bits_than_the_native_one() {
     let x = || floats::<Flex>([64, 67], 1, &Default::default());

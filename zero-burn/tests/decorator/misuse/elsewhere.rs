@@ -1,4 +1,4 @@
-//! Models from outside of a launch, and edits that nobody announced.
+//! Models from outside of a launch, and unannounced edits.
 
 use std::sync::Mutex;
 
@@ -9,14 +9,14 @@ use super::*;
 
 // ---- models from elsewhere ----
 
-/// A parameter that is there, whereas `Linear`'s are drawn when they are first used.
+/// Builds a model with a parameter that exists already; `Linear`'s own are drawn at their first use.
 fn built(device: &Device) -> Net<Ad> {
     let mut model = Net::<Ad>::new(device);
     model.first.weight = Param::from_data(weight_data([4, 6]), device);
     model
 }
 
-/// The loss after two steps.
+/// Returns the loss after two steps.
 fn trained(mut model: Net<Ad>, prepared: bool, device: &Device) -> f32 {
     if prepared {
         model = prepare::<Ad, _>(model, device);
@@ -99,7 +99,7 @@ fn an_edit_of_gathered_parameters_that_would_be_lost() {
     }
 }
 
-/// No misuse: all ranks run the same closure, and the announced one's values count.
+/// Not a misuse: all ranks run the same closure, and the values of the announced rank count.
 #[test]
 fn an_edit_by_all_ranks_that_is_announced() {
     assert_right("an edit by all ranks", |device| {

@@ -1,4 +1,4 @@
-//! Ranks that leave, and collectives that one rank only calls.
+//! Ranks that leave, and collectives that only one rank calls.
 
 use super::*;
 
@@ -127,7 +127,7 @@ fn one_rank_reads_a_gradient() {
     }
 }
 
-/// Nothing comes after the read in which the ranks could meet.
+/// After the read, there is no call at which the ranks could meet.
 #[test]
 fn one_rank_reads_a_gradient_at_the_very_end() {
     for stage in &Stage::ALL[1..] {
@@ -145,7 +145,7 @@ fn one_rank_reads_a_gradient_at_the_very_end() {
     }
 }
 
-/// No misuse: parameters are read without the other ranks, so that one rank may evaluate, or look at a weight.
+/// Not a misuse: parameters are read without the other ranks, so one rank may evaluate or inspect a weight.
 #[test]
 fn one_rank_may_evaluate_alone() {
     for stage in Stage::ALL {
@@ -176,7 +176,7 @@ fn one_rank_may_evaluate_alone() {
     }
 }
 
-/// The same program, right: every rank reads.
+/// The correct version of the program: every rank reads.
 #[test]
 fn every_rank_reads_a_gradient() {
     for stage in Stage::ALL {

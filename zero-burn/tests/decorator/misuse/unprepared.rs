@@ -1,10 +1,10 @@
-//! Models that were never prepared, or in part.
+//! Models that were never prepared, or only in part.
 
 use burn::nn::LinearLayout;
 
 use super::*;
 
-/// Two steps without `prepare`, and what each rank's first parameter has become.
+/// Makes two steps without `prepare`, and returns the sum of each rank's output.
 fn unprepared<M, O>(
     stage: Stage,
     build: impl Fn(&Device) -> M + Send + Sync + 'static,
@@ -53,7 +53,7 @@ fn collecting_the_gradients_of_a_model_that_was_never_prepared() {
     assert_says("collect_grads without prepare", &error, &["has not seen", "call prepare on the whole model"]);
 }
 
-/// Only a part of the model is prepared.
+/// Only part of the model is prepared.
 #[test]
 fn a_step_on_a_model_that_was_prepared_in_part() {
     for stage in Stage::ALL {
@@ -70,7 +70,6 @@ fn a_step_on_a_model_that_was_prepared_in_part() {
 }
 
 /// A column layout's weight is a transposed view of its shard.
-///
 #[test]
 fn a_step_on_a_column_layout_that_was_never_prepared() {
     let build = |device: &Device| {
@@ -83,7 +82,7 @@ fn a_step_on_a_column_layout_that_was_never_prepared() {
     assert_noticed("LinearLayout::Col, never prepared", run, SOON, &["zero_burn::module::prepare"]);
 }
 
-/// The module is kept besides, so that the parameter's own handle tells nothing.
+/// A clone of the module is kept, so the number of the parameter's handles shows nothing.
 #[test]
 fn a_step_with_gradients_that_were_never_reduced_and_a_clone_of_the_model() {
     fn twice<O: Optimizer<Net<Ad>, Ad>>(optimizer: impl Fn() -> O + Clone + Send + Sync + 'static) {
@@ -103,7 +102,7 @@ fn a_step_with_gradients_that_were_never_reduced_and_a_clone_of_the_model() {
     twice(|| SgdConfig::new().init());
 }
 
-/// An optimizer of one's own, which asks for no devices.
+/// A custom optimizer, which queries no devices.
 #[test]
 fn an_update_by_hand_with_gradients_that_were_never_reduced() {
     let run = |stage| {
@@ -119,7 +118,7 @@ fn an_update_by_hand_with_gradients_that_were_never_reduced() {
     assert_noticed("an update by hand", run, SOON, &["zero_burn::module::collect_grads", "never reduced"]);
 }
 
-/// What an ordinary tensor has replaced is told where its gradients are collected.
+/// A parameter that an ordinary tensor has replaced is reported when gradients are collected.
 #[test]
 fn a_parameter_that_has_become_an_ordinary_tensor() {
     let run = |stage| {

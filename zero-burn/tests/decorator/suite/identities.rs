@@ -1,4 +1,4 @@
-//! Which tensor is which parameter: copies, clones, modules of one record, and losses of differences.
+//! The identity of parameters: copies, clones, modules of one record, and losses of differences.
 
 use burn::module::{AutodiffModule, Module, Param};
 use burn::optim::{AdamWConfig, GradientsParams, Optimizer, SgdConfig};
@@ -14,13 +14,13 @@ use super::model::Two;
 use super::{config, ranks};
 
 type Ad<B> = Autodiff<Zero<B>>;
-/// A loss of the parameters and an ordinary tensor.
+/// A loss computed from the parameters and an ordinary tensor.
 type Loss<B> = fn(&Two<Ad<B>>, Tensor<Ad<B>, 1>) -> Tensor<Ad<B>, 1>;
 type Device<B> = ZeroDevice<<B as burn_backend::BackendTypes>::Device>;
 
 const FIVE: [f32; 5] = [1.0, 2.0, 3.0, 4.0, 5.0];
 
-/// `body` on one to three ranks at every stage; it asserts.
+/// Runs `body`, which asserts, on one to three ranks at every stage.
 fn everywhere<B: Backend>(body: impl Fn(Device<B>, &str) + Sync) {
     for world in 1..=3 {
         for stage in Stage::ALL {
@@ -156,7 +156,7 @@ pub fn modules_of_one_record_train_apart<B: Backend>() {
     });
 }
 
-/// A distance from given weights is a loss as any other; only an update with an ordinary tensor is refused.
+/// A distance from given weights is a loss like any other; only an update with an ordinary tensor is rejected.
 pub fn a_parameter_may_be_compared_with_an_ordinary_tensor<B: Backend>() {
     let gradients = |loss: Loss<B>, what: &str, expected: [f32; 5]| {
         everywhere::<B>(|device, place| {

@@ -1,4 +1,4 @@
-//! What must hold over any inner backend.
+//! Laws that must hold over any inner backend.
 
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{AutodiffModule, Module};
@@ -22,8 +22,8 @@ use super::{config, ranks};
 
 type Ad<B> = Autodiff<Zero<B>>;
 
-/// Asserts that two runs gave the same bits. On devices Burn's fusion compiles other kernels for a piece than for the whole,
-/// whose compiler may join a product and a sum in one and not in the other: there, values to the last digits of fp32.
+/// Asserts that two runs gave the same bits. On devices, Burn's fusion compiles different kernels for a shard and for the full tensor, and
+/// the compiler may fuse a product and a sum in only one of them: there, values must agree to the last digits of fp32.
 fn assert_same<B: Backend>(a: &[Vec<f32>], b: &[Vec<f32>], what: &dyn std::fmt::Debug) {
     if std::any::type_name::<B>().contains("CubeBackend") {
         assert_eq!(a.len(), b.len(), "{what:?}");
@@ -41,10 +41,10 @@ fn assert_same<B: Backend>(a: &[Vec<f32>], b: &[Vec<f32>], what: &dyn std::fmt::
     assert!(bits(a) == bits(b), "{what:?}: {a:?} against {b:?}");
 }
 
-/// How a step is made of micro-batches.
+/// The composition of a step from micro-batches.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Steps {
-    /// Forward, backward, step; nothing called but `prepare`.
+    /// Forward, backward, step; only `prepare` is called.
     Plain,
     /// Two micro-batches through Burn's accumulator.
     Accumulate,
@@ -52,15 +52,15 @@ pub enum Steps {
     TwoForwards,
     /// An evaluation after every step.
     Evaluate,
-    /// A layer used on odd ranks only.
+    /// A layer that only odd ranks use.
     RankDependent,
-    /// Two micro-batches, no second mark, a layer used by one rank in the first and by all in the second.
+    /// Two micro-batches without a second mark; one rank uses a layer in the first, all ranks in the second.
     RankDependentAccumulate,
-    /// A copy of the module from before the step is evaluated after it and dropped.
+    /// A copy of the module from before the step is evaluated after the step and dropped.
     KeepBefore,
 }
 
-/// Losses of each rank over some steps with any Burn optimizer.
+/// Returns the losses of each rank over some steps with any Burn optimizer.
 fn train<B: Backend, O: Optimizer<Awkward<Ad<B>>, Ad<B>>>(
     world: usize,
     config: &ZeroConfig,
@@ -137,7 +137,7 @@ fn adamw<B: Backend>() -> impl Optimizer<Awkward<Ad<B>>, Ad<B>> {
     AdamWConfig::new().init()
 }
 
-/// Every stage gives the same bits at the same number of ranks, however steps are made.
+/// Every stage gives the same bits at the same number of ranks, whatever a step consists of.
 pub fn stages_agree<B: Backend>(steps: Steps) {
     for world in 1..=4 {
         let reference = train::<B, _>(world, &config(Stage::DataParallel), steps, adamw::<B>);
@@ -177,8 +177,8 @@ pub fn worlds_agree<B: Backend>() {
     }
 }
 
-/// Reductions along rows, written by hand, behind an operation on another tensor of the same shape. Burn's fusion makes one kernel of
-/// them, and burn-cubecl-fusion 0.21 panics on the device's thread in some (<https://github.com/tracel-ai/burn/issues/5292>).
+/// Reductions along rows, written by hand, after an operation on another tensor of the same shape. Burn's fusion makes one kernel of them,
+/// and burn-cubecl-fusion 0.21 panics on the device's thread in some (<https://github.com/tracel-ai/burn/issues/5292>).
 pub fn reductions_are_right<B: Backend>() {
     type T<B> = Tensor<Zero<B>, 2>;
     let (rows, columns) = (6, 8);
@@ -348,7 +348,7 @@ pub fn fused_rules_work<B: Backend>() {
     }
 }
 
-/// A moving average follows the weights by PyTorch's formula, and takes their place and gives it back.
+/// A moving average follows the weights by PyTorch's formula, and can be exchanged with them and back.
 pub fn averages_follow_the_weights<B: Backend>() {
     for stage in [Stage::DataParallel, Stage::Gradients, Stage::Parameters] {
         let config = ZeroConfig { ema_decay: Some(0.9), ..config(stage) };
@@ -402,8 +402,8 @@ pub fn averages_follow_the_weights<B: Backend>() {
     }
 }
 
-/// State kept in the host's memory, and updated there, gives the losses of state kept with the backend, over accumulated
-/// gradients too; records and the gradients' norm read it there.
+/// State that is kept and updated in host memory gives the same losses as state kept with the backend, also with accumulated gradients.
+/// Records and the gradient norm read it there.
 pub fn host_memory_changes_nothing<B: Backend>() {
     let offload = |optimizer, parameters| Offload { optimizer, parameters, min_bytes: 1, ..Offload::default() };
     let rules = [Rule::adamw(), Rule::lamb().with_weight_decay(0.01)];
@@ -453,7 +453,7 @@ fn optimizer_is_on_host(config: &ZeroConfig) -> bool {
     config.offload.optimizer == Tier::Host
 }
 
-/// The gradient norm is the same on every rank, at every stage, and equals that of one rank with the whole batch.
+/// The gradient norm is the same on every rank and at every stage, and equals that of one rank with the full batch.
 pub fn gradient_norms_agree<B: Backend>() {
     let norm = |world: usize, stage: Stage| {
         ranks::<B, _>(world, &config(stage), |device| {
@@ -474,7 +474,7 @@ pub fn gradient_norms_agree<B: Backend>() {
     }
 }
 
-/// Records and data of a sharded module are those of the whole one; a record loads into any stage.
+/// Records and data of a sharded module equal those of the unsharded one; a record loads into any stage.
 pub fn records_round_trip<B: Backend>() {
     use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();
@@ -547,14 +547,14 @@ pub fn forward_keeps_no_gathered_copies<B: Backend>() {
     });
 }
 
-/// Layers that are alike in everything but their values.
+/// Layers that differ only in their values.
 #[derive(Module, Debug)]
 struct Alike<B: burn::tensor::backend::Backend> {
     layers: Vec<burn::nn::Linear<B>>,
 }
 
-/// What one of Burn's optimizers has loaded is recorded again before its first step, and where only some parameters have been
-/// updated since: the same state, whatever order each rank's hash map has, and the training goes on as if nothing had been.
+/// State that one of Burn's optimizers has loaded can be recorded again before its first step, and after only some parameters have been
+/// updated. The state is the same, whatever order each rank's hash map has, and training continues as if nothing had happened.
 pub fn loaded_records_are_recorded_again<B: Backend>() {
     use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
     let recorder = BinBytesRecorder::<FullPrecisionSettings>::default();

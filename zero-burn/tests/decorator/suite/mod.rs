@@ -12,7 +12,7 @@ use zero_burn::config::ZeroConfig;
 use zero_burn::launch::{LaunchOptions, launch};
 use zero_core::Stage;
 
-/// Small buckets and no persistence, so that every path is taken by small models.
+/// Small buckets and no persistence, so that small models take every path.
 pub fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig {
         reduce_bucket_size: 64,

@@ -1,5 +1,5 @@
-//! A model with what is awkward: a tied head, a module used twice, a frozen one, an unused one, parameters smaller than
-//! the world or empty, and int and bool parameters.
+//! An awkward model: a tied head, a module used twice, a frozen one, an unused one, parameters that are empty or smaller than the world
+//! size, and int and bool parameters.
 
 use burn::module::{Module, Param};
 use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
@@ -38,7 +38,7 @@ impl<B: Backend> Awkward<B> {
         }
     }
 
-    /// Mean next-token loss of `tokens` `[B, T]`; `optional` says whether that layer is used.
+    /// Returns the mean next-token loss of `tokens` `[B, T]`; `optional` says whether that layer is used.
     pub fn loss(&self, tokens: Tensor<B, 2, Int>, optional: bool) -> Tensor<B, 1> {
         let [b, t] = tokens.dims();
         let mut x = self.embedding.forward(tokens.clone());
@@ -73,7 +73,7 @@ impl<B: Backend> Two<B> {
     }
 }
 
-/// Tokens of global row `row`, always the same.
+/// Returns the tokens of global row `row`, which are always the same.
 pub fn tokens<B: Backend>(rows: std::ops::Range<usize>, device: &B::Device) -> Tensor<B, 2, Int> {
     let (len, t) = (rows.len(), 6);
     let data: Vec<i32> = rows.flat_map(|row| (0..t).map(move |i| ((row * 5 + i * i * 3 + 1) % VOCAB) as i32)).collect();

@@ -1,4 +1,4 @@
-//! Records of several ranks, side by side.
+//! Comparison of the records of several ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::{Operation, Record};
 use crate::files;
 
-/// Bytes of a record at most: far more than those of its operations with a name for each of a million ranks.
+/// Maximum size of a record in bytes: far more than its operations need if each lists a million ranks.
 const LARGEST_RECORD: u64 = 1 << 30;
 
 /// A record that cannot be used.
@@ -20,12 +20,12 @@ pub enum Unreadable {
         /// The system's error.
         source: std::io::Error,
     },
-    /// It is no record.
+    /// It is not a record.
     #[error("{} is no flight record: {source}", .path.display())]
     Format {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The parse error.
         source: serde_json::Error,
     },
 }
@@ -37,17 +37,17 @@ pub struct Late {
     pub rank: usize,
     /// Label of the group in which it is waited for.
     pub group: String,
-    /// The operation that it has not come to.
+    /// The sequence number that it has not reached.
     pub seq: u64,
-    /// What that is, in the words of those who wait.
+    /// Description of that operation, as recorded by the waiting ranks.
     pub op: String,
-    /// Who waits.
+    /// The waiting ranks.
     pub waited_for_by: Vec<usize>,
-    /// The last operation that it ended well in this group, if it left a record.
+    /// The last operation that it completed in this group, if it left a record.
     pub last_completed: Option<u64>,
-    /// What it was in instead, if it left a record and was in something.
+    /// The operation that it was waiting in instead, if it left a record with one.
     pub doing: Option<String>,
-    /// Whether it left a record.
+    /// `true` if it left a record.
     pub recorded: bool,
 }
 
@@ -62,7 +62,7 @@ pub struct Wait {
     pub seq: u64,
     /// The operation.
     pub op: String,
-    /// Whom it waits for.
+    /// The ranks it waits for.
     pub for_ranks: Vec<usize>,
 }
 
@@ -77,42 +77,42 @@ pub struct Different {
     pub called: Vec<(String, Vec<usize>)>,
 }
 
-/// How far the ranks have come in a group.
+/// Progress of the ranks in a group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Completed {
     /// Label of the group.
     pub group: String,
-    /// Each rank that left a record, with the last operation that it ended well.
+    /// Each rank that left a record, with the last operation that it completed.
     pub ranks: Vec<(usize, Option<u64>)>,
 }
 
 /// An operation: the identity and the label of its group, and its number there.
 type OpKey = (u64, String, u64);
 
-/// What the records say together.
+/// Result of comparing the ranks' records.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Report {
     /// Number of ranks.
     pub world: usize,
     /// Ranks without a record: dead, stopped, or cut off.
     pub without_record: Vec<usize>,
-    /// Ranks that others wait for and that wait for nobody in that place, worst first.
+    /// Ranks that others wait for and that have not reached that operation themselves, worst first.
     pub late: Vec<Late>,
-    /// Everything that was waiting.
+    /// All operations that were waiting.
     pub waits: Vec<Wait>,
     /// Sequence numbers at which ranks disagree.
     pub mismatches: Vec<Different>,
-    /// How far each group has come.
+    /// Progress of each group.
     pub completed: Vec<Completed>,
-    /// Each record's reason.
+    /// Each record's rank and reason.
     pub reasons: Vec<(usize, String)>,
 }
 
-/// Reads records and says who is late, and where.
+/// Reads records and reports which ranks are late, and in which operations.
 ///
 /// # Errors
 ///
-/// [`Unreadable`] for the first file that is no record.
+/// [`Unreadable`] for the first file that is not a valid record.
 pub fn merge<P: AsRef<Path>>(files: &[P]) -> Result<Report, Unreadable> {
     let mut records = Vec::new();
     for path in files {
@@ -142,7 +142,7 @@ impl Report {
 
         let mut called: BTreeMap<OpKey, BTreeMap<String, Vec<usize>>> = BTreeMap::new();
         let mut groups: BTreeSet<(u64, String)> = BTreeSet::new();
-        // Who has not come: by rank and place, who waits and in what words.
+        // Ranks that have not arrived, by rank and operation: the description by the waiting ranks, and these ranks.
         let mut wanted: BTreeMap<(usize, OpKey), (String, Vec<usize>)> = BTreeMap::new();
         for record in &records {
             for operation in &record.operations {
@@ -189,7 +189,7 @@ impl Report {
                 record.operations.iter().any(same)
             });
             if has_come {
-                // It came after the record of the one that waits was written, or its bytes are on the way.
+                // It arrived after the waiting rank's record was written, or its bytes are in transit.
                 continue;
             }
             let doing = record.and_then(|record| {
@@ -208,17 +208,17 @@ impl Report {
                 doing,
             });
         }
-        // A rank that waits for nobody is the root of what waits; of several, the one that most wait for.
+        // A rank that waits for nobody comes first, as a root cause; of several, the one that most ranks wait for.
         report.late.sort_by_key(|late| (late.recorded && late.doing.is_some(), usize::MAX - late.waited_for_by.len()));
         report
     }
 
-    /// Pairs of ranks that wait for each other although neither is behind, ascending.
+    /// Returns the pairs of ranks that wait for each other although neither is behind, ascending.
     fn mutual(&self) -> BTreeSet<(usize, usize)> {
         let waits = |a: usize, b: usize| self.waits.iter().any(|wait| wait.rank == a && wait.for_ranks.contains(&b));
         let ranks: BTreeSet<usize> = self.waits.iter().map(|wait| wait.rank).collect();
         let pairs = ranks.iter().flat_map(|&a| ranks.range(a + 1..).map(move |&b| (a, b)));
-        // Ranks that call different things wait for each other too, and that is told.
+        // Ranks that call different operations wait for each other too; they are reported as mismatches.
         pairs.filter(|&(a, b)| self.mismatches.is_empty() && waits(a, b) && waits(b, a)).collect()
     }
 }

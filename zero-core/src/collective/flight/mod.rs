@@ -1,7 +1,7 @@
-//! The flight recorder: what a rank did last, kept in memory, and written down when something goes wrong.
+//! The flight recorder: a rank's last operations, kept in memory and written to a file after a failure.
 //!
-//! A [`Recorder`] keeps a rank's last [`KEPT`] operations. At a deadline, or when a rank fails, every rank that can still
-//! be reached writes its [`Record`] as JSON; [`merge`] lays the records side by side and says who is late, and where.
+//! A [`Recorder`] keeps a rank's last [`KEPT`] operations. If a deadline passes or a rank fails, every rank that can still be
+//! reached writes its [`Record`] as JSON. [`merge`] compares the records and reports which ranks are late, and in which operations.
 
 mod merge;
 
@@ -19,33 +19,33 @@ use serde::{Deserialize, Serialize};
 use super::progress::joined;
 pub use merge::{Completed, Different, Late, Report, Unreadable, Wait, merge};
 
-/// Operations that a recorder keeps.
+/// Number of operations that a recorder keeps.
 pub const KEPT: usize = 100;
 
-/// How far an operation has come.
+/// Progress of an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum State {
-    /// It is under way.
+    /// It is in progress.
     Waiting {
-        /// Ranks that have not come to it.
+        /// Ranks that have not reached it.
         for_ranks: Vec<usize>,
-        /// Ranks that have come, and whose bytes are on the way.
+        /// Ranks that have reached it, and whose bytes are in transit.
         receiving_from: Vec<usize>,
     },
-    /// It has ended well.
+    /// It has succeeded.
     Done,
     /// It has failed.
     Failed {
         /// Its error.
         why: String,
-        /// Ranks that had not come to it.
+        /// Ranks that had not reached it.
         without: Vec<usize>,
     },
 }
 
 impl State {
-    /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    /// Returns the ranks that have not arrived or, if all have, those whose bytes are still in transit.
     fn missing(&self) -> &[usize] {
         match self {
             State::Waiting { for_ranks, receiving_from } if for_ranks.is_empty() => receiving_from,
@@ -61,15 +61,15 @@ impl State {
 pub struct Operation {
     /// Label of its group.
     pub group: String,
-    /// The group itself: labels may be used twice. Alike on all ranks.
+    /// Identity of the group, the same on all ranks: labels may be used twice.
     pub group_id: u64,
-    /// Sequence number in the group; of a one-sided read the version that is read.
+    /// Sequence number in the group; for a one-sided read, the version that is read.
     pub seq: u64,
-    /// What was called, as in errors: two ranks whose words differ at one sequence number do not match.
+    /// Description of the call, as in errors; two ranks whose descriptions differ at one sequence number do not match.
     pub op: String,
-    /// A read of what one rank has published, in which sequence numbers of different ranks mean nothing to each other.
+    /// `true` for a read of data that one rank has published; sequence numbers of different ranks are then unrelated.
     pub one_sided: bool,
-    /// Bytes that it brings to this rank.
+    /// Number of bytes that this rank receives.
     pub bytes: u64,
     /// Microseconds from the start of the run.
     pub started_us: u64,
@@ -77,29 +77,28 @@ pub struct Operation {
     pub started_unix_us: u64,
     /// Microseconds from the start of the run.
     pub ended_us: Option<u64>,
-    /// How far it has come.
+    /// Its progress.
     pub state: State,
 }
 
-/// What a rank writes down.
+/// The flight record of a rank.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     /// The rank.
     pub rank: usize,
     /// Number of ranks.
     pub world: usize,
-    /// Its process.
+    /// Its process id.
     pub pid: u32,
-    /// Why the record was written.
+    /// Reason for writing the record.
     pub reason: String,
-    /// When the rank started, in microseconds since 1970.
+    /// Start time of the rank, in microseconds since 1970.
     pub started_unix_us: u64,
-    /// When the record was written, in microseconds from the start.
+    /// Time at which the record was written, in microseconds from the start.
     pub written_us: u64,
     /// The latest operations, oldest first.
     pub operations: Vec<Operation>,
-    /// The last sequence number that ended well in each group, by label and identity, even if it is older than
-    /// `operations`.
+    /// Label, identity and last successful sequence number of each group, even if that is older than `operations`.
     pub completed: Vec<(String, u64, u64)>,
 }
 
@@ -107,7 +106,7 @@ fn unix_us() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
-/// One rank's memory of its last operations.
+/// One rank's recorder of its last operations.
 #[derive(Debug)]
 pub struct Recorder {
     rank: usize,
@@ -118,7 +117,7 @@ pub struct Recorder {
     ring: Mutex<VecDeque<Arc<Entry>>>,
     completed: Mutex<BTreeMap<(u64, String), u64>>,
     written: AtomicBool,
-    /// The thread that writes.
+    /// The thread that writes the record.
     writing: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -126,11 +125,11 @@ pub struct Recorder {
 #[derive(Debug)]
 pub(crate) struct Entry {
     operation: Mutex<Operation>,
-    /// Whether its end is the end of what was called: an all-reduce is recorded in two steps.
+    /// `true` if the operation ends with this entry: an all-reduce is recorded as two.
     last: bool,
 }
 
-/// What is known of an operation when it begins.
+/// Description of an operation when it begins.
 #[derive(Debug)]
 pub(crate) struct Opening<'a> {
     pub(crate) group: &'a str,
@@ -140,12 +139,12 @@ pub(crate) struct Opening<'a> {
     pub(crate) bytes: usize,
     pub(crate) one_sided: bool,
     pub(crate) waiting_for: Vec<usize>,
-    /// Whether the operation ends with this entry.
+    /// `true` if the operation ends with this entry.
     pub(crate) last: bool,
 }
 
 impl Recorder {
-    /// The recorder of `rank`; records go to `folder`, if there is one.
+    /// Creates the recorder of `rank`, which writes its record to `folder`, if there is one.
     pub fn new(rank: usize, world: usize, folder: Option<PathBuf>) -> Self {
         let recorder = Self {
             rank,
@@ -185,7 +184,7 @@ impl Recorder {
         });
         let mut ring = self.ring.lock();
         if ring.len() == KEPT {
-            // An operation under way is what a record is for: it stays before one that has ended.
+            // An operation in progress is what a record is for: an operation that has ended is removed first.
             let ended = ring.iter().position(|entry| entry.operation.lock().ended_us.is_some()).unwrap_or(0);
             ring.remove(ended);
         }
@@ -193,7 +192,7 @@ impl Recorder {
         entry
     }
 
-    /// Ends `entry`, well or with an error's text.
+    /// Ends `entry` with success or the text of an error.
     pub(crate) fn close(&self, entry: &Entry, outcome: Result<(), String>) {
         let mut operation = entry.operation.lock();
         if operation.ended_us.is_some() {
@@ -220,7 +219,7 @@ impl Recorder {
         }
     }
 
-    /// The record as of now.
+    /// Returns the current record.
     pub fn record(&self, reason: &str) -> Record {
         let operations = self.ring.lock().iter().map(|entry| entry.operation.lock().clone()).collect();
         let completed = self.completed.lock();
@@ -236,13 +235,13 @@ impl Recorder {
         }
     }
 
-    /// Writes the record to `flight-rank-<r>.json` in the folder, once: the first reason is the interesting one. Where there
-    /// is no folder, or the record is written already, nothing happens.
+    /// Writes the record to `flight-rank-<r>.json` in the folder, once: the first reason is the relevant one. Does nothing if
+    /// there is no folder or the record has been written.
     ///
-    /// On a thread of its own: a disk that has stopped answering, which may be why a rank is late, must not keep the news from
-    /// the other ranks. [`Recorder::finish`] waits for it.
+    /// A separate thread does the writing: a disk that no longer responds, which may be why a rank is late, must not delay the
+    /// notification of the other ranks. [`Recorder::finish`] waits for that thread.
     pub fn write(&self, reason: &str) {
-        // AcqRel: whoever comes second does nothing.
+        // AcqRel: the second caller does nothing.
         let Some(folder) = self.folder.clone().filter(|_| !self.written.swap(true, Ordering::AcqRel)) else { return };
         let record = self.record(reason);
         let write = move || {
@@ -251,21 +250,21 @@ impl Recorder {
                 tracing::warn!(rank = record.rank, %error, "the flight record could not be written");
             }
         };
-        // Without a thread there is no record; what is being told matters more.
+        // Without a thread there is no record; notifying the other ranks matters more.
         *self.writing.lock() = std::thread::Builder::new().name(format!("rank-{}-flight", self.rank)).spawn(write).ok();
     }
 
-    /// Waits for a record that is being written, at most so long.
+    /// Waits at most `within` for a record that is being written.
     pub fn finish(&self, within: Duration) {
-        // Late, or ended: in either case there is no more to wait for.
+        // Whether it has ended or is late, there is nothing more to wait for.
         let _ = self.writing.lock().take().map(|thread| joined(thread, within));
     }
 
-    /// Removes what an earlier run has left in the folder under this rank's name, and on rank 0 what ranks left that this run
-    /// does not have.
+    /// Removes an earlier run's record of this rank from the folder and, on rank 0, the records of ranks that this run does not
+    /// have.
     fn clear(&self) {
         let Some(folder) = &self.folder else { return };
-        // What cannot be removed is replaced when there is something to write.
+        // A file that cannot be removed is replaced when a record is written.
         let _ = std::fs::remove_file(folder.join(format!("flight-rank-{}.json", self.rank)));
         let entries = if self.rank == 0 { std::fs::read_dir(folder).ok() } else { None };
         for path in entries.into_iter().flatten().flatten().map(|entry| entry.path()) {
@@ -282,7 +281,7 @@ impl Recorder {
 fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
     let path = folder.join(format!("flight-rank-{}.json", record.rank));
     let beside = folder.join(format!(".flight-rank-{}.json.{}", record.rank, record.pid));
-    // New, so that it is no link that somebody else has put there; what lies there is of an earlier process of that number.
+    // Created anew, so that it is not a link placed by somebody else; an existing file is from an earlier process with this id.
     let _ = std::fs::remove_file(&beside);
     let mut file = std::fs::File::create_new(&beside)?;
     serde_json::to_writer_pretty(&mut file, record)?;
@@ -293,7 +292,7 @@ fn write_record(folder: &Path, record: &Record) -> std::io::Result<PathBuf> {
 }
 
 impl Entry {
-    /// `peer` has come; its bytes are there, or on the way.
+    /// Records that `peer` has reached the operation; its bytes have arrived or are `underway`.
     pub(crate) fn arrived(&self, peer: usize, underway: bool) {
         if let State::Waiting { for_ranks, receiving_from } = &mut self.operation.lock().state {
             for_ranks.retain(|&rank| rank != peer);
@@ -303,7 +302,7 @@ impl Entry {
         }
     }
 
-    /// Of the ranks that had not come, these have not come yet.
+    /// Sets the ranks that have not reached the operation to `missing`.
     pub(crate) fn only_waits_for(&self, missing: &[usize]) {
         if let State::Waiting { for_ranks, .. } = &mut self.operation.lock().state {
             for_ranks.clear();
@@ -311,14 +310,14 @@ impl Entry {
         }
     }
 
-    /// All bytes of `peer` are there.
+    /// Records that all bytes of `peer` have arrived.
     pub(crate) fn received(&self, peer: usize) {
         if let State::Waiting { receiving_from, .. } = &mut self.operation.lock().state {
             receiving_from.retain(|&rank| rank != peer);
         }
     }
 
-    /// Ranks that have not come, or, when all have, those whose bytes are still on the way.
+    /// Returns the ranks that have not arrived or, if all have, those whose bytes are still in transit.
     pub(crate) fn missing(&self) -> Vec<usize> {
         self.operation.lock().state.missing().to_vec()
     }

@@ -1,4 +1,4 @@
-//! A rank's end of a communicator, and how it is run.
+//! A rank's NCCL communicator, and its options.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,20 +11,20 @@ use crate::accounting::WireCounter;
 use crate::collective::Collective;
 use crate::collective::threads::ThreadOptions;
 
-/// How communicators are run.
+/// Options of communicators.
 #[derive(Debug, Clone)]
 pub struct NcclOptions {
-    /// The longest that an operation may be first in line without ending, and that any call may wait for other ranks.
+    /// Longest time that an operation may be first in the queue, and that any call may wait for other ranks.
     pub deadline: Duration,
-    /// Where flight records go; of communicators made by [`NcclComm::from_environment`] (others record in their control
+    /// Folder for flight records of communicators made by [`NcclComm::from_environment`] (others use their control
     /// group's).
     pub flight_dir: Option<PathBuf>,
-    /// So many ranks in a row count as one machine, instead of those that say so; of communicators made so, too (others stand on
-    /// their control group's machines).
+    /// Number of consecutive ranks that count as one machine, instead of detecting machines. It also applies only to
+    /// [`NcclComm::from_environment`] (others use their control group's machines).
     pub node_size: Option<usize>,
-    /// Whether the order of work may be kept by events of the context, where the driver has them.
+    /// Orders work by events of the context, if the driver supports them.
     pub context_events: bool,
-    /// Whether operations go before computing kernels that wait for room on the device.
+    /// Gives operations priority over compute kernels that wait for resources of the device.
     pub high_priority: bool,
 }
 
@@ -35,51 +35,51 @@ impl Default for NcclOptions {
     }
 }
 
-/// Which of this rank's work a collective comes after.
+/// The work of this rank that a collective must wait for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Compute {
-    /// All that the device's primary context has been given so far, by whichever stream.
+    /// All work submitted so far to the device's primary context, on any stream.
     Context,
-    /// What this stream (a `CUstream`) has been given so far.
+    /// All work submitted so far to this stream (a `CUstream`).
     Stream(u64),
 }
 
-/// One rank's end of a communicator of NCCL's. See the [module](super).
+/// One rank's NCCL communicator. See the [module](super).
 ///
-/// All ranks must issue the same operations in the same order, on all communicators of a device together. Calls from
-/// several threads are issued one after another.
+/// All ranks must issue the same operations in the same order, across all communicators of a device. Calls from
+/// several threads are serialized.
 #[derive(Debug)]
 pub struct NcclComm {
     pub(super) inner: Arc<Inner>,
 }
 
 impl NcclComm {
-    /// This rank in the communicator, from 0.
+    /// Returns this rank in the communicator, from 0.
     pub fn rank(&self) -> usize {
         self.inner.core.group.me
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn world(&self) -> usize {
         self.inner.core.group.world()
     }
 
-    /// The group that the communicator stands on: its ranks, and small messages between their hosts.
+    /// Returns the control group of the same ranks, for small messages between their hosts.
     pub fn control(&self) -> &Arc<dyn Collective> {
         &self.inner.core.control
     }
 
-    /// The device's number among those that this process sees.
+    /// Returns the index of the device among those that this process sees.
     pub fn device(&self) -> usize {
         self.inner.core.device.ordinal
     }
 
-    /// Bytes that this rank has received by operations that have ended, over all communicators split from one another.
+    /// Returns the counter of bytes that this rank has received in completed operations, over all communicators split from one another.
     pub fn wire(&self) -> &Arc<WireCounter> {
         &self.inner.core.wire
     }
 
-    /// Whether work is ordered by events of the context (a driver of CUDA 12.5 or newer), without the host.
+    /// Returns `true` if events of the context (a driver of CUDA 12.5 or newer) order work, without the host.
     pub fn orders_on_device(&self) -> bool {
         self.inner.context_events
     }
@@ -87,17 +87,17 @@ impl NcclComm {
     /// Makes every rank's present and future operation fail with `reason`, and ends this communicator's kernels.
     pub fn abort(&self, reason: &str) {
         let core = &self.inner.core;
-        // Relaxed: a number for a message.
+        // Relaxed: the number is only for a message.
         let seq = core.issued.load(Ordering::Relaxed);
         core.fault(core.group.at(seq, &"abort").device(format!("this rank has aborted: {reason}")));
         core.await_abort();
     }
 
-    /// Whether the communicator can be used.
+    /// Checks that the communicator has not faulted.
     ///
     /// # Errors
     ///
-    /// The error that it has faulted with.
+    /// The error of the fault.
     pub fn health(&self) -> Result<(), CommError> {
         self.inner.core.poll()
     }

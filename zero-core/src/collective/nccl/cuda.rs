@@ -1,7 +1,7 @@
-//! What is used of the CUDA driver: a device's primary context, a stream, events.
+//! Wrappers of the CUDA driver: a device's primary context, streams, events.
 //!
-//! Through cudarc, which finds libcuda at run time and panics when it, or a function, is missing; so both are looked for
-//! first. The context is the device's *primary* one, which CubeCL and the CUDA run-time library use too.
+//! They use cudarc, which finds libcuda at run time and panics if it, or a function, is missing; so both are checked
+//! first. The context is the device's *primary* one, which CubeCL and the CUDA runtime library use too.
 
 use std::ffi::c_char;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use cudarc::driver::sys::{self, CUcontext, CUevent, CUresult, CUstream};
 
 use super::NcclError;
 
-/// The functions without which nothing works.
+/// The functions that are always needed.
 const NEEDED: [&str; 19] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -34,17 +34,17 @@ const NEEDED: [&str; 19] = [
 ];
 
 pub(crate) fn has(symbol: &str) -> bool {
-    // SAFETY: the library is there (the callers have looked); the address is only compared with nothing, never called.
+    // SAFETY: the library is present (the callers have checked); the address is only tested for existence, never called.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()) }.is_ok()
 }
 
-/// An error unless the call has succeeded.
+/// Returns an error unless the call has succeeded.
 pub(crate) fn checked(call: &'static str, code: CUresult) -> Result<(), NcclError> {
     if code == CUresult::CUDA_SUCCESS {
         return Ok(());
     }
     let mut text: *const c_char = std::ptr::null();
-    // SAFETY: takes any code and gives a static text, or null.
+    // SAFETY: accepts any code and returns a static text, or null.
     let meaning = unsafe {
         let _ = sys::cuGetErrorString(code, &raw mut text);
         if text.is_null() { String::new() } else { std::ffi::CStr::from_ptr(text).to_string_lossy().into_owned() }
@@ -52,7 +52,7 @@ pub(crate) fn checked(call: &'static str, code: CUresult) -> Result<(), NcclErro
     Err(NcclError::Call { call, reason: format!("{code:?}: {meaning}") })
 }
 
-/// Finds the driver and starts it; false where it shows no device.
+/// Finds and initialises the driver; returns `false` if it sees no device.
 fn driver() -> Result<bool, NcclError> {
     // SAFETY: loads NVIDIA's driver library, whose initialisers may run on any thread.
     if !unsafe { sys::is_culib_present() } {
@@ -73,7 +73,7 @@ fn driver() -> Result<bool, NcclError> {
     }
 }
 
-/// Number of devices that this process sees.
+/// Returns the number of devices that this process sees.
 ///
 /// # Errors
 ///
@@ -88,7 +88,7 @@ pub fn device_count() -> Result<usize, NcclError> {
     Ok(count.max(0) as usize)
 }
 
-/// A device, by its primary context.
+/// A device with its primary context.
 #[derive(Debug)]
 pub(crate) struct Device {
     pub(crate) ordinal: usize,
@@ -96,7 +96,7 @@ pub(crate) struct Device {
     context: CUcontext,
     /// Address on the machine's bus, the same in every process of the machine.
     pub(crate) bus: String,
-    /// Whether an event can stand for all work of a context (the driver of CUDA 12.5).
+    /// `true` if an event can cover all work of a context (the driver of CUDA 12.5).
     pub(crate) context_events: bool,
 }
 
@@ -105,14 +105,14 @@ unsafe impl Send for Device {}
 // SAFETY: as above.
 unsafe impl Sync for Device {}
 
-/// The context is current on this thread until this is dropped.
+/// A guard: the context is current on this thread until it is dropped.
 #[must_use]
 pub(crate) struct Entered;
 
 impl Drop for Entered {
     fn drop(&mut self) {
         let mut context = std::ptr::null_mut();
-        // SAFETY: takes off what `enter` has pushed on this thread. A refusal leaves nothing to do.
+        // SAFETY: pops the context that `enter` has pushed on this thread. A failure leaves nothing to do.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&raw mut context) };
     }
 }
@@ -139,16 +139,16 @@ impl Device {
         Ok(Arc::new(Self { ordinal, device, context, bus, context_events }))
     }
 
-    /// Makes the context current on this thread, on top of whatever was.
+    /// Makes the context current on this thread, on top of the previous one.
     pub(crate) fn enter(&self) -> Result<Entered, NcclError> {
         // SAFETY: the context is retained for as long as this device lives.
         checked("cuCtxPushCurrent", unsafe { sys::cuCtxPushCurrent_v2(self.context) })?;
         Ok(Entered)
     }
 
-    /// Makes all work that is given to the context from now on wait for `event`.
+    /// Makes all work submitted to the context from now on wait for `event`.
     pub(crate) fn wait(&self, event: &Event) -> Result<(), NcclError> {
-        // SAFETY: both are alive; the function is there where `context_events` says so, which the caller has looked at.
+        // SAFETY: both are alive; the function exists if `context_events` is set, which the caller has checked.
         checked("cuCtxWaitEvent", unsafe { sys::cuCtxWaitEvent(self.context, event.raw) })
     }
 
@@ -162,12 +162,12 @@ impl Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: was retained once, by `open`. A refusal leaves nothing to do.
+        // SAFETY: was retained once, by `open`. A failure leaves nothing to do.
         let _ = unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.device) };
     }
 }
 
-/// A stream of a device, which no other stream waits for of itself.
+/// A stream of a device, without implicit synchronization with the default stream.
 #[derive(Debug)]
 pub(crate) struct Stream {
     raw: CUstream,
@@ -180,7 +180,7 @@ unsafe impl Send for Stream {}
 unsafe impl Sync for Stream {}
 
 impl Stream {
-    /// Of the highest priority if asked for: a collective that waits for room among computing kernels holds up all ranks.
+    /// Creates a stream, of the highest priority if requested: a collective that waits behind compute kernels delays all ranks.
     pub(crate) fn new(device: &Arc<Device>, high_priority: bool) -> Result<Self, NcclError> {
         let _entered = device.enter()?;
         let (mut raw, mut least, mut greatest) = (std::ptr::null_mut(), 0, 0);
@@ -200,32 +200,32 @@ impl Stream {
         self.raw
     }
 
-    /// Makes what is given to the stream from now on wait for `event`.
+    /// Makes work submitted to the stream from now on wait for `event`.
     pub(crate) fn wait(&self, event: &Event) -> Result<(), NcclError> {
         // SAFETY: both are alive.
         unsafe { wait_on(self.raw, event) }
     }
 }
 
-/// Makes what is given to `stream` from now on wait for `event`.
+/// Makes work submitted to `stream` from now on wait for `event`.
 ///
 /// # Safety
 ///
 /// `stream` is a stream of this process that is alive.
 pub(crate) unsafe fn wait_on(stream: CUstream, event: &Event) -> Result<(), NcclError> {
-    // SAFETY: the caller's word; the event is alive.
+    // SAFETY: guaranteed by the caller; the event is alive.
     checked("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event.raw, 0) })
 }
 
 impl Drop for Stream {
     fn drop(&mut self) {
         let Ok(_entered) = self.device.enter() else { return };
-        // SAFETY: created by `new`; what it still has to do is done first, by the driver. A refusal leaves nothing to do.
+        // SAFETY: created by `new`; the driver first completes its pending work. A failure leaves nothing to do.
         let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
     }
 }
 
-/// A mark in the work of a device.
+/// An event in the work of a device.
 #[derive(Debug)]
 pub(crate) struct Event {
     raw: CUevent,
@@ -238,7 +238,7 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
-    /// The caller has entered the device.
+    /// Creates an event. The caller has entered the device.
     fn new(device: &Arc<Device>) -> Result<Self, NcclError> {
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUevent_flags_enum::CU_EVENT_DISABLE_TIMING as u32;
@@ -247,28 +247,28 @@ impl Event {
         Ok(Self { raw, device: device.clone() })
     }
 
-    /// What `stream` has been given so far. The caller has entered the device.
+    /// Records an event after all work submitted to `stream` so far. The caller has entered the device.
     ///
     /// # Safety
     ///
     /// `stream` is a stream of the device that is alive.
     pub(crate) unsafe fn of_stream(device: &Arc<Device>, stream: CUstream) -> Result<Self, NcclError> {
         let event = Self::new(device)?;
-        // SAFETY: the caller's word; the event was just made.
+        // SAFETY: guaranteed by the caller; the event was just created.
         checked("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, stream) })?;
         Ok(event)
     }
 
-    /// What all streams of the device's context have been given so far. The caller has entered the device and looked at
-    /// [`Device::context_events`].
+    /// Records an event after all work submitted to any stream of the device's context so far. The caller has entered the device
+    /// and checked [`Device::context_events`].
     pub(crate) fn of_context(device: &Arc<Device>) -> Result<Self, NcclError> {
         let event = Self::new(device)?;
-        // SAFETY: both are alive, and the function is there.
+        // SAFETY: both are alive, and the function exists.
         checked("cuCtxRecordEvent", unsafe { sys::cuCtxRecordEvent(device.context, event.raw) })?;
         Ok(event)
     }
 
-    /// Whether the device has come so far.
+    /// Returns `true` if the device has reached the event.
     pub(crate) fn reached(&self) -> Result<bool, NcclError> {
         let _entered = self.device.enter()?;
         // SAFETY: the event is alive.
@@ -281,7 +281,7 @@ impl Event {
 
 impl Drop for Event {
     fn drop(&mut self) {
-        // SAFETY: created by `new`, destroyed once; the driver keeps what still waits for it. A refusal leaves nothing to do.
+        // SAFETY: created by `new`, destroyed once; the driver keeps it for work that still waits for it. A failure leaves nothing to do.
         let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
     }
 }

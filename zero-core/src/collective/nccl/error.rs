@@ -1,18 +1,18 @@
-//! Why a communicator could not be made.
+//! Errors of creating a communicator.
 
 use crate::{CommError, StartError};
 
-/// What making a communicator ran into. An operation of one that is made fails with a [`CommError`].
+/// Error of creating a communicator. Operations of an existing communicator fail with a [`CommError`].
 #[derive(Debug, thiserror::Error)]
 pub enum NcclError {
-    /// A library is not there.
+    /// A library cannot be loaded.
     #[error("{library} cannot be used: {reason}; {advice}")]
     Library {
         /// The library.
         library: &'static str,
-        /// What the loader said.
+        /// The loader's error.
         reason: String,
-        /// What to do.
+        /// Advice for the user.
         advice: &'static str,
     },
     /// A library is too old.
@@ -22,7 +22,7 @@ pub enum NcclError {
         library: &'static str,
         /// The function.
         symbol: &'static str,
-        /// What has it.
+        /// The oldest version that has it.
         needed: &'static str,
     },
     /// A call of a library failed.
@@ -30,21 +30,21 @@ pub enum NcclError {
     Call {
         /// The call.
         call: &'static str,
-        /// What it said.
+        /// The error that it returned.
         reason: String,
     },
-    /// A device that is not there.
+    /// A device does not exist.
     #[error(
         "there is no device {ordinal}: this process sees {count}; start no more ranks on a machine than it has GPUs, and \
          look at CUDA_VISIBLE_DEVICES"
     )]
     Device {
-        /// The device asked for, from 0.
+        /// Index of the requested device, from 0.
         ordinal: usize,
         /// Number of devices.
         count: usize,
     },
-    /// Two ranks chose one device.
+    /// Two ranks chose the same device.
     #[error(
         "ranks {first} and {second} have both chosen the GPU at {bus} of machine {host}, but NCCL needs one for each rank: \
          set LOCAL_RANK to a number of its own for each process of a machine (torchrun does), or give each its own \
@@ -67,10 +67,10 @@ pub enum NcclError {
         rank: usize,
         /// Rank 0's version.
         first: String,
-        /// That rank's.
+        /// The differing rank's version.
         other: String,
     },
-    /// The operating system gave no thread.
+    /// The operating system could not create a thread.
     #[error("no thread to watch the communicator: {0}")]
     Thread(std::io::Error),
     /// The ranks did not find each other.
@@ -82,7 +82,7 @@ pub enum NcclError {
 }
 
 impl NcclError {
-    /// The exit code that tells of it: 2 for what has to be set up differently, 75 where another rank is in trouble or late,
+    /// Returns the exit code for this error: 2 for a setup that must be changed, 75 if another rank failed or was late,
     /// 1 otherwise.
     pub fn code(&self) -> i32 {
         match self {

@@ -1,4 +1,4 @@
-//! How communicators are made: of a control group, of the environment, and of another communicator.
+//! Creation of communicators: from a control group, from the environment, or by splitting another communicator.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use crate::collective::process::{self, ProcessOptions, RendezvousError};
 use crate::collective::{Buffer, Collective, Request, threads};
 use crate::{CommError, StartError};
 
-/// What ranks tell each other before they connect.
+/// Description that ranks exchange before they connect.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Identity {
     machine: Machine,
@@ -27,7 +27,7 @@ struct Identity {
     nccl: u32,
 }
 
-/// Bytes of an identity on the wire.
+/// Size in bytes of an identity on the wire.
 const IDENTITY: usize = 512;
 
 impl Identity {
@@ -42,8 +42,8 @@ impl Identity {
     }
 }
 
-/// The machine as NCCL knows it: `NCCL_HOSTID` makes of processes with different values ranks of different hosts, which may share a
-/// GPU and talk over sockets.
+/// Returns the machine as NCCL sees it: processes with different values of `NCCL_HOSTID` count as ranks of different hosts, which
+/// may share a GPU and communicate over sockets.
 fn on_host(machine: Machine, host_id: Option<String>) -> Machine {
     match host_id.filter(|host_id| !host_id.is_empty()) {
         Some(host_id) => {
@@ -60,7 +60,7 @@ fn version_name(version: u32) -> String {
     }
 }
 
-/// What is wrong with the ranks as they are, the same on all of them: libraries that differ, a device taken twice.
+/// Returns an error, the same on all ranks, if their libraries differ or two use the same device.
 fn compare(all: &[Identity]) -> Result<(), NcclError> {
     for (rank, identity) in all.iter().enumerate() {
         if identity.nccl != all[0].nccl {
@@ -76,8 +76,8 @@ fn compare(all: &[Identity]) -> Result<(), NcclError> {
     Ok(())
 }
 
-/// The device for a rank that is `local_rank`-th on its machine: that one, or the only one, where a launcher shows each
-/// process no other.
+/// Returns the device for local rank `local_rank`: the device with that index, or the only visible one, if a launcher shows each
+/// process only its own.
 ///
 /// # Errors
 ///
@@ -91,20 +91,20 @@ pub fn device_of(local_rank: usize) -> Result<usize, NcclError> {
 }
 
 impl NcclComm {
-    /// A communicator of all ranks of `control`, on this process's device `device`. A collective.
+    /// Creates a communicator of all ranks of `control`, on this process's device `device`. A collective operation.
     ///
-    /// The control group carries the library's unique identity, the comparison of devices, and, later, the news of a rank
-    /// that fails: its deadline should be this one's. It may be of any engine; ranks that are threads of one process each
-    /// need a device of their own, too.
+    /// The control group carries the library's unique identity, the comparison of devices, and, later, notifications of
+    /// failed ranks, so it should have the same deadline. It may be of any engine. Ranks that are threads of one process also
+    /// need a separate device each.
     ///
     /// # Errors
     ///
-    /// [`NcclError`], on every rank: the rank in trouble tells the others.
+    /// [`NcclError`], on every rank: the rank that fails notifies the others.
     pub fn new(control: Arc<dyn Collective>, device: usize, options: &NcclOptions) -> Result<Self, NcclError> {
         let made = Self::make(control.clone(), device, options);
         if let Err(error) = &made {
-            // Ranks that still wait for this one hear why it does not come. What all have found needs no telling, and a
-            // group that has failed already keeps its first reason.
+            // Notifies ranks that still wait for this one. All ranks detect these two errors by themselves, and a group that
+            // has already failed keeps its first reason.
             if !matches!(error, NcclError::Duplicate { .. } | NcclError::Versions { .. }) {
                 control.abort(&error.to_string());
             }
@@ -112,26 +112,26 @@ impl NcclComm {
         made
     }
 
-    /// As [`NcclComm::new`], of the job that the environment tells of ([`launcher::rendezvous`]), with a control group over
-    /// sockets; without such an environment a communicator of this process alone. The device is `LOCAL_RANK`'s
-    /// ([`device_of`]).
+    /// Creates a communicator like [`NcclComm::new`] for the job that the environment describes ([`launcher::rendezvous`]), with a
+    /// control group over sockets; without such an environment, a communicator of this process alone. `LOCAL_RANK` selects the
+    /// device ([`device_of`]).
     ///
     /// # Errors
     ///
-    /// [`NcclError`], of the environment and of the rendezvous too.
+    /// [`NcclError`], which includes errors of the environment and of the rendezvous.
     pub fn from_environment(options: &NcclOptions) -> Result<Self, NcclError> {
         let job = launcher::rendezvous().map_err(|error| StartError::from(RendezvousError::from(error)))?;
         let local_rank = job.as_ref().and_then(|job| job.local_rank).unwrap_or(0);
         let Some(job) = job.filter(|job| job.world > 1) else {
             return Self::new(threads::alone(), device_of(local_rank)?, options);
         };
-        // Before the others are kept waiting.
+        // Checked before the other ranks wait for this one.
         library::library()?;
         let device = device_of(local_rank)?;
         let NcclOptions { deadline, flight_dir, node_size, .. } = options.clone();
         let control = ProcessOptions { deadline, flight_dir, node_size, ..ProcessOptions::default() };
-        // Ranks on one device are told by its address on the bus: where a launcher shows each process one GPU, several may
-        // have the same LOCAL_RANK.
+        // Ranks on one device are detected by its bus address: if a launcher shows each process one GPU, several may have
+        // the same LOCAL_RANK.
         let job = launcher::Start::Job(launcher::Rendezvous { local_rank: None, ..job });
         Self::new(process::start(&control, &job)?.into_comm(), device, options)
     }
@@ -178,13 +178,13 @@ impl NcclComm {
         Ok(Self { inner: Inner::new(core, context_events, options.high_priority)? })
     }
 
-    /// Communicators of the ranks that pass the same `color`, in the order of their ranks, each on such a part of the control
-    /// group ([`Collective::split`]). A collective of this communicator, and of the control group. What has been issued before
-    /// ends first.
+    /// Splits the communicator: ranks that pass the same `color` form one, in the order of their ranks, on a control group that is
+    /// split alike ([`Collective::split`]). A collective operation of this communicator and of the control group. Operations issued
+    /// before complete first.
     ///
     /// # Errors
     ///
-    /// As any collective's.
+    /// [`CommError`], as for any collective.
     pub fn split(&self, label: &str, color: u64) -> Result<Self, CommError> {
         let Inner { core, context_events, high_priority, .. } = &*self.inner;
         let ((_order, seq), op) = (core.next(), format!("split into '{label}'"));
@@ -192,14 +192,14 @@ impl NcclComm {
         core.sound()?;
         let control = core.control.split(label, color).map_err(|error| core.fault(error))?;
 
-        // The library wants nothing of the parent under way meanwhile.
+        // The library requires that the parent has no operation in progress meanwhile.
         while core.busy() {
             core.poll()?;
             std::thread::sleep(Duration::from_micros(100));
         }
         let failed = |error: NcclError| core.fault(at.device(error));
         let _entered = core.device.enter().map_err(failed)?;
-        // Colors of the library are small numbers: the lowest rank stands for its part.
+        // Colors of the library are small numbers: the first rank of each part identifies it.
         let (color, key) = (control.members()[0], control.rank());
         let (made, id) = ((core.library, &core.device), child_id(core.group.id, seq, color as u64 + 1));
         let child = Core::new(made, (control, id), core.deadline, core.wire.clone(), *high_priority).map_err(failed)?;
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(b.encode().len(), IDENTITY);
     }
 
-    /// As NCCL has it: <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-hostid>.
+    /// Follows NCCL: <https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html#nccl-hostid>.
     #[test]
     fn host_ids_make_hosts_of_processes_on_one_machine() {
         let of = |host_id: Option<&str>| {

@@ -1,4 +1,4 @@
-//! A communicator of the library's, and how it ends.
+//! Ownership of a communicator of the library, and its end.
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -11,14 +11,14 @@ use super::state::{ABORT, Core};
 use crate::CommError;
 use crate::collective::progress::joined;
 
-/// How long a communicator that is dropped may take to end.
+/// Longest time that a dropped communicator may take to end.
 const CLOSE: Duration = Duration::from_secs(10);
 
-/// A communicator with its watchdog; ended with the last ticket.
+/// A communicator with its watchdog; ends when the last reference, such as a [`super::DevicePending`], is dropped.
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) core: Arc<Core>,
-    /// Whether work of the context is ordered by events, without the host.
+    /// `true` if events order the work of the context, without the host.
     pub(super) context_events: bool,
     pub(super) high_priority: bool,
     watchdog: Option<JoinHandle<()>>,
@@ -33,7 +33,7 @@ impl Inner {
         Ok(Arc::new(Self { core, context_events, high_priority, watchdog }))
     }
 
-    /// Ends the communicator: with the other ranks when all is well, by aborting it otherwise.
+    /// Ends the communicator: together with the other ranks if it is sound, by an abort otherwise.
     fn close(&mut self) {
         let core = self.core.clone();
         let end = Instant::now() + CLOSE.min(core.deadline);
@@ -41,20 +41,20 @@ impl Inner {
             std::thread::sleep(Duration::from_micros(200));
         }
         core.stop();
-        // One that does not end is inside the library, which may never return.
+        // A watchdog that does not end is inside the library, which may never return.
         if let Some(Some(Err(_))) = self.watchdog.take().map(|watchdog| joined(watchdog, ABORT)) {
             tracing::warn!(rank = core.group.rank(), group = %core.group.label, "the watchdog has panicked");
         }
         if core.busy() || core.sound().is_err() {
             return core.abort();
         }
-        // As `poll` would, but for a rank that has left: it has ended its own part.
+        // Checks as `poll` does, but accepts a rank that has left: it has completed its own part.
         let others = |core: &Core| match core.control.check(&core.group.label, u64::MAX, &"ending") {
             Err(CommError::PeerLeft { .. }) | Ok(()) => true,
             Err(_) => false,
         };
         let ended = {
-            // A watchdog that is inside the library for good may hold it.
+            // A watchdog that is stuck inside the library may hold it.
             let Some(mut handle) = core.handle.try_lock_for(ABORT) else { return core.abort() };
             let Some(comm) = handle.0 else { return };
             let _entered = core.device.enter();
@@ -71,7 +71,7 @@ impl Inner {
             }
             if ended {
                 handle.0 = None;
-                // SAFETY: as above; nobody uses it after.
+                // SAFETY: as above; nobody uses it afterwards.
                 let code = unsafe { (core.library.destroy)(comm) };
                 ended = core.library.check("ncclCommDestroy", code).is_ok();
             }
@@ -89,7 +89,7 @@ impl Drop for Inner {
     }
 }
 
-/// Ends what the library has begun to make and does not become a communicator.
+/// Ends a communicator whose creation has failed.
 pub(super) fn discard(core: &Core, comm: ncclComm_t) {
     if let Err(reason) = core.end_now(comm) {
         tracing::debug!(rank = core.group.rank(), %reason, "of a communicator that was not made");

@@ -1,4 +1,4 @@
-//! How an operation is given to the device: after this rank's own work, between two marks.
+//! Submission of an operation to the device: after this rank's own work, between two events.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::collective::operation::At;
 use crate::collective::progress::apart;
 
 impl Inner {
-    /// Makes the communicator's stream wait for this rank's own work. Gives the mark that it waits for, if there is one.
+    /// Makes the communicator's stream wait for this rank's own work. Returns the event that it waits for, if there is one.
     ///
     /// # Safety
     ///
@@ -26,7 +26,7 @@ impl Inner {
         let core = &self.core;
         let failed = |error: NcclError| core.fault(at.device(error));
         let ready = match compute {
-            // SAFETY: the caller's word.
+            // SAFETY: guaranteed by the caller.
             Compute::Stream(stream) => unsafe { Event::of_stream(&core.device, stream as *mut _) }.map_err(failed)?,
             Compute::Context if self.context_events => Event::of_context(&core.device).map_err(failed)?,
             Compute::Context => return self.synchronize(at).map(|()| None),
@@ -35,7 +35,7 @@ impl Inner {
         Ok(Some(ready))
     }
 
-    /// For drivers without events of contexts: waits on the host until the context has done all it was given.
+    /// Waits on the host until the context has completed all its work, for drivers without events of contexts.
     fn synchronize(&self, at: At<'_>) -> Result<(), CommError> {
         let core = &self.core;
         let device = core.device.clone();
@@ -47,11 +47,11 @@ impl Inner {
         }
     }
 
-    /// Gives the device the operation between marks.
+    /// Submits the operation to the device; returns the events before and after it.
     ///
     /// # Safety
     ///
-    /// As [`NcclComm::submit`]'s.
+    /// Same as for [`NcclComm::submit`].
     unsafe fn issue(
         &self,
         requests: &[DeviceRequest],
@@ -61,13 +61,13 @@ impl Inner {
         let core = &self.core;
         let failed = |error: NcclError| core.fault(at.device(error));
         let _entered: Entered = core.device.enter().map_err(failed)?;
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         let ready = unsafe { self.order_after(compute, at) }?;
         let handle = core.handle.lock();
         let Some(comm) = handle.0 else { return Err(self.lost(at)) };
-        // SAFETY: the communicator is alive while the handle is locked; the rest is the caller's word.
+        // SAFETY: the communicator is alive while the handle is locked; the caller guarantees the rest.
         unsafe { self.launch(comm, requests) }.map_err(failed)?;
-        // A call that does not block may return before the device has been given its kernels: the mark comes after them.
+        // A nonblocking call may return before its kernels are submitted to the device: the event must come after them.
         core.until_done(comm, at)?;
         // SAFETY: the stream is the communicator's own.
         let done = unsafe { Event::of_stream(&core.device, core.stream.raw()) }.map_err(failed)?;
@@ -76,11 +76,11 @@ impl Inner {
 
     /// # Safety
     ///
-    /// The communicator is alive and locked; the slices are as [`NcclComm::submit`] says.
+    /// The communicator is alive and locked; the slices meet the conditions of [`NcclComm::submit`].
     unsafe fn launch(&self, comm: ncclComm_t, requests: &[DeviceRequest]) -> Result<(), NcclError> {
         let (library, stream) = (self.core.library, self.core.stream.raw().cast::<c_void>());
         let reduction = |op| reduction(op, self.core.group.world());
-        // SAFETY: the caller's word; sizes have been checked. A group that was begun is ended in every case.
+        // SAFETY: guaranteed by the caller; sizes have been checked. A group that was started is ended in every case.
         unsafe {
             library.check("ncclGroupStart", (library.group_start)())?;
             let mut outcome = Ok(());
@@ -113,29 +113,29 @@ impl Inner {
         }
     }
 
-    /// The error of a call on a communicator that has been given up.
+    /// Returns the error of a call on a communicator that has been ended.
     fn lost(&self, at: At<'_>) -> CommError {
         self.core.sound().err().unwrap_or_else(|| at.device("the communicator has been ended"))
     }
 }
 
 impl NcclComm {
-    /// Issues `requests` as one operation, after this rank's own work as `compute` says, and returns without waiting for
-    /// it. `what` it is for stands in errors and flight records; it may be empty.
+    /// Issues `requests` as one operation, after this rank's own work selected by `compute`, and returns without waiting for
+    /// it. `what` names its purpose in errors and flight records; it may be empty.
     ///
     /// The first operation of a kind connects the ranks, and returns when they are connected.
     ///
     /// # Errors
     ///
-    /// [`CommError::Shape`] for sizes that do not fit, after which the communicator can be used; otherwise as
-    /// [`DevicePending::wait`]'s.
+    /// [`CommError::Shape`] for sizes that do not fit, after which the communicator remains usable; otherwise as for
+    /// [`DevicePending::wait`].
     ///
     /// # Safety
     ///
-    /// Each slice is memory of the communicator's device, allocated in its primary context, and stays so until the operation
-    /// has ended: [`DevicePending::wait`] has returned, or what frees or reuses it is ordered after the operation. Until then inputs
-    /// are not written and outputs neither read nor written, but by work ordered before or after. Outputs overlap nothing,
-    /// but as [`DeviceRequest`] allows. A stream in `compute` is alive.
+    /// * Each slice is memory of the communicator's device, allocated in its primary context. It stays allocated until the operation
+    ///   has ended: until [`DevicePending::wait`] has returned, or until work ordered after the operation frees or reuses it. Until
+    ///   then, only work ordered before or after the operation writes inputs, or reads or writes outputs.
+    /// * Outputs overlap nothing, except as [`DeviceRequest`] allows. A stream in `compute` is alive.
     pub unsafe fn submit(
         &self,
         requests: &[DeviceRequest],
@@ -154,7 +154,7 @@ impl NcclComm {
         let recorder = core.control.recorder();
         let bytes = received.iter().map(|(_, bytes)| bytes).sum();
         let entry = recorder.open(core.group.opening(seq, &op, bytes, core.group.peers().collect(), true));
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         let issued = unsafe { self.inner.issue(requests, compute, at) };
         if let Err(error) = &issued {
             recorder.close(&entry, Err(error.to_string()));

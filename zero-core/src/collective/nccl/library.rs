@@ -1,8 +1,8 @@
 //! libnccl, found at run time.
 //!
-//! The types are cudarc's; the functions are looked up here, because cudarc's own look-up does not know the name
-//! `libnccl.so.2` (all that NVIDIA's run-time packages install), panics when a function is missing, and returns results as
-//! an enum, for which a code of a newer library would be undefined behaviour.
+//! The types are cudarc's. The functions are looked up here, because cudarc's own lookup does not know the name
+//! `libnccl.so.2` (the only one that NVIDIA's runtime packages install), panics if a function is missing, and returns results
+//! as an enum, for which an unknown code of a newer library would be undefined behaviour.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -12,14 +12,14 @@ use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, n
 use super::NcclError;
 use crate::collective::{DType, ReduceOp};
 
-/// What a call returns; see `ncclResult_t`.
+/// Return code of a call; see `ncclResult_t`.
 pub(super) type Code = c_int;
 pub(super) const SUCCESS: Code = 0;
 pub(super) const IN_PROGRESS: Code = 7;
 
-/// The oldest library that has what is used: `ncclCommSplit` and non-blocking communicators.
+/// The oldest supported library: it has `ncclCommSplit` and nonblocking communicators.
 const OLDEST: &str = "NCCL 2.18";
-/// In which order names are tried.
+/// Names of the library, in the order in which they are tried.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 type Stream = *mut c_void;
@@ -37,7 +37,7 @@ macro_rules! library {
                 Ok(Self {
                     $($field: {
                         let address = symbol(library, $symbol)?;
-                        // SAFETY: the function of this name has this signature, by nccl.h.
+                        // SAFETY: the function of this name has this signature in nccl.h.
                         unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($argument),*) -> $result>(address) }
                     },)*
                 })
@@ -79,7 +79,7 @@ fn symbol(library: *mut c_void, name: &'static str) -> Result<*mut c_void, NcclE
     Ok(address)
 }
 
-/// The library, loaded once and never closed.
+/// Returns the library, which is loaded once and never closed.
 pub(super) fn library() -> Result<&'static Library, NcclError> {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
     if let Some(library) = LIBRARY.get() {
@@ -112,14 +112,14 @@ pub(super) fn library() -> Result<&'static Library, NcclError> {
 ///
 /// `text` is a C string that lives during the call.
 unsafe fn text(text: *const c_char) -> String {
-    // SAFETY: the caller's word.
+    // SAFETY: guaranteed by the caller.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
 }
 
 impl Library {
-    /// What a code means, with the library's last words where it has any.
+    /// Returns the meaning of a code, with the library's last error message if it has one.
     pub(super) fn explain(&self, code: Code) -> String {
-        // SAFETY: both take any value and give static or thread-local texts, or null.
+        // SAFETY: both accept any value and return static or thread-local texts, or null.
         unsafe {
             let meaning = (self.get_error_string)(code);
             let meaning = if meaning.is_null() { format!("code {code}") } else { text(meaning) };
@@ -132,7 +132,7 @@ impl Library {
         }
     }
 
-    /// An error unless the call has succeeded, or goes on.
+    /// Returns an error unless the call has succeeded or is in progress.
     pub(super) fn check(&self, call: &'static str, code: Code) -> Result<(), NcclError> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -140,7 +140,7 @@ impl Library {
         }
     }
 
-    /// Its version, as in 22304 for 2.23.4.
+    /// Returns its version, such as 22304 for 2.23.4.
     pub(super) fn version(&self) -> Result<u32, NcclError> {
         let mut version = 0;
         // SAFETY: the pointer is to a local.
@@ -149,13 +149,13 @@ impl Library {
     }
 }
 
-/// A configuration in which nothing is set but that calls do not block: `NCCL_CONFIG_INITIALIZER` of nccl.h.
+/// Returns the default configuration (`NCCL_CONFIG_INITIALIZER` of nccl.h) with nonblocking calls.
 pub(super) fn non_blocking(version: u32) -> ncclConfig_t {
     /// `NCCL_CONFIG_UNDEF_INT`.
     const UNDEFINED: c_int = c_int::MIN;
     /// `NCCL_API_MAGIC`.
     const MAGIC: u32 = 0xcafe_beef;
-    /// The version whose configuration this is; an older library reads as much of it as it knows.
+    /// The version of this configuration; an older library reads the part that it knows.
     const HEADER: u32 = 23_000;
     ncclConfig_t {
         size: size_of::<ncclConfig_t>(),
@@ -191,10 +191,10 @@ pub(super) fn data_type(dtype: DType) -> ncclDataType_t {
     }
 }
 
-/// Of so many ranks.
+/// Returns the library's reduction for `op` over `world` ranks.
 pub(super) fn reduction(op: ReduceOp, world: usize) -> ncclRedOp_t {
     match op {
-        // The mean of one rank leaves out the last elements where four do not divide their number (fp32, the NCCL of PyTorch 2.11, on an H200).
+        // ncclAvg over one rank omits the last elements if their number is not divisible by 4 (fp32, NCCL of PyTorch 2.11, H200).
         ReduceOp::Mean if world == 1 => ncclRedOp_t::ncclSum,
         ReduceOp::Sum => ncclRedOp_t::ncclSum,
         ReduceOp::Mean => ncclRedOp_t::ncclAvg,

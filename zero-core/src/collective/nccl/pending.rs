@@ -1,4 +1,4 @@
-//! An operation that has been issued, as its caller sees it.
+//! The caller's handle to an issued operation.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -9,8 +9,8 @@ use super::inner::Inner;
 use super::state::{Core, Issued};
 use crate::CommError;
 
-/// A collective on the device that has been issued, and may not have ended. Dropping it without waiting is allowed: the
-/// operation goes on, and its memory must stay.
+/// An issued collective on the device, which may not have ended. Dropping it without waiting is allowed: the
+/// operation continues, and its memory must remain allocated.
 #[derive(Debug)]
 #[must_use = "later work must be ordered after it, by `order_compute`, `order_stream` or `wait`"]
 pub struct DevicePending {
@@ -23,32 +23,32 @@ impl DevicePending {
         &self.inner.core
     }
 
-    /// Its number in its communicator, from 0.
+    /// Returns its sequence number in the communicator, from 0.
     pub fn seq(&self) -> u64 {
         self.op.seq
     }
 
-    /// Makes all work that is given to the device's primary context from now on, by whichever stream, wait for this
-    /// operation; the host does not wait. With a driver older than CUDA 12.5 the host waits instead.
+    /// Makes all work submitted to the device's primary context from now on, on any stream, wait for this operation. The host
+    /// does not wait, except with a driver older than CUDA 12.5, where it waits instead.
     ///
     /// # Errors
     ///
-    /// [`CommError`] as [`DevicePending::wait`]'s.
+    /// [`CommError`], as for [`DevicePending::wait`].
     pub fn order_compute(&self) -> Result<(), CommError> {
         if !self.inner.context_events {
             return self.wait();
         }
         let core = self.core();
-        // Its kernels may touch memory until then.
+        // Its kernels may access memory until it has been aborted.
         core.sound().inspect_err(|_| core.await_abort())?;
         core.device.wait(&self.op.done).map_err(|error| core.fault(self.op.at(&core.group).device(error)))
     }
 
-    /// Makes what is given to `stream` (a `CUstream`) from now on wait for this operation; the host does not wait.
+    /// Makes work submitted to `stream` (a `CUstream`) from now on wait for this operation; the host does not wait.
     ///
     /// # Errors
     ///
-    /// [`CommError`] when the communicator has faulted.
+    /// [`CommError`] if the communicator has faulted.
     ///
     /// # Safety
     ///
@@ -56,18 +56,18 @@ impl DevicePending {
     pub unsafe fn order_stream(&self, stream: u64) -> Result<(), CommError> {
         let core = self.core();
         core.sound().inspect_err(|_| core.await_abort())?;
-        // SAFETY: the caller's word.
+        // SAFETY: guaranteed by the caller.
         let ordered = unsafe { cuda::wait_on(stream as *mut _, &self.op.done) };
         ordered.map_err(|error| core.fault(self.op.at(&core.group).device(error)))
     }
 
-    /// Whether the operation has ended.
+    /// Returns `true` if the operation has ended.
     ///
     /// # Errors
     ///
-    /// [`CommError`] when the communicator has faulted, and this operation had not ended before.
+    /// [`CommError`] if the communicator has faulted before this operation ended.
     pub fn is_done(&self) -> Result<bool, CommError> {
-        // Acquire: with the release of who saw the end.
+        // Acquire: pairs with the release of the thread that saw the end.
         if self.op.ended.load(Ordering::Acquire) {
             return Ok(true);
         }
@@ -79,10 +79,10 @@ impl DevicePending {
     ///
     /// # Errors
     ///
-    /// [`CommError::Stalled`] when the deadline passes, [`CommError::Device`] when the library reports an error,
-    /// [`CommError::PeerFailed`] when another rank has failed. The communicator has then been aborted: nothing of it
-    /// touches memory any more, and every later call gives the same error. When it cannot be aborted, this does not return:
-    /// the process ends with [`code::WATCHDOG`](crate::collective::exit::code::WATCHDOG), and says why.
+    /// [`CommError::Stalled`] if the deadline passes, [`CommError::Device`] if the library reports an error,
+    /// [`CommError::PeerFailed`] if another rank has failed. The communicator has then been aborted: it accesses no memory
+    /// any more, and every later call returns the same error. If it cannot be aborted, this does not return: the process
+    /// prints the reason and ends with [`code::WATCHDOG`](crate::collective::exit::code::WATCHDOG).
     pub fn wait(&self) -> Result<(), CommError> {
         let begin = Instant::now();
         loop {

@@ -1,24 +1,24 @@
-//! Collectives on device memory as they are asked for: the words they are known by, whether their sizes work, and the
-//! bytes they bring in.
+//! Requests of collectives on device memory: their descriptions, the check of their sizes, and the number of bytes that they
+//! receive.
 
 use crate::CommError;
 use crate::accounting::WireKind;
 use crate::collective::operation::{At, Moved, labelled};
 use crate::collective::{DType, ReduceOp};
 
-/// Elements that lie one behind another in the memory of the communicator's device. Nothing is owned.
+/// Contiguous elements in the memory of the communicator's device. It does not own them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceSlice {
-    /// Where they begin: a `CUdeviceptr`, aligned to the element.
+    /// Address of the first element: a `CUdeviceptr`, aligned to the element.
     pub pointer: u64,
     /// Number of elements.
     pub len: usize,
-    /// Their type.
+    /// Element type.
     pub dtype: DType,
 }
 
 impl DeviceSlice {
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> usize {
         self.len * self.dtype.size()
     }
@@ -27,44 +27,44 @@ impl DeviceSlice {
 /// One collective on device memory. `N` is the number of ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceRequest {
-    /// Concatenates the ranks' inputs (`k` elements) in rank order into every output (`N k`). In place when this rank's
-    /// input is its own part of the output.
+    /// Concatenates the ranks' inputs (`k` elements) in rank order into every output (`N k`). In place if this rank's
+    /// input is its own shard of the output.
     AllGather {
         /// `k` elements.
         input: DeviceSlice,
         /// `N k` elements.
         output: DeviceSlice,
     },
-    /// Reduces the ranks' inputs (`N k` elements) and gives rank `r` elements `[r k, (r + 1) k)`. In place when the output
-    /// is this rank's own part of the input.
+    /// Reduces the ranks' inputs (`N k` elements); rank `r` gets elements `[r k, (r + 1) k)`. In place if the output
+    /// is this rank's own shard of the input.
     ReduceScatter {
         /// `N k` elements.
         input: DeviceSlice,
         /// `k` elements.
         output: DeviceSlice,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// Reduces the ranks' inputs into every output. In place when both are the same.
+    /// Reduces the ranks' inputs into every output. In place if both are the same.
     AllReduce {
         /// `k` elements.
         input: DeviceSlice,
         /// `k` elements.
         output: DeviceSlice,
-        /// How.
+        /// The reduction.
         op: ReduceOp,
     },
-    /// Gives every rank the root's elements, in its own.
+    /// Copies the root's elements to every rank's buffer, in place.
     Broadcast {
-        /// `k` elements; on the root what is sent.
+        /// `k` elements; the root's are sent.
         buffer: DeviceSlice,
-        /// The rank, within the communicator.
+        /// The root's rank in the communicator.
         root: usize,
     },
 }
 
 impl DeviceRequest {
-    /// The input and the output.
+    /// Returns the input and the output.
     pub(super) fn slices(&self) -> (DeviceSlice, DeviceSlice) {
         match *self {
             DeviceRequest::AllGather { input, output }
@@ -85,7 +85,7 @@ impl DeviceRequest {
         Moved { kind, len, dtype, reduce, root }
     }
 
-    /// What is wrong with the sizes, if anything: expected, and got.
+    /// Describes the expected and the actual arguments if these are invalid.
     fn wrong(&self, world: usize) -> Option<(String, String)> {
         let (input, output) = self.slices();
         let (more, less, expected) = match self {
@@ -101,11 +101,11 @@ impl DeviceRequest {
     }
 }
 
-/// The words of several requests that are launched as one operation, for `what`.
+/// Describes requests that are launched as one operation, with their purpose `what`.
 pub(super) fn words(requests: &[DeviceRequest], what: &str) -> String {
     let text = match requests {
         [one] => one.moved().words(),
-        // Long groups are known by their first and their sums.
+        // Groups are described by their first and last request and the total number of elements.
         [first, .., last] => {
             let elements: usize = requests.iter().map(|request| request.moved().len).sum();
             let all = requests.len();
@@ -120,7 +120,7 @@ pub(super) fn words(requests: &[DeviceRequest], what: &str) -> String {
     labelled(text, what)
 }
 
-/// Whether `requests` can be run by a group of this size, by one of its ranks that is `at` an operation.
+/// Checks `requests` for a group of `world` ranks; `at` is the operation that an error names.
 pub(super) fn check(requests: &[DeviceRequest], world: usize, at: At<'_>) -> Result<(), CommError> {
     let wrong = requests.iter().find_map(|request| Some((request, request.wrong(world)?)));
     wrong.map_or(Ok(()), |(request, wrong)| Err(At { op: &request.moved().words(), ..at }.shape(wrong)))

@@ -1,16 +1,16 @@
-//! A communicator's state, and what finds its faults.
+//! A communicator's state, and the detection of its faults.
 //!
-//! States: *sound* -> *faulted* (first error kept, every later call gives it) -> *aborted* (`ncclCommAbort` has returned well:
-//! no kernel of the communicator touches memory any more). One that cannot be aborted ends the process, before anyone takes
-//! memory back because of the error. Faults are found by whoever looks ([`Core::poll`]): a waiting
-//! caller, or the watchdog, which looks at all times and is the only one to abort.
+//! States: *sound* -> *faulted* (the first error is kept, and every later call returns it) -> *aborted* (`ncclCommAbort` has
+//! succeeded: no kernel of the communicator accesses memory any more). If it cannot be aborted, the process ends, before a
+//! caller reuses memory because of the error. [`Core::poll`] detects faults. Waiting callers call it, and so does the watchdog,
+//! which polls at all times and is the only one to abort.
 //!
-//! Operations stand *in line* in the order of the communicator's stream. The deadline of an operation counts from when it
-//! was first in line, so that many may be issued ahead. What ended is taken out by whoever looks first.
+//! Operations are queued (`line`) in the order of the communicator's stream. The deadline of an operation counts from when it
+//! became the first in the queue, so that many may be issued ahead. Polling removes completed operations.
 //!
 //! Locks: `order` (one operation is issued at a time) before `handle` (the library's communicator; held through each call,
-//! which does not block) before `state`. The watchdog takes `handle` to abort; whoever holds it for longer, while the
-//! library connects, looks at the deadline and at faults itself. `state`'s mutex gives the happens-before edge from the
+//! which does not block) before `state`. The watchdog takes `handle` to abort. Threads that hold it for longer, while the
+//! library connects, check the deadline and faults themselves. `state`'s mutex gives the happens-before edge from the
 //! end of an operation, as the device reports it to one thread, to a waiting caller on another.
 
 use std::collections::VecDeque;
@@ -37,12 +37,12 @@ pub(super) struct Issued {
     pub(super) seq: u64,
     pub(super) words: String,
     pub(super) entry: Arc<Entry>,
-    /// What it waits for of this rank's own work, where that is known.
+    /// Event after this rank's own work that it waits for, if there is one.
     pub(super) ready: Option<Event>,
-    /// Its end.
+    /// Event at its end.
     pub(super) done: Event,
     pub(super) received: Vec<(WireKind, usize)>,
-    /// Release: set after the device has reported the end; acquire by who reads results because of it.
+    /// Set (release) after the device has reported the end; loaded (acquire) before results are read.
     pub(super) ended: AtomicBool,
 }
 
@@ -52,60 +52,60 @@ impl Issued {
     }
 }
 
-/// The library's communicator; none before it is made and after it is given up.
+/// The library's communicator; `None` before it is created and after it is ended.
 #[derive(Debug)]
 pub(super) struct Handle(pub(super) Option<ncclComm_t>);
 
-// SAFETY: the library lets any thread use a communicator, one at a time, which the mutex around this sees to.
+// SAFETY: any thread may use a communicator of the library, one at a time, which the mutex around this guarantees.
 unsafe impl Send for Handle {}
 
 #[derive(Debug, Default)]
 struct State {
     line: VecDeque<Arc<Issued>>,
-    /// Since when the first in line has been first.
+    /// Time since which the first operation in the queue has been first.
     first_since: Option<Instant>,
-    /// Since when a rank is known to have ended.
+    /// Time since which a rank is known to have ended.
     left_since: Option<Instant>,
     fault: Option<CommError>,
-    /// What became of the abort, once it is over.
+    /// Outcome of the abort, once it is over.
     aborted: Option<Result<(), String>>,
-    /// Whether the watchdog is to end.
+    /// `true` if the watchdog must end.
     stop: bool,
 }
 
-/// A communicator on its way to the thread that ends it.
+/// A communicator that is moved to the thread that ends it.
 struct Ending(ncclComm_t);
 
-// SAFETY: as `Handle`; nobody else has it any more.
+// SAFETY: as for `Handle`; nobody else has it any more.
 unsafe impl Send for Ending {}
 
-/// What a communicator and its watchdog share.
+/// State that a communicator and its watchdog share.
 #[derive(Debug)]
 pub(super) struct Core {
     pub(super) library: &'static Library,
     pub(super) device: Arc<Device>,
     pub(super) stream: Stream,
-    /// The same ranks, for what their hosts say to each other.
+    /// Control group of the same ranks, for communication between their hosts.
     pub(super) control: Arc<dyn Collective>,
-    /// Another identity than the control group's own: both record in one place.
+    /// Its identity differs from the control group's, as both use the same recorder.
     pub(super) group: Group,
     pub(super) deadline: Duration,
     pub(super) wire: Arc<WireCounter>,
     order: Mutex<()>,
-    /// Operations issued; the next one's number.
+    /// Number of operations issued, which is the next one's sequence number.
     pub(super) issued: AtomicU64,
     pub(super) handle: Mutex<Handle>,
     state: Mutex<State>,
     changed: Condvar,
 }
 
-/// How long the library may take to abort, or another thread to let go of it.
+/// Longest time that the library may take to abort, or another thread to release it.
 pub(super) const ABORT: Duration = Duration::from_secs(10);
-/// How long operations may go on after a rank has ended well: it has done its part, and theirs is a matter of moments.
+/// Longest time that operations may continue after a rank has ended successfully: it has done its part, and theirs takes moments.
 const LEFT: Duration = Duration::from_secs(5);
 
 impl Core {
-    /// A communicator of the ranks of `control`, which the library has still to make.
+    /// Creates the state of a communicator of the ranks of `control`; the library's communicator does not exist yet.
     pub(super) fn new(
         (library, device): (&'static Library, &Arc<Device>),
         (control, id): (Arc<dyn Collective>, u64),
@@ -131,19 +131,19 @@ impl Core {
         }))
     }
 
-    /// The next operation's number; no other is issued while the lock is held.
+    /// Returns the next operation's number, with the lock that prevents other operations from being issued.
     pub(super) fn next(&self) -> (MutexGuard<'_, ()>, u64) {
         let order = self.order.lock();
-        // Relaxed: changed under the lock only; without it, a number for a message.
+        // Relaxed: changed only under the lock; without it, read only for messages.
         (order, self.issued.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The error that every call gives since the communicator has faulted.
+    /// Returns the error of the fault if the communicator has faulted.
     pub(super) fn sound(&self) -> Result<(), CommError> {
         self.state.lock().fault.clone().map_or(Ok(()), Err)
     }
 
-    /// Keeps the first error, tells the other ranks, and leaves the rest to the watchdog. Gives the error that was kept.
+    /// Keeps the first error, notifies the other ranks, and leaves the abort to the watchdog. Returns the error that was kept.
     pub(super) fn fault(&self, error: CommError) -> CommError {
         let line = {
             let mut state = self.state.lock();
@@ -154,7 +154,7 @@ impl Core {
             std::mem::take(&mut state.line)
         };
         self.changed.notify_all();
-        // The others first, and the flight record, which shows what was under way.
+        // First notify the others, and write the flight record, which shows the operations in progress.
         self.control.abort(&error.to_string());
         for op in line {
             self.control.recorder().close(&op.entry, Err(error.to_string()));
@@ -162,7 +162,7 @@ impl Core {
         error
     }
 
-    /// Puts an operation in line.
+    /// Adds an operation to the queue.
     pub(super) fn line_up(&self, op: Arc<Issued>) {
         let mut state = self.state.lock();
         if state.line.is_empty() {
@@ -173,11 +173,11 @@ impl Core {
         self.changed.notify_all();
     }
 
-    /// Takes what has ended out of the line, and looks for faults.
+    /// Removes completed operations from the queue, and checks for faults.
     ///
     /// # Errors
     ///
-    /// The error that the communicator has faulted with, now or before.
+    /// The error of the fault, detected now or before.
     pub(super) fn poll(&self) -> Result<(), CommError> {
         let (first, waited) = {
             let mut state = self.state.lock();
@@ -205,7 +205,7 @@ impl Core {
             let waited = state.first_since.map_or(Duration::ZERO, |since| since.elapsed());
             (state.line.front().cloned(), waited)
         };
-        // Relaxed: a number for a message.
+        // Relaxed: the number is only for a message.
         let pause = || self.group.at(self.issued.load(Ordering::Relaxed), &"the pause before its next operation");
         let at = first.as_ref().map_or_else(pause, |op| op.at(&self.group));
         self.look(at, first.is_some())?;
@@ -221,9 +221,9 @@ impl Core {
         Ok(())
     }
 
-    /// Looks at the library's errors and at the other ranks, for an operation `here`.
+    /// Checks the library's errors and the other ranks for operation `at`.
     fn look(&self, at: At<'_>, waiting: bool) -> Result<(), CommError> {
-        // Whoever holds the handle looks itself.
+        // A thread that holds the handle checks by itself.
         if let Some(handle) = self.handle.try_lock()
             && let Some(comm) = handle.0
         {
@@ -240,7 +240,7 @@ impl Core {
         match self.control.check(at.group, at.seq, at.op) {
             Ok(()) => Ok(()),
             Err(left @ CommError::PeerLeft { .. }) => {
-                // From when both are so: a rank has left, and this operation is first in line.
+                // Counts from when both hold: a rank has left, and this operation is first in the queue.
                 let since = {
                     let mut state = self.state.lock();
                     let left = *state.left_since.get_or_insert_with(Instant::now);
@@ -255,7 +255,7 @@ impl Core {
         }
     }
 
-    /// Whether the library is done with its last call (`true`), still at it, or has failed.
+    /// Returns `true` if the library has completed its last call, `false` if it is still in progress, or its error.
     pub(super) fn library_state(&self, comm: ncclComm_t) -> Result<bool, String> {
         let mut state: Code = SUCCESS;
         // SAFETY: the communicator is alive: the caller holds the handle's lock. The pointer is to a local.
@@ -268,8 +268,8 @@ impl Core {
         }
     }
 
-    /// Waits until the library has done what it was last asked for, with the deadline and an eye on the other ranks. The
-    /// caller holds the handle's lock.
+    /// Waits until the library has completed its last call; checks the deadline and the other ranks meanwhile. The caller holds
+    /// the handle's lock.
     pub(super) fn until_done(&self, comm: ncclComm_t, at: At<'_>) -> Result<(), CommError> {
         let begin = Instant::now();
         loop {
@@ -286,7 +286,7 @@ impl Core {
                     "NCCL has not finished setting it up, so other ranks have not come to it, or cannot be reached";
                 return Err(self.fault(at.stalled(waited, state)));
             }
-            // The first of a kind connects the ranks, which takes long; what is connected takes microseconds.
+            // The first operation of a kind connects the ranks, which takes long; later ones take microseconds.
             match waited {
                 short if short < Duration::from_micros(200) => std::thread::yield_now(),
                 _ => std::thread::sleep(Duration::from_micros(100)),
@@ -294,7 +294,7 @@ impl Core {
         }
     }
 
-    /// Ends the library's communicator after a fault: its kernels end, and nothing of it touches memory any more.
+    /// Ends the library's communicator after a fault: its kernels end, and it accesses no memory any more.
     pub(super) fn abort(&self) {
         let outcome = match self.handle.try_lock_for(ABORT) {
             Some(mut handle) => handle.0.take().map_or(Ok(()), |comm| self.end_now(comm)),
@@ -307,13 +307,13 @@ impl Core {
         self.changed.notify_all();
     }
 
-    /// `ncclCommAbort`, on a thread of its own: one that does not return is left behind.
+    /// Calls `ncclCommAbort` on a separate thread, which is abandoned if the call does not return.
     pub(super) fn end_now(&self, comm: ncclComm_t) -> Result<(), String> {
         let (library, device, ending) = (self.library, self.device.clone(), Ending(comm));
         let abort = move || {
             let ending = ending;
             let _entered = device.enter();
-            // SAFETY: the communicator is alive, and nobody has it but this thread.
+            // SAFETY: the communicator is alive, and only this thread has it.
             unsafe { (library.abort)(ending.0) }
         };
         match apart(format!("rank-{}-nccl-abort", self.group.rank()), ABORT, abort) {
@@ -324,10 +324,10 @@ impl Core {
         }
     }
 
-    /// After a fault: waits until the communicator has been aborted. Its kernels could otherwise write to memory that the
-    /// caller takes back because of the error, which nothing but the process's end can keep them from: then it ends.
+    /// Waits, after a fault, until the communicator has been aborted; otherwise its kernels could write to memory that the
+    /// caller reuses because of the error. If it cannot be aborted, ends the process, which is then the only way to prevent this.
     pub(super) fn await_abort(&self) {
-        // For the lock, and for the call.
+        // One `ABORT` for the lock, and one for the call.
         let end = Instant::now() + ABORT + ABORT + LEFT;
         let mut state = self.state.lock();
         while state.aborted.is_none() && !self.changed.wait_until(&mut state, end).timed_out() {}
@@ -338,7 +338,7 @@ impl Core {
         };
         let error = state.fault.clone().map_or(String::new(), |error| error.to_string());
         drop(state);
-        // The other ranks have been told with the fault.
+        // The fault has already notified the other ranks.
         self.control.recorder().finish(LEFT);
         eprintln!(
             "{error}; its communicator could not be ended ({why}), so that it may still write to memory of the GPU: this \
@@ -347,12 +347,12 @@ impl Core {
         exit::end_process(exit::code::WATCHDOG)
     }
 
-    /// Whether operations are under way.
+    /// Returns `true` if operations are in progress.
     pub(super) fn busy(&self) -> bool {
         !self.state.lock().line.is_empty()
     }
 
-    /// The watchdog: looks for faults until it is told to stop, and aborts after one.
+    /// Runs the watchdog: checks for faults until [`Core::stop`], and aborts after one.
     pub(super) fn watch(&self) {
         while !self.state.lock().stop {
             if self.poll().is_err() {
@@ -367,7 +367,7 @@ impl Core {
         }
     }
 
-    /// Tells the watchdog to end.
+    /// Stops the watchdog.
     pub(super) fn stop(&self) {
         self.state.lock().stop = true;
         self.changed.notify_all();

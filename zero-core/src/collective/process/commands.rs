@@ -1,4 +1,4 @@
-//! What a rank's threads ask of one another: of the communication thread ([`Command`]), and of the one that answers other ranks'
+//! Commands between a rank's threads: to the communication thread ([`Command`]), and to the thread that answers other ranks'
 //! reads ([`Job`]).
 
 use std::ops::Range;
@@ -20,7 +20,7 @@ use crate::exposure::{Exposure, Key};
 #[derive(Debug)]
 pub(super) struct Share {
     pub(super) peer: usize,
-    /// Bytes of the input that go to it, or of what it fills.
+    /// Byte range of the input that is sent to it, or of the landing that it fills.
     pub(super) bytes: Range<usize>,
 }
 
@@ -32,12 +32,12 @@ pub(super) struct Exchange {
     pub(super) group: Arc<str>,
     pub(super) op: String,
     pub(super) input: Arc<Buffer>,
-    /// Whether the input is to be free again when the exchange has ended.
+    /// `true` if the exchange ends only after the input has been sent and can be reused.
     pub(super) until_sent: bool,
-    /// To other ranks of the group, be it nothing.
+    /// Sends to other ranks of the group, possibly of 0 bytes.
     pub(super) sends: Vec<Share>,
     pub(super) landing: Arc<Landing>,
-    /// From other ranks of the group, be it nothing.
+    /// Receives from other ranks of the group, possibly of 0 bytes.
     pub(super) receives: Vec<Share>,
     pub(super) entry: Arc<Entry>,
     pub(super) reply: Sender<Result<(), CommError>>,
@@ -48,16 +48,16 @@ impl Exchange {
         At { group: &self.group, seq: self.slot.seq, rank, op: &self.op }
     }
 
-    /// Gives the result to whoever waits for it, after the communication thread's hold of its memory.
+    /// Releases the communication thread's references to the memory, then passes the result to the waiter.
     pub(super) fn end(self, outcome: Result<(), CommError>) {
         let Self { reply, landing, input, .. } = self;
         drop((landing, input));
-        // Nobody listens any more when the wait has passed its deadline.
+        // Nobody receives it if the wait has passed its deadline.
         let _ = reply.send(outcome);
     }
 }
 
-/// A read of what a peer has published.
+/// A read of data that a peer has published.
 #[derive(Debug)]
 pub(super) struct Read {
     pub(super) id: u64,
@@ -65,9 +65,9 @@ pub(super) struct Read {
     pub(super) window: u32,
     pub(super) key: Key,
     pub(super) what: String,
-    /// The read in the words of errors.
+    /// Description of the read for errors.
     pub(super) op: String,
-    /// Where its bytes go; otherwise they get memory of their own.
+    /// Destination of its bytes; if `None`, new memory is allocated.
     pub(super) into: Option<(Arc<Landing>, Range<usize>)>,
     pub(super) entry: Arc<Entry>,
     pub(super) reply: Sender<Result<Got, CommError>>,
@@ -79,7 +79,7 @@ impl Read {
     }
 }
 
-/// What a read has brought: the owner's tag, and the bytes, unless they went where the reader wanted them.
+/// Result of a read: the owner's tag, and the bytes, unless they went to the reader's own destination.
 #[derive(Debug)]
 pub(super) struct Got {
     pub(super) tag: String,
@@ -94,23 +94,23 @@ pub(super) enum Command {
         id: u64,
         answer: Answer<Exposed>,
     },
-    /// This rank has failed: the state says how.
+    /// This rank has failed, as recorded in the shared state.
     Abort,
-    /// This rank takes part in nothing more.
+    /// This rank takes part in no further operation.
     Leave,
-    /// After a failure: this rank's process is about to end.
+    /// This rank's process is about to end, after a failure.
     Done,
-    /// Ends the thread, when all has been sent or `within` has passed; the link is ended well if asked for.
+    /// Ends the thread when everything has been sent or `within` has passed; closes the link if `finalize` is set.
     Finish {
         finalize: bool,
         within: Duration,
     },
 }
 
-/// Bytes that a value lends to be sent.
+/// A published value whose bytes are borrowed for sending.
 pub(super) type Exposed = Arc<dyn AsRef<[u8]> + Send + Sync>;
 
-/// What a window knows of a key.
+/// State of a key in a window.
 pub(crate) enum Found {
     /// Not published yet.
     Absent,
@@ -120,19 +120,19 @@ pub(crate) enum Found {
     Here(Exposure),
 }
 
-/// How a window is looked into.
+/// A function that looks up a key in a window.
 pub(crate) type Lookup = Box<dyn Fn(Key) -> Found + Send>;
 
 pub(super) enum Job {
-    /// A window is there.
+    /// A window has been created.
     Join { window: u32, lookup: Lookup },
-    /// A rank asks.
+    /// A rank has requested a read.
     Asked(Asked),
-    /// Something was published.
+    /// A value was published.
     Changed,
-    /// Values that were sent: dropped here, since dropping one may run its owner's code.
+    /// A value that was sent. It is dropped on this thread, since dropping it may run its owner's code.
     Dispose(Exposed),
-    /// This rank publishes nothing more.
+    /// This rank publishes no further values.
     Left,
     /// Ends the thread.
     Stop,
@@ -146,5 +146,5 @@ pub(super) struct Asked {
     pub(super) key: Key,
 }
 
-/// Requests that are parked; publishing looks here first.
+/// Number of parked requests, which publishing checks first.
 pub(crate) type Parked = Arc<AtomicUsize>;

@@ -1,7 +1,7 @@
-//! The control messages between the ranks' communication threads, and their bytes.
+//! The control messages between the ranks' communication threads, and their encoding.
 //!
-//! A message is a kind and its fields, little-endian, texts with their length before them. What is large follows on the
-//! other communicator under a tag that the message names.
+//! A message is a kind and its fields in little-endian; texts are preceded by their length. Large payloads follow on the
+//! data channel under a tag that the message names.
 
 use super::super::standing::Trouble;
 use crate::exposure::Key;
@@ -9,12 +9,12 @@ use crate::exposure::Key;
 /// Payloads up to this many bytes travel inside the control message.
 pub(super) const INLINE: usize = 2 << 10;
 
-/// Bytes that belong to a message.
+/// The payload of a message.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Payload {
-    /// Here they are.
+    /// The bytes are in the message.
     Inline(Vec<u8>),
-    /// They come on the data communicator.
+    /// The bytes follow on the data channel.
     Follows { bytes: u64, tag: i32 },
 }
 
@@ -27,7 +27,7 @@ impl Payload {
     }
 }
 
-/// An exchange's name on the wire.
+/// Identifier of an exchange on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Slot {
     pub(super) group: u64,
@@ -36,44 +36,44 @@ pub(super) struct Slot {
     pub(super) phase: u8,
 }
 
-/// What an owner says to a read.
+/// An owner's answer to a read.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Answer<P> {
     /// The value.
     Ready { tag: String, payload: P },
-    /// A later version is there instead.
+    /// A later version has replaced it.
     Gone,
     /// The owner has ended without publishing it.
     Left,
-    /// It cannot be had.
+    /// The value is not available.
     Failed(String),
 }
 
-/// What a rank comes to at its end.
+/// A stage of a rank's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum End {
-    /// It takes part in nothing more.
+    /// It takes part in no further operation.
     Part,
-    /// After a failure: it has said all that it has to say, and its process may be ended.
+    /// It has reported everything after a failure, and its process may be ended.
     Process,
 }
 
-/// Ranks that have come to an end.
+/// The ranks that have reached a stage of their end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Who {
     /// The sender.
     Sender,
-    /// All below the sender in the tree of the run's ranks, and itself.
+    /// The sender and all ranks below it in the tree of the run's ranks.
     Branch,
-    /// All of the run.
+    /// All ranks of the run.
     All,
 }
 
 #[derive(Debug, Clone)]
 pub(super) enum Message {
-    /// The sender has come to an operation; what it contributes to the receiver.
+    /// The sender has reached an operation; the payload is its contribution to the receiver.
     Arrived { slot: Slot, op: String, payload: Payload },
-    /// The sender wants what the receiver has published.
+    /// The sender requests data that the receiver has published.
     Read { id: u64, window: u32, key: Key },
     /// The answer to a read.
     Seen { id: u64, answer: Answer<Payload> },
@@ -81,11 +81,11 @@ pub(super) enum Message {
     Abort(Trouble),
     /// Ranks have ended.
     Ended { end: End, who: Who },
-    /// The sender has ended, and takes part in no operation of this group any more.
+    /// The sender has ended, and takes part in no further operation of this group.
     Absent { group: u64 },
 }
 
-/// A message that cannot be read: the ranks run different builds.
+/// A message that cannot be decoded: the ranks run different builds.
 #[derive(Debug, thiserror::Error)]
 #[error("a message of {length} bytes cannot be read at byte {at}: do all ranks run the same build?")]
 pub(super) struct Malformed {
@@ -114,7 +114,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A part of a message.
+/// A field of a message.
 trait Coded: Sized {
     fn write(&self, to: &mut Vec<u8>);
 
@@ -131,7 +131,7 @@ impl Coded for u8 {
     }
 }
 
-/// All other numbers have eight bytes.
+/// Encodes all other numbers as eight bytes.
 macro_rules! numbers {
     ($($number:ty),*) => {$(
         impl Coded for $number {
@@ -181,7 +181,7 @@ impl Coded for Trouble {
     }
 }
 
-/// The fields in order.
+/// Encodes the fields in order.
 macro_rules! fields {
     ($type:ident: $($field:ident),*) => {
         impl Coded for $type {
@@ -199,7 +199,7 @@ macro_rules! fields {
 fields!(Slot: group, seq, phase);
 fields!(Key: object, version);
 
-/// A kind, which is a byte, and its fields in order.
+/// Encodes a kind as one byte, followed by its fields in order.
 macro_rules! kinds {
     ($type:ident $(<$of:ty>)?: $($kind:literal $variant:ident $(($only:ident))? $({ $($field:ident),* })?;)*) => {
         impl Coded for $type $(<$of>)? {

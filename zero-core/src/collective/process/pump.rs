@@ -1,13 +1,13 @@
-//! The communication thread (`rank-N-link`): it alone uses the link to the other ranks.
+//! The communication thread (`rank-N-link`), the only one that uses the link to the other ranks.
 //!
-//! It takes commands from the rank's other threads and messages from the other ranks, and brings them together. An
-//! exchange is *announced* to the ranks that it is with by a control message, with its payload inside or on its way.
-//! What another rank announces is *early* until this rank has come to the same operation; only then are its words
-//! compared and its payload's receive posted. Buffers belong to this thread for as long as the link may touch them, so that
-//! an operation that is given up leaves nothing dangling.
+//! It receives commands from the rank's other threads and messages from the other ranks, and matches them. An
+//! exchange is *announced* to the ranks that take part by a control message, with its payload inside or in transit.
+//! Another rank's announcement is *early* until this rank has reached the same operation; only then does the thread compare
+//! the descriptions and post the payload's receive. This thread owns buffers for as long as the link may access them, so that
+//! an abandoned operation leaves no dangling pointers.
 //!
-//! The link makes progress only while it is called. So the thread polls: without a pause while a payload is coming in, and
-//! with naps that grow otherwise ([`nap`]); a command ends a nap at once.
+//! The link makes progress only while it is called, so the thread polls: without a pause while a payload is coming in, and
+//! with growing naps otherwise ([`nap`]). A command ends a nap at once.
 
 mod news;
 
@@ -30,17 +30,17 @@ use crate::CommError;
 use crate::collective::error::LinkError;
 use news::Ends;
 
-/// The longest nap of a thread that its link wakes.
+/// Longest nap of a thread that its link wakes.
 const LONGEST_NAP: Duration = Duration::from_millis(100);
 
-/// An exchange under way.
+/// An exchange in progress.
 struct Active {
     exchange: Exchange,
     /// Ranks that have not announced it.
     missing: Vec<usize>,
-    /// Per rank with pieces on the way, how many.
+    /// Number of chunks in transit, per rank with any.
     receiving: HashMap<usize, usize>,
-    /// Pieces of the input that are to be sent before it ends.
+    /// Number of chunks of the input still to be sent before it ends.
     sending: usize,
 }
 
@@ -52,7 +52,7 @@ struct Fetch {
 }
 
 impl Fetch {
-    /// Gives the result to whoever waits for it, after this thread's hold of its memory.
+    /// Releases this thread's reference to the memory, then passes the result to the waiter.
     fn end(self, outcome: Result<(), CommError>) {
         let Self { read: Read { reply, into, .. }, tag, landing, .. } = self;
         drop(into);
@@ -60,7 +60,7 @@ impl Fetch {
     }
 }
 
-/// What another rank has announced before this one has come to it.
+/// An operation that another rank has announced before this one has reached it.
 struct Early {
     from: usize,
     op: String,
@@ -68,7 +68,7 @@ struct Early {
 }
 
 pub(super) struct Pump<L: Link> {
-    // Dropped before what it may still read and write.
+    // Dropped before the memory that it may still read and write.
     link: L,
     shared: Arc<Shared>,
     inbox: Receiver<Command>,
@@ -78,16 +78,16 @@ pub(super) struct Pump<L: Link> {
     reads: HashMap<u64, Fetch>,
     underway: Underway<L::Ongoing>,
     next_tag: i32,
-    /// The ranks that this one tells of its failure and its end: its neighbours, and those that the link was asked to connect with,
-    /// which would take the end of the connection for a failure.
+    /// The ranks that this one notifies of its failure and its end: its neighbours, and those that the link was asked to connect
+    /// with, which would take the end of the connection for a failure.
     near: Vec<usize>,
-    /// This rank in the tree by which ends are collected.
+    /// This rank's node in the tree that collects the ranks' ends.
     tree: Node,
-    /// By [`End`].
+    /// Indexed by [`End`].
     ends: [Ends; 2],
-    /// Ranks that have ended without coming to what others of this group came to.
+    /// By group, a member that has ended while others still call operations.
     absent: HashMap<u64, usize>,
-    /// Ranks to which there is no connection any more.
+    /// By rank, `true` if the connection to it has ended.
     lost: Vec<bool>,
     aborted: bool,
     ending: Option<(bool, Instant)>,
@@ -121,7 +121,7 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Runs until it is told to finish; gives the link's error, if it came to one. Whether the link was ended well.
+    /// Runs until [`Command::Finish`]. Returns `true` if it closed the link cleanly, or the link's error.
     pub(super) fn run(mut self) -> Result<bool, LinkError> {
         let mut active = Instant::now();
         loop {
@@ -147,18 +147,18 @@ impl<L: Link> Pump<L> {
             } else if nap.is_zero() {
                 std::thread::yield_now();
             } else {
-                // A command that came since the last look has unparked this thread: then this returns at once.
+                // A command that arrived since the last check has unparked this thread: then this returns at once.
                 std::thread::park_timeout(nap);
             }
         }
     }
 
-    /// Whether the link has finished with everything.
+    /// Returns `true` if the link has finished all transfers.
     fn is_quiet(&self) -> bool {
         self.underway.outgoing.is_empty() && self.underway.incoming.is_empty()
     }
 
-    /// Whether a payload is on its way: one that comes in, or one that its receiver has come to.
+    /// Returns `true` if a payload is in transit: an incoming one, or an outgoing one whose receiver has reached the operation.
     fn moves(&self) -> bool {
         let wanted = |Given { what, .. }: &Given<L::Ongoing, Outgoing>| match (&what.held, what.slot) {
             (Held::Message(_), _) => false,
@@ -168,12 +168,12 @@ impl<L: Link> Pump<L> {
         !self.underway.incoming.is_empty() || self.underway.outgoing.iter().any(wanted)
     }
 
-    /// Whether something is expected of other ranks.
+    /// Returns `true` if any exchange, read or send is incomplete.
     fn expects(&self) -> bool {
         !self.active.is_empty() || !self.reads.is_empty() || !self.underway.outgoing.is_empty()
     }
 
-    /// Does all that can be done now; whether there was anything.
+    /// Does all work that is possible now; returns `true` if there was any.
     fn turn(&mut self) -> Result<bool, LinkError> {
         let mut busy = false;
         while let Ok(command) = self.inbox.try_recv() {
@@ -227,7 +227,7 @@ impl<L: Link> Pump<L> {
             }
             Command::Leave => {
                 self.shared.state.standing.leave(self.shared.rank());
-                // The serving thread lives until this one has ended.
+                // The serving thread runs until this one has ended.
                 let _ = self.shared.jobs.send(Job::Left);
                 for (Slot { group, .. }, early) in std::mem::take(&mut self.early) {
                     early.iter().try_for_each(|early| self.say(early.from, &Message::Absent { group }))?;
@@ -249,7 +249,7 @@ impl<L: Link> Pump<L> {
                 let early = Early { from, op, payload };
                 match self.active.contains_key(&slot) {
                     true => self.meet(slot, early)?,
-                    // It waits for those to whom it speaks, or for others that do.
+                    // The sender waits for this rank, or for ranks that do.
                     false if self.ends[End::Part as usize].own => {
                         self.say(from, &Message::Absent { group: slot.group })?
                     }
@@ -262,7 +262,7 @@ impl<L: Link> Pump<L> {
             Message::Seen { id, answer } => self.see(id, answer)?,
             Message::Abort(trouble) => {
                 self.abort(trouble.clone())?;
-                // What this rank was in is written down before it is ended by the news.
+                // The flight record must show this rank's operations before the failure ends them.
                 self.shared.note(trouble);
                 self.stop_waits();
             }
@@ -286,7 +286,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Keeps what has been announced to this rank, unless that is in another operation of this number.
+    /// Keeps an early announcement, unless this rank is in a different operation with the same number.
     fn come_early(&mut self, slot: Slot, early: Early) {
         let at = (slot.group, slot.seq);
         let unlike = self.active.iter().find(|(of, active)| (of.group, of.seq) == at && active.exchange.op != early.op);
@@ -296,7 +296,7 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Ends an exchange, and the run, as another rank has come to another operation.
+    /// Ends an exchange, and the run, because another rank has called a different operation.
     fn mismatch(&mut self, slot: Slot, from: usize, other_op: String) {
         let exchange = self.active.remove(&slot).expect("the caller has found it").exchange;
         let error = exchange.at(self.shared.rank()).mismatch(from, other_op);
@@ -305,7 +305,7 @@ impl<L: Link> Pump<L> {
         exchange.end(first);
     }
 
-    /// Announces an exchange, and takes what has been announced for it.
+    /// Announces an exchange, and processes early announcements of it.
     fn begin(&mut self, exchange: Exchange) -> Result<(), LinkError> {
         let slot = exchange.slot;
         let early = self.early.remove(&slot).unwrap_or_default();
@@ -328,7 +328,7 @@ impl<L: Link> Pump<L> {
             }
         }
         let sending = if exchange.until_sent { sending } else { 0 };
-        // The phases of one operation have its words: a broadcast meets another operation too.
+        // All phases of one operation have its description, so that a mismatch is found in any phase, also for a broadcast.
         let others = self.early.iter().filter(|(of, _)| (of.group, of.seq) == (slot.group, slot.seq));
         let unlike = others.flat_map(|(_, early)| early).find(|early| early.op != exchange.op);
         let unlike = unlike.map(|early| (early.from, early.op.clone()));
@@ -343,7 +343,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Compares what another rank has announced with what this one is in, and takes its payload.
+    /// Compares another rank's announcement with this rank's operation, and takes its payload.
     fn meet(&mut self, slot: Slot, early: Early) -> Result<(), LinkError> {
         // An early announcement that did not match has ended the exchange.
         let Some(active) = self.active.get_mut(&slot) else { return Ok(()) };
@@ -361,7 +361,7 @@ impl<L: Link> Pump<L> {
         active.missing.retain(|&peer| peer != from);
         exchange.entry.arrived(from, matches!(payload, Payload::Follows { .. }));
         match payload {
-            // SAFETY: this rank's part of the landing is this announcement's alone, and comes once.
+            // SAFETY: this range of the landing belongs to this announcement alone, which arrives once.
             Payload::Inline(inline) => unsafe { landing.fill(bytes.start, &inline) },
             Payload::Follows { tag, .. } => {
                 let pieces = self.receive_payload(from, tag, &landing, bytes, For::Exchange(slot, from))?;
@@ -369,7 +369,7 @@ impl<L: Link> Pump<L> {
                 active.receiving.insert(from, pieces);
             }
         }
-        // Who waits for the exchange is the only one to hold its memory then.
+        // The waiter must be the only owner of the memory when the exchange ends.
         drop(landing);
         self.end_if_complete(slot);
         Ok(())
@@ -385,9 +385,9 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Takes an owner's answer.
+    /// Processes an owner's answer.
     fn see(&mut self, id: u64, answer: Answer<Payload>) -> Result<(), LinkError> {
-        // Of a read that failed in the meantime: its payload stays where it is.
+        // The read has failed in the meantime: its payload is not received.
         let Some(Fetch { read, .. }) = self.reads.get(&id) else { return Ok(()) };
         let (peer, rank) = (read.peer, self.shared.rank());
         let error = match answer {
@@ -400,7 +400,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Takes the value that was asked for.
+    /// Receives the requested value.
     fn see_value(&mut self, id: u64, tag: String, payload: Payload) -> Result<(), LinkError> {
         let Some(fetch) = self.reads.get_mut(&id) else { return Ok(()) };
         fetch.tag = tag;
@@ -415,7 +415,7 @@ impl<L: Link> Pump<L> {
                 let at = At { op: &op, ..read.at(self.shared.rank()) };
                 let error = at.mismatch(peer, format!("published {} of {size} bytes there", fetch.tag));
                 self.end_read(id, Err(error));
-                // Its owner is sending it, and ends only when it has come somewhere.
+                // Its owner is sending it, and can end only after it has been received.
                 let (landing, range) = fresh();
                 (landing, range, For::Nobody)
             }
@@ -427,7 +427,7 @@ impl<L: Link> Pump<L> {
         };
         match payload {
             Payload::Inline(bytes) => {
-                // SAFETY: the range is this read's alone.
+                // SAFETY: the range belongs to this read alone.
                 unsafe { landing.fill(range.start, &bytes) }
                 drop(landing);
                 self.end_read(id, Ok(()));
@@ -448,7 +448,7 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Ends every wait of this rank with the run's trouble.
+    /// Ends every wait of this rank with the run's failure.
     fn stop_waits(&mut self) {
         for (_, Active { exchange, .. }) in self.active.drain() {
             let error = Err(self.shared.stopped(exchange.at(self.shared.rank())));
@@ -460,7 +460,7 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// Takes what the link has finished with.
+    /// Processes the transfers that the link has finished.
     fn test(&mut self) -> Result<bool, LinkError> {
         let sent = take_ended(&mut self.link, &mut self.underway.outgoing)?;
         let come = take_ended(&mut self.link, &mut self.underway.incoming)?;
@@ -487,11 +487,11 @@ impl<L: Link> Pump<L> {
         Ok(busy)
     }
 
-    /// A piece has come.
+    /// Processes a received chunk.
     fn landed(&mut self, purpose: For) {
         match purpose {
             For::Exchange(slot, from) => {
-                // An exchange that was ended has nobody who waits for the piece.
+                // Nobody waits for the chunk if the exchange has ended.
                 let Some(active) = self.active.get_mut(&slot) else { return };
                 if let Some(pieces) = active.receiving.get_mut(&from) {
                     *pieces -= 1;
@@ -513,15 +513,15 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    // ---- messages and payloads on their way ----
+    // ---- messages and payloads in transit ----
 
-    /// How a payload is announced, and the tag under which it is to be sent, if it does not go along.
+    /// Returns the announcement of a payload and, unless that contains it, the tag under which to send it.
     fn announce_payload(&mut self, bytes: &[u8]) -> (Payload, Option<i32>) {
         if bytes.len() <= INLINE {
             return (Payload::Inline(bytes.to_vec()), None);
         }
         let tag = self.next_tag;
-        // Payloads of one pair of ranks that are under way at once are far fewer than there are tags.
+        // One pair of ranks has far fewer payloads in transit at a time than there are tags.
         self.next_tag = (tag + 1) % MAX_TAG;
         (Payload::Follows { bytes: bytes.len() as u64, tag }, Some(tag))
     }
@@ -535,7 +535,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Starts sending a payload; in how many pieces.
+    /// Starts sending a payload; returns the number of chunks.
     fn send_payload(
         &mut self,
         to: usize,
@@ -547,7 +547,7 @@ impl<L: Link> Pump<L> {
         let mut pieces = 0;
         for range in chunks(bytes.len(), self.chunk) {
             let piece = &bytes[range];
-            // SAFETY: what is held keeps the bytes where they are, and nobody writes to them, until the send has ended.
+            // SAFETY: `held` keeps the bytes in place, and nobody writes to them, until the send has ended.
             let ongoing = unsafe { self.link.send(Channel::Data, to, tag, piece) }?;
             self.underway.outgoing.push(Given { ongoing, what: Outgoing { held: held(), to, slot } });
             pieces += 1;
@@ -568,7 +568,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Posts the receives of a payload; how many.
+    /// Posts the receives of a payload; returns their number.
     fn receive_payload(
         &mut self,
         from: usize,
@@ -580,7 +580,7 @@ impl<L: Link> Pump<L> {
         let mut pieces = 0;
         for piece in chunks(range.len(), self.chunk) {
             let piece = range.start + piece.start..range.start + piece.end;
-            // SAFETY: the landing is kept until the receive has ended, and this range of it is this payload's alone.
+            // SAFETY: the landing is kept until the receive has ended, and this range of it belongs to this payload alone.
             let ongoing = unsafe { self.link.receive(from, tag, landing.target(&piece), piece.len()) }?;
             let what = Incoming { bytes: piece.len(), landing: landing.clone(), purpose };
             self.underway.incoming.push(Given { ongoing, what });

@@ -1,4 +1,4 @@
-//! A reader's side of the window between processes.
+//! The reader's side of the window between processes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use super::shared::Shared;
 use crate::CommError;
 use crate::exposure::Key;
 
-/// One window of a run, as the ranks number them: each in the order in which it joins.
+/// One window of a run. Each rank numbers windows in the order in which it joins them.
 #[derive(Debug, Clone)]
 pub(crate) struct Remote {
     shared: Arc<Shared>,
@@ -25,17 +25,17 @@ pub(crate) struct Remote {
 }
 
 impl Remote {
-    /// The next window of `comm`'s run, of which other ranks see what `lookup` finds.
+    /// Joins the next window of `comm`'s run; other ranks can read the values that `lookup` finds.
     pub(crate) fn join(comm: &ProcessComm, lookup: Lookup) -> Self {
         let shared = comm.engine().shared.clone();
-        // Relaxed: only the number matters, and windows are joined in an order that the program gives.
+        // Relaxed: only the number matters, and the program determines the order in which windows are joined.
         let window = shared.next_window.fetch_add(1, Ordering::Relaxed);
-        // A run that has ended has nobody who asks.
+        // After the end of the run nobody reads.
         let _ = shared.jobs.send(Job::Join { window, lookup });
         Self { shared, window }
     }
 
-    /// Something was published, or what was pending is ready.
+    /// Notifies the serving thread that a value was published, or that a pending one is ready.
     pub(crate) fn changed(&self) {
         // Relaxed: a hint, see `serve`.
         if self.shared.parked.load(Ordering::Relaxed) > 0 {
@@ -48,7 +48,7 @@ impl Remote {
         self.shared.state.standing.check(at, [])
     }
 
-    /// Asks `peer` for `key`. The bytes go to `into`, or else get memory of their own.
+    /// Starts a read of `key` from `peer`. The bytes go to `into`, or else to newly allocated memory.
     pub(crate) fn begin(
         &self,
         peer: usize,
@@ -84,7 +84,7 @@ impl Remote {
         Asking { shared, entry, result, begin: Instant::now(), peer, version: key.version, op }
     }
 
-    /// Pieces that together cover `bytes` bytes: `own`, and those of other ranks, which are received in place.
+    /// Gathers a buffer from parts that together cover it: `own`, and those of other ranks, which are received in place.
     pub(crate) fn gather(
         &self,
         (dtype, elements): (DType, usize),
@@ -101,7 +101,7 @@ impl Remote {
             .map(|(peer, range)| (self.begin(*peer, key, what, Some((landing.clone(), range.clone()))), range.len()))
             .collect();
         if let Some((begin, part)) = own {
-            // SAFETY: the pieces cover the whole once (the caller has checked it), so this range is this rank's alone.
+            // SAFETY: the parts cover the buffer exactly once (the caller has checked it), so this range is this rank's alone.
             unsafe { landing.fill(begin, part) }
         }
         for (asking, length) in askings {
@@ -114,12 +114,12 @@ impl Remote {
             }
         }
         let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
-        // SAFETY: every piece has come, and they cover the whole.
+        // SAFETY: every part has arrived, and together they cover the buffer.
         Ok(unsafe { landing.into_buffer() })
     }
 }
 
-/// A read that has been asked for.
+/// A read that has been requested.
 #[derive(Debug)]
 pub(crate) struct Asking {
     shared: Arc<Shared>,
@@ -132,13 +132,13 @@ pub(crate) struct Asking {
 }
 
 impl Asking {
-    /// The owner's tag, and the bytes unless they went elsewhere.
+    /// Waits for the read; returns the owner's tag, and the bytes unless they went to `into`.
     pub(crate) fn wait(self) -> Result<(String, Option<Vec<u8>>), CommError> {
         let at = At { group: "window", seq: self.version, rank: self.shared.rank(), op: &self.op };
         let Got { tag, bytes } = self.shared.await_reply(at, &self.result, self.begin, (&self.entry, 0))?;
         let bytes = bytes.map(|landing| {
             let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
-            // SAFETY: the read has ended well, so all bytes have come.
+            // SAFETY: the read has succeeded, so all bytes have arrived.
             unsafe { landing.into_buffer() }.into_u8()
         });
         Ok((tag, bytes))
@@ -147,7 +147,7 @@ impl Asking {
 
 impl Drop for Asking {
     fn drop(&mut self) {
-        // Nothing when it was waited for.
+        // Has no effect if the read was waited for.
         self.shared.state.recorder.close(&self.entry, Err("nobody waits for it any more".to_string()));
     }
 }

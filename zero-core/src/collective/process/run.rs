@@ -1,4 +1,4 @@
-//! A rank's process from its start to its end.
+//! Lifecycle of a rank that is a process, from its start to its end.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -27,22 +27,22 @@ use super::shared::Shared;
 use crate::collective::error::{LinkError, StartError};
 use crate::{CommError, LaunchError, RankFailure};
 
-/// How a rank that is a process is run.
+/// Options for running a rank that is a process.
 #[derive(Debug, Clone)]
 pub struct ProcessOptions {
-    /// The longest that any wait for another rank may take, that for all to connect included.
+    /// The longest time that any wait for another rank may take, including the wait for all to connect.
     pub deadline: Duration,
-    /// Where every rank writes its flight record (`flight-rank-<r>.json`) when a deadline passes or a rank fails.
+    /// Folder to which every rank writes its flight record (`flight-rank-<r>.json`) if a deadline passes or a rank fails.
     pub flight_dir: Option<PathBuf>,
-    /// After a failure: how long a rank waits for the others to come to their ends too, so that each can still say what
-    /// it knows. A launcher kills them all when the first ends badly.
+    /// Longest time that a rank waits, after a failure, for the others to reach their ends too, so that each can still report
+    /// its error. A launcher kills all ranks when the first exits with an error.
     pub grace: Duration,
-    /// So many ranks in a row count as one machine, instead of those that say so.
+    /// Number of consecutive ranks that count as one machine; `None` detects the machines.
     pub node_size: Option<usize>,
-    /// Most bytes of one message; at most 1 GiB. Each message that ends shows that a payload moves, so that small ones keep both sides awake.
+    /// Maximum size of one message in bytes, up to 1 GiB. Each completed message is a sign of progress: small ones keep both sides awake.
     pub chunk_bytes: usize,
-    /// Whether ranks without a secret may meet at an address that other machines reach, because nobody else is on their
-    /// network; [`Rendezvous::trusted_network`] says so too.
+    /// Allows ranks without a secret to connect at an address that other machines can reach, because nobody else is on their
+    /// network; [`Rendezvous::trusted_network`] does the same.
     pub trusted_network: bool,
 }
 
@@ -59,10 +59,10 @@ impl Default for ProcessOptions {
     }
 }
 
-/// How long a communicator that ends its run waits for the other ranks to end theirs.
+/// Longest time that a communicator that ends its run waits for the other ranks to end theirs.
 const LEAVE: Duration = Duration::from_secs(10);
 
-/// How long a thread that has nothing left to do may take to end.
+/// Longest time that a thread without work may take to end.
 const JOIN: Duration = Duration::from_secs(1);
 
 /// This process's rank, from [`start`] to [`ProcessRun::finish`].
@@ -80,13 +80,13 @@ struct Threads {
     window: JoinHandle<()>,
 }
 
-/// Connects this process with the other ranks of the job that `start` tells of ([`Start::from_environment`]), and starts its
-/// rank. A collective: every process calls it, once.
+/// Connects this process with the other ranks of the job described by `start` ([`Start::from_environment`]), and starts its
+/// rank. A collective operation: every process calls it, once.
 ///
 /// # Errors
 ///
-/// [`StartError`] when the ranks do not find each other within the deadline, or MPI cannot be started, or is needed and not
-/// there.
+/// [`StartError`] if the ranks do not find each other within the deadline, or if MPI is needed but cannot be started or is not
+/// compiled in.
 pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, StartError> {
     match start {
         Start::Alone => over(options, 0, over_sockets(Mesh::alone())),
@@ -103,7 +103,7 @@ pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, Star
     }
 }
 
-/// What a user should know of how the ranks have met.
+/// Returns warnings for the user about the connections between the ranks.
 fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
     let Rendezvous { rank, host, port, .. } = job;
     let mut all = Vec::new();
@@ -119,11 +119,11 @@ fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
     all
 }
 
-/// The most ranks, and machines, that sockets are meant for: what is large goes from each rank to each, through one thread of each.
+/// Largest number of ranks, and of machines, for sockets: each rank sends large data to every other, through one thread.
 const MOST_RANKS: usize = 64;
 const MOST_MACHINES: usize = 16;
 
-/// What to use in place of sockets, if there are more ranks than they are for.
+/// Returns advice on the alternatives to sockets if there are more ranks or machines than these are meant for.
 fn beyond_sockets(place: &Place) -> Option<String> {
     let is_beyond = place.world > MOST_RANKS || place.nodes > MOST_MACHINES;
     (place.rank == 0 && is_beyond).then(|| {
@@ -151,8 +151,8 @@ fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, Start
     let node_size = options.node_size;
     let run = over(options, world.rank, move || super::link::mpi::MpiLink::open(node_size))?;
     let sees = run.comm.place().world;
-    // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as a lone rank, each of
-    // which would train a copy, and write the same files.
+    // A library that does not understand its launcher (MPICH under Slurm's PMIx) starts every process as the only rank. Each
+    // would train a copy, and write the same files.
     if world.world != sees {
         let reason = format!(
             "the launcher has started {} ranks (by {}), but MPI sees {sees}: use the launcher that belongs to this MPI library \
@@ -164,7 +164,7 @@ fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, Start
     Ok(run)
 }
 
-/// Starts rank `rank` over the link that `open` opens, on the thread that will use it.
+/// Starts rank `rank` over a link, which `open` opens on the thread that will use it.
 pub(super) fn over<L: Link>(
     options: &ProcessOptions,
     rank: usize,
@@ -199,7 +199,7 @@ pub(super) fn over<L: Link>(
         })
     };
     let pump = std::thread::Builder::new().name(format!("rank-{rank}-link")).spawn(communicate).map_err(failed)?;
-    // Sockets are connected when this begins. A rank that ended before it came here keeps the others inside MPI_Init.
+    // Sockets are already connected. With MPI, a rank that ended before this point blocks the others in MPI_Init.
     let unopened = |reason: String| StartError::Mpi(LinkError { call: "MPI_Init_thread", reason });
     let shared = match started.recv_timeout(deadline) {
         Ok(shared) => shared.map_err(StartError::Mpi)?,
@@ -219,7 +219,7 @@ pub(super) fn over<L: Link>(
     Ok(ProcessRun { comm, grace: options.grace, threads, warnings: Box::default() })
 }
 
-/// Naps of microseconds are to last that long: the system rounds them up to 50 otherwise.
+/// Lets the calling thread sleep for single microseconds, which the system otherwise rounds up to 50.
 fn sleep_exactly() {
     #[cfg(target_os = "linux")]
     // SAFETY: sets a property of the calling thread; a refusal changes nothing.
@@ -229,29 +229,29 @@ fn sleep_exactly() {
 }
 
 impl ProcessRun {
-    /// The group of all ranks.
+    /// Returns the group of all ranks.
     pub fn comm(&self) -> &Arc<ProcessComm> {
         &self.comm
     }
 
-    /// What a user should know of how the ranks have met: connections that were refused, each reason once, and that there was
-    /// no secret.
+    /// Returns warnings for the user about the connections between the ranks: refused connections, each reason once, and a
+    /// missing secret.
     pub fn warnings(&self) -> &[String] {
         &self.warnings
     }
 
-    /// Ends this rank. When all has gone well everywhere, the link is ended too. When a rank has failed, the link is left as
-    /// it is (MPI's end could wait for ever for a rank that is dead or cut off), and what is left to do is in the [`Failed`].
+    /// Ends this rank. If all ranks have succeeded, this also closes the link. If a rank has failed, the link stays
+    /// open (`MPI_Finalize` could wait forever for a rank that is dead or cut off), and [`Failed`] does the remaining work.
     ///
     /// # Errors
     ///
-    /// The trouble of the first rank that failed, if one did.
+    /// The failure of the first rank that failed, if one did.
     pub fn finish(self) -> Result<(), Failed<CommError>> {
         self.close(None)
     }
 
-    /// The group of all ranks, for as long as it, or a group made of it, is kept: with the last of them this rank ends, well
-    /// unless its thread panics. For a group beside another engine, whose end is its own.
+    /// Converts the run into the group of all ranks. When that and all groups made from it are dropped, this rank ends:
+    /// successfully, unless its thread panics. Use it for a group alongside another engine that ends by itself.
     pub fn into_comm(self) -> Arc<ProcessComm> {
         let (comm, shared) = (self.comm.clone(), self.shared().clone());
         comm.moved_to(ProcessRank { shared, keeper: Some(Arc::new(Ending(Some(self)))) })
@@ -261,7 +261,7 @@ impl ProcessRun {
         &self.comm.engine().shared
     }
 
-    /// Ends this rank, after `failure`, if it has one of its own.
+    /// Ends this rank, with its own `failure` if it has one.
     fn close<E>(mut self, failure: Option<RankFailure<E>>) -> Result<(), Failed<E>>
     where
         E: core::fmt::Display + core::fmt::Debug,
@@ -273,7 +273,7 @@ impl ProcessRun {
                 RankFailure::Comm(error) => Some(&**error),
                 _ => None,
             };
-            // The first to fail is named by the run; what the others report is its echo.
+            // The run names the first rank to fail; the others' errors follow from it.
             shared.fail(&failure.to_string(), cause);
         }
         let waited = self.comm.wait_for_others();
@@ -282,7 +282,7 @@ impl ProcessRun {
         }
         let Some(Trouble { peer, reason, cause }) = shared.state.standing.trouble() else { return Ok(()) };
         let failure = match (failure, cause) {
-            // A deadline stays one, whatever the body made of it: the exit code depends on it.
+            // A passed deadline stays one, whatever error the body made of it: the exit code depends on it.
             (Some(own), cause) if peer == rank && !matches!(cause, Some(CommError::Timeout { .. })) => own,
             (_, Some(error)) => RankFailure::Comm(Box::new(error)),
             (_, None) => RankFailure::Aborted(reason.to_string()),
@@ -291,7 +291,7 @@ impl ProcessRun {
         Err(Failed { error, ending: Some(self) })
     }
 
-    /// Ends the threads, and the link well if all is well.
+    /// Ends the threads, and closes the link if the run has not failed.
     fn end(&mut self) {
         let Some(Threads { pump, window }) = self.threads.take() else { return };
         let shared = self.shared().clone();
@@ -303,7 +303,7 @@ impl ProcessRun {
         }
         let within = if sound { shared.state.deadline } else { Duration::from_millis(50) };
         shared.send(Command::Finish { finalize: sound, within });
-        // The communication thread ends first: it still hands values to the other one.
+        // The communication thread ends first: it still passes values to the other one.
         let ended = joined(pump, if sound { within + shared.state.deadline } else { JOIN });
         let _ = shared.jobs.send(Job::Stop);
         joined(window, JOIN);
@@ -312,12 +312,12 @@ impl ProcessRun {
             Some(Ok(Err(error))) => error.to_string().into(),
             _ => "its communication did not end".into(),
         };
-        // Kept as this run's trouble, if it has none yet; nobody is left to be told.
+        // Kept as this run's failure, if it has none yet. No rank is left to be notified.
         shared.note(Trouble { peer: shared.rank(), reason, cause: None });
     }
 }
 
-/// Ends a run with the last of the communicators that it was made into.
+/// Ends a run when the last of the communicators that it was converted into is dropped.
 #[derive(Debug)]
 struct Ending(Option<ProcessRun>);
 
@@ -329,33 +329,33 @@ impl Drop for Ending {
         }
         let shared = run.shared().clone();
         shared.say_goodbye();
-        // The others go on among themselves without this rank; those that end too are waited for, so that none is cut off.
+        // The others may continue without this rank. Those that end too are waited for, so that none is cut off.
         shared.state.standing.wait_for_leavers(LEAVE.min(shared.state.deadline));
         run.end();
     }
 }
 
-/// A run that has failed, and this process's part in it that is not over: its end.
+/// A failed run that this process still has to end.
 ///
-/// A launcher ends all ranks when the first ends badly. So a rank first says what it has to say (prints the error), and
-/// then drops this, or calls [`Failed::end_process`]: it tells the others that it may be ended, and waits until all have
-/// come so far, at most [`ProcessOptions::grace`].
+/// A launcher kills all ranks when the first exits with an error. So a rank first prints the error, and then drops this value
+/// or calls [`Failed::end_process`]. Either notifies the others that this rank may be ended, and waits, at most
+/// [`ProcessOptions::grace`], until all have done so.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct Failed<E: core::fmt::Display + core::fmt::Debug> {
-    /// The trouble of the first rank that failed.
+    /// The failure of the first rank that failed.
     pub error: LaunchError<E>,
-    /// Ended by being dropped.
+    /// The run, which ends when dropped.
     ending: Option<ProcessRun>,
 }
 
 impl<E: core::fmt::Display + core::fmt::Debug> Failed<E> {
-    /// The exit code that tells of the error.
+    /// Returns the exit code for the error.
     pub fn code(&self) -> i32 {
         exit::code_of(&self.error)
     }
 
-    /// Waits for the others as described, and ends the process; without exit handlers, which an MPI library may use to
+    /// Waits for the others as described, and ends the process without exit handlers, which an MPI library may use to
     /// wait for ranks that never come.
     pub fn end_process(self) -> ! {
         let code = self.code();
@@ -368,22 +368,22 @@ impl<E: core::fmt::Display + core::fmt::Debug> Failed<E> {
 impl Drop for ProcessRun {
     fn drop(&mut self) {
         if self.threads.is_some() {
-            // Nothing new when the run has failed already.
+            // Has no effect if the run has failed already.
             self.comm.abort("it ended its run without finishing it");
             self.end();
         }
     }
 }
 
-/// Runs `body` as this process's rank, from the ranks' connecting to its end, and gives its result.
+/// Connects the ranks, runs `body` as this process's rank, ends the rank, and returns the result of `body`.
 ///
-/// The first rank that fails, by an error, a panic or a collective, stops all the others; its trouble is the error
-/// returned on every rank. A [`CommError`] may travel through code that cannot return errors as a panic payload, as with
+/// The first rank that fails, by an error, a panic or a collective, stops all the others; its failure is the error
+/// returned on every rank. Code that cannot return errors may pass a [`CommError`] on as a panic payload, as with
 /// [`super::super::threads::run`].
 ///
 /// # Errors
 ///
-/// [`Failed`] as described, to be printed and ended with; its error is [`LaunchError::Start`] when this process cannot become a rank.
+/// [`Failed`], to be printed before the process ends; its error is [`LaunchError::Start`] if this process cannot become a rank.
 ///
 /// ```no_run
 /// use zero_core::collective::launcher::Start;

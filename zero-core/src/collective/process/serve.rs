@@ -1,8 +1,8 @@
-//! The thread that answers other ranks' reads of what this rank has published (`rank-N-window`).
+//! The thread that answers other ranks' reads of values that this rank has published (`rank-N-window`).
 //!
-//! Making bytes may cost a copy or a read of a disk, so it does not happen on the communication thread, which only passes
-//! requests in and answers out. A request for what is not there yet is *parked*: tried again when something is published,
-//! and every few milliseconds, until it can be answered; the others do not wait behind it.
+//! Producing the bytes may take a copy or a read from disk, so the communication thread does not do it: it only forwards
+//! requests and answers. A request for a value that is not ready is *parked*: it is retried when something is published,
+//! and every few milliseconds, until it can be answered. It does not block other requests.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -16,10 +16,10 @@ use super::message::Answer;
 use super::shared::Shared;
 use crate::exposure::Exposure;
 
-/// How soon parked requests are tried again: the first time, and at most.
+/// Initial and maximum interval at which parked requests are retried.
 const RETRY: [Duration; 2] = [Duration::from_micros(200), Duration::from_millis(5)];
 
-/// Answers until it is told to stop.
+/// Answers requests until [`Job::Stop`].
 pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
     let mut lookups: Vec<(u32, Lookup)> = Vec::new();
     let mut parked: Vec<Asked> = Vec::new();
@@ -28,7 +28,7 @@ pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
         let job = if parked.is_empty() {
             jobs.recv().map_err(|_| RecvTimeoutError::Disconnected)
         } else {
-            // From the last look, not from the last job: those may come faster.
+            // Measured from the last retry, not from the last job: jobs may arrive faster.
             jobs.recv_timeout(retry.saturating_sub(looked.elapsed()))
         };
         let mut again = false;
@@ -56,12 +56,12 @@ pub(super) fn serve(shared: &Shared, jobs: &Receiver<Job>, waiting: &Parked) {
             looked = Instant::now();
             parked.retain(|&asked| !answer(shared, &lookups, asked, left));
         }
-        // Relaxed: a hint to those who publish; a hint missed is made up for by the next try.
+        // Relaxed: a hint to publishers; the next retry makes up for a missed hint.
         waiting.store(parked.len(), Ordering::Relaxed);
     }
 }
 
-/// Answers a request, if it can be answered now.
+/// Answers a request if that is possible now; returns whether it was.
 fn answer(shared: &Shared, lookups: &[(u32, Lookup)], asked: Asked, left: bool) -> bool {
     let Asked { from, id, window, key } = asked;
     let found = match lookups.iter().find(|(of, _)| *of == window) {

@@ -1,4 +1,4 @@
-//! What a rank's threads share: the run's state, and the way to the communication thread.
+//! State that a rank's threads share: that of the run, and the channel to the communication thread.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -18,19 +18,19 @@ use crate::CommError;
 pub struct Shared {
     pub(super) state: RankState,
     commands: Sender<Command>,
-    /// The communication thread, to be woken from its naps.
+    /// The communication thread, which commands wake from its naps.
     pump: Thread,
     pub(super) jobs: Sender<Job>,
-    /// Reads that wait for something to be published here.
+    /// Reads that wait for a value to be published by this rank.
     pub(super) parked: Parked,
     pub(super) next_read: AtomicU64,
     pub(super) next_window: AtomicU32,
-    /// Whether the others have been told that this rank takes part in nothing more.
+    /// `true` once the others have been notified that this rank takes part in no further operation.
     leaving: AtomicBool,
 }
 
 impl Shared {
-    /// Called on the communication thread.
+    /// Creates the state; must be called on the communication thread.
     pub(super) fn new(state: RankState, commands: Sender<Command>, jobs: Sender<Job>) -> Arc<Self> {
         Arc::new(Self {
             state,
@@ -48,12 +48,12 @@ impl Shared {
         self.state.place.rank
     }
 
-    /// Fails the run for a reason of this rank's own; all ranks hear of it.
+    /// Fails the run for a reason on this rank, and notifies all ranks.
     pub(super) fn fail(&self, reason: &str, cause: Option<&CommError>) {
         self.tell(Trouble { peer: self.rank(), reason: reason.into(), cause: cause.cloned() });
     }
 
-    /// Fails the run for the end of `peer`, which cannot say it itself; all ranks hear of it.
+    /// Fails the run because of `peer`, which cannot report it itself, and notifies all ranks.
     pub(super) fn blame(&self, peer: usize, reason: &str) {
         self.tell(Trouble { peer, reason: reason.into(), cause: None });
     }
@@ -61,13 +61,13 @@ impl Shared {
     fn tell(&self, trouble: Trouble) {
         let reason = trouble.reason.clone();
         if self.state.standing.keep(trouble) {
-            // The others first: the record may take a while.
+            // The others are notified first: the record may take a while.
             self.send(Command::Abort);
             self.state.recorder.write(&reason);
         }
     }
 
-    /// Keeps the first trouble, and writes the flight record with it.
+    /// Keeps the first failure, and writes the flight record with it.
     pub(super) fn note(&self, trouble: Trouble) {
         let reason = trouble.reason.clone();
         if self.state.standing.keep(trouble) {
@@ -75,23 +75,23 @@ impl Shared {
         }
     }
 
-    /// Tells the others that this rank takes part in nothing more; once.
+    /// Notifies the others, once, that this rank takes part in no further operation.
     pub(super) fn say_goodbye(&self) {
-        // Relaxed: only who comes first matters.
+        // Relaxed: only the first call matters.
         if !self.leaving.swap(true, Ordering::Relaxed) {
             self.send(Command::Leave);
         }
     }
 
-    /// Hands the communication thread something to do. When it has ended, whoever waits for a reply is told so by the
+    /// Sends a command to the communication thread. If the thread has ended, whoever waits for a reply is notified by the
     /// reply's channel.
     pub(super) fn send(&self, command: Command) {
         let _ = self.commands.send(command);
         self.pump.unpark();
     }
 
-    /// Waits for the communication thread's reply to what was begun at `begin`, and ends its record. Where the ranks that this one
-    /// waits for may themselves wait, `behind` others, theirs is the first word at the deadline.
+    /// Waits for the communication thread's reply to an operation that began at `begin`, and closes its record. Ranks that this one
+    /// waits for may themselves wait, in a chain of `behind` ranks; this wait is then longer, so that theirs time out first.
     pub(super) fn await_reply<T>(
         &self,
         at: At<'_>,
@@ -115,7 +115,7 @@ impl Shared {
         outcome
     }
 
-    /// The error of a wait for a communication thread that has ended.
+    /// Returns the error of a wait for a communication thread that has ended.
     pub(super) fn stopped(&self, at: At<'_>) -> CommError {
         let ended = || at.failed(self.rank(), "this rank has ended its communication".into());
         self.state.standing.check(at, []).err().unwrap_or_else(ended)

@@ -1,4 +1,4 @@
-//! What a rank of many says to the others: this engine with ranks that are threads, over [`MemoryLink`] or sockets.
+//! Message counts with many ranks: this engine with ranks that are threads, over [`MemoryLink`] or sockets.
 //!
 //! `cargo test -p zero-core --lib a_thousand_ranks -- --ignored --nocapture` prints the tables of ADR 23.
 
@@ -16,19 +16,19 @@ use crate::collective::agree;
 use crate::window::{Expose, Exposure, Key, Seen, Window};
 use crate::{Buffer, Collective, CommError, ReduceOp};
 
-/// What a phase took of the rank that it took most of.
+/// Cost of a phase; counts are the maximum over the ranks.
 #[derive(Debug)]
 struct Cost {
     phase: &'static str,
     messages: usize,
     peers: usize,
     bytes: usize,
-    /// Processor time of all ranks by their number.
+    /// CPU time of all ranks, divided by their number.
     processor: Duration,
     wall: Duration,
 }
 
-/// Processor time of this process, and of those that it has waited for, so far.
+/// Returns the CPU time so far of this process, and of the child processes that it has waited for.
 pub(super) fn processor() -> Duration {
     let of = |time: libc::timeval| Duration::new(time.tv_sec as u64, time.tv_usec as u32 * 1000);
     let times = [libc::RUSAGE_SELF, libc::RUSAGE_CHILDREN].map(|who| {
@@ -43,10 +43,10 @@ pub(super) fn processor() -> Duration {
     times.into_iter().sum()
 }
 
-/// Names of the checkpoint's tensors.
+/// Number of the checkpoint's tensors.
 const TENSORS: usize = 148;
 
-/// A rank's piece of each of a model's tensors.
+/// Returns a rank's shard of each of a model's tensors.
 fn pieces(rank: usize, world: usize) -> Vec<Piece<'static>> {
     let piece = |at: usize| {
         let name = format!("transformer.h.{at}.mlp.c_fc.weight");
@@ -158,7 +158,7 @@ fn show(world: usize, costs: &[Cost]) {
     }
 }
 
-/// A rank's messages, and the ranks that it speaks to, are so many for each factor of 8 in ranks.
+/// Checks that the messages of a rank, and the ranks it communicates with, are bounded per factor of 8 in ranks.
 fn check(world: usize, costs: &[Cost]) {
     let rounds = (world as f64).log(8.0).ceil() as usize;
     for Cost { phase, messages, peers, .. } in costs {
@@ -166,7 +166,7 @@ fn check(world: usize, costs: &[Cost]) {
             "a fence" | "a norm" | "a broadcast" => 1,
             "agreement on settings" => 2,
             "groups of 8, and one of each" => 4,
-            // What is told of how far ranks are, which takes as many as the disk takes time.
+            // Progress messages, whose number grows with the time that the disk takes.
             "save" | "resume" => 40,
             _ => 2,
         };
@@ -195,7 +195,7 @@ fn a_thousand_ranks() {
     }
 }
 
-/// What a rank publishes to be read.
+/// The value that a rank publishes.
 struct Published(Vec<u8>);
 
 impl Expose for Published {
@@ -204,7 +204,7 @@ impl Expose for Published {
     }
 }
 
-/// Ranks over sockets, threads of this process; each runs `body`.
+/// Runs `body` on ranks that are threads of this process, over sockets.
 fn over_sockets<T: Send>(world: usize, body: impl Fn(usize, ProcessRun) -> T + Sync) -> Vec<T> {
     let free = std::net::TcpListener::bind(("127.0.0.1", 0)).unwrap();
     let port = free.local_addr().unwrap().port();
@@ -222,8 +222,8 @@ fn over_sockets<T: Send>(world: usize, body: impl Fn(usize, ProcessRun) -> T + S
     })
 }
 
-/// More ranks than are neighbours: something large for each, which all connections are made for at once, from both ends; reads of
-/// what others publish, and groups of ranks that are no neighbours. All end well.
+/// Uses more ranks than neighbours: large data for each, so that all connections are made at once, from both ends; reads of
+/// published values, and groups of ranks that are not neighbours. All ranks succeed.
 #[test]
 fn ranks_that_are_no_neighbours_connect_when_they_speak() {
     const WORLD: usize = 26;
@@ -251,7 +251,7 @@ fn ranks_that_are_no_neighbours_connect_when_they_speak() {
     });
 }
 
-/// A rank that ends without a word is named by all, by those to which it was no neighbour too.
+/// All ranks name a rank that fails, including those that are not its neighbours.
 #[test]
 fn all_ranks_hear_of_one_that_fails_over_sockets() {
     const WORLD: usize = 26;

@@ -1,4 +1,4 @@
-//! What the link has been given and not finished with, and how the communication thread waits for it.
+//! The link's unfinished transfers, and the time that the communication thread naps between two checks of them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use super::link::Link;
 use super::message::Slot;
 use crate::collective::error::LinkError;
 
-/// What keeps bytes where they are while the link sends them.
+/// The owner of bytes that the link is sending, which keeps them in place.
 #[allow(dead_code)] // Held, not read.
 pub(super) enum Held {
     Message(Vec<u8>),
@@ -18,39 +18,39 @@ pub(super) enum Held {
     Exposed(Exposed),
 }
 
-/// What the link has been given: to send, or to receive.
+/// A transfer that the link has started: a send or a receive.
 pub(super) struct Given<O, T> {
     pub(super) ongoing: O,
     pub(super) what: T,
 }
 
-/// A message, or a piece of a payload, that goes out.
+/// An outgoing message or chunk of a payload.
 pub(super) struct Outgoing {
     pub(super) held: Held,
     pub(super) to: usize,
-    /// The exchange that this is part of.
+    /// The exchange that it belongs to.
     pub(super) slot: Option<Slot>,
 }
 
-/// A piece of a payload that comes in.
+/// An incoming chunk of a payload.
 pub(super) struct Incoming {
     pub(super) bytes: usize,
-    /// Keeps the memory that the link writes to.
+    /// Keeps the memory that the link writes to alive.
     #[allow(dead_code)] // Held, not read.
     pub(super) landing: Arc<Landing>,
     pub(super) purpose: For,
 }
 
-/// For what a piece comes in.
+/// The purpose of an incoming chunk.
 #[derive(Clone, Copy)]
 pub(super) enum For {
     Exchange(Slot, usize),
     Read(u64),
-    /// It is not what was asked for.
+    /// It does not match the request, and is discarded.
     Nobody,
 }
 
-/// What the link has not finished with.
+/// The unfinished transfers of the link.
 pub(super) struct Underway<O> {
     pub(super) outgoing: Vec<Given<O, Outgoing>>,
     pub(super) incoming: Vec<Given<O, Incoming>>,
@@ -64,13 +64,13 @@ impl<O> Default for Underway<O> {
 
 impl<O> Drop for Underway<O> {
     fn drop(&mut self) {
-        // The link, MPI's network card say, may still read and write this memory: after a failure it is never given back.
+        // The link (or a network card under MPI) may still read and write this memory: after a failure it is leaked.
         std::mem::forget(std::mem::take(&mut self.outgoing));
         std::mem::forget(std::mem::take(&mut self.incoming));
     }
 }
 
-/// Takes out of `transfers` what the link has finished with, each with its bytes.
+/// Removes the finished transfers from `transfers` and returns them, each with its number of bytes.
 pub(super) fn take_ended<L: Link, T>(
     link: &mut L,
     transfers: &mut Vec<Given<L::Ongoing, T>>,
@@ -85,10 +85,10 @@ pub(super) fn take_ended<L: Link, T>(
     Ok(ended)
 }
 
-/// How long the thread may nap between two looks at the link: the longer the longer nothing has happened.
+/// Returns the time that the thread may nap between two checks of the link. It grows with the time since the last event.
 pub(super) fn nap(quiet: Duration, moving: bool, expecting: bool) -> Duration {
     let steps: &[(u64, u64)] = match (moving, expecting) {
-        // A payload on its way is copied by these very calls. One that does not move leaves the processor to others.
+        // These calls themselves copy a payload in transit. If one makes no progress, the naps leave the CPU to others.
         (true, _) => &[(5_000, 0), (50_000, 20), (1_000_000, 50)],
         (false, true) => &[(50, 0), (2_000, 20), (20_000, 50), (200_000, 200)],
         (false, false) => &[(20, 0), (1_000, 50), (10_000, 100), (100_000, 500), (1_000_000, 1_000)],

@@ -1,4 +1,4 @@
-//! What moves the bytes of one file: rings or threads, chosen when the file is created.
+//! The engine that transfers the bytes of one file: rings or threads, chosen when the file is created.
 
 mod threads;
 mod uring;
@@ -14,10 +14,10 @@ use crate::offload::transfer::Chunk;
 use crate::offload::{AioOptions, DiskError, EngineChoice};
 use uring::Waker;
 
-/// How often an engine that ends looks whether its threads have.
+/// Interval at which a dropped engine checks whether its threads have ended.
 const POLL: Duration = Duration::from_millis(1);
 
-/// Which engine moves a file's bytes.
+/// The engine that transfers a file's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineKind {
     /// io_uring.
@@ -28,7 +28,7 @@ pub enum EngineKind {
 
 pub(crate) struct DiskEngine {
     kind: EngineKind,
-    /// What the workers carry out; they end when it is closed.
+    /// Chunks for the workers, which end when it is closed.
     pieces: Option<Sender<Chunk>>,
     wakers: Vec<Arc<Waker>>,
     workers: Vec<JoinHandle<()>>,
@@ -42,7 +42,7 @@ impl DiskEngine {
         choice: EngineChoice,
     ) -> Result<Self, DiskError> {
         if choice != EngineChoice::Threads {
-            // Without direct I/O the ring's thread would wait in each write behind the cache, so threads are better.
+            // Without direct I/O, the ring's thread would wait for writeback in each write, so threads are better.
             let refused = match choice {
                 EngineChoice::Auto if !backing.is_direct() => "the file is not open for direct I/O".to_string(),
                 _ => match uring::start(backing, rank, aio) {
@@ -66,7 +66,7 @@ impl DiskEngine {
     pub(crate) fn submit(&self, pieces: impl Iterator<Item = Chunk>) {
         let queue = self.pieces.as_ref().expect("only drop closes it");
         for piece in pieces {
-            // Workers that fail go on to take what comes; if there were none, dropping the piece would end its transfer.
+            // Workers keep taking chunks after a failure; without workers, dropping the chunk ends its transfer.
             let _ = queue.send(piece);
         }
         for waker in &self.wakers {
@@ -76,7 +76,7 @@ impl DiskEngine {
 }
 
 impl Drop for DiskEngine {
-    /// Carries out what was submitted, and ends the threads.
+    /// Completes submitted transfers and ends the threads.
     fn drop(&mut self) {
         self.pieces = None;
         for waker in &self.wakers {
@@ -88,10 +88,10 @@ impl Drop for DiskEngine {
                 std::thread::sleep(POLL);
             }
             if worker.is_finished() {
-                // A panic was already reported by every ticket.
+                // Every ticket has already reported a panic.
                 drop(worker.join());
             } else {
-                // A disk that does not answer: waiting on would hang the program instead of ending it.
+                // The disk does not answer: a longer wait would hang the program.
                 let name = worker.thread().name().unwrap_or_default();
                 tracing::error!("thread {name} has not ended after {ENDING_LIMIT:?}");
             }
@@ -99,14 +99,14 @@ impl Drop for DiskEngine {
     }
 }
 
-/// Starts a named thread. What it captured is dropped when it ends.
+/// Starts a named thread. Its captures are dropped when it ends.
 fn spawn(name: String, backing: &Backing, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, DiskError> {
     let builder = std::thread::Builder::new().name(name).stack_size(256 << 10);
     builder.spawn(body).map_err(crate::offload::error::system_at("start a thread for", backing.path()))
 }
 
-/// The serving thread cannot go on: stops the file and ends what no request was made for. `at_hand` are pieces that it
-/// has taken and that the kernel does not have.
+/// Stops the file after a failure of the serving thread, and ends the chunks that no request was made for. `at_hand` are chunks that it has
+/// taken and the kernel does not have.
 fn stop(backing: &Backing, queue: &Receiver<Chunk>, at_hand: Vec<Chunk>, reason: &str) {
     tracing::error!("{}: {reason}", backing.path().display());
     backing.stop(reason.to_string());
@@ -115,7 +115,7 @@ fn stop(backing: &Backing, queue: &Receiver<Chunk>, at_hand: Vec<Chunk>, reason:
     }
 }
 
-/// What a panic said.
+/// Returns an error message for a panic.
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
     format!("a thread that served it panicked: {}", text.unwrap_or("no message"))

@@ -1,4 +1,4 @@
-//! The engine of threads: each takes a piece, calls `pread` or `pwrite`, and takes the next.
+//! The thread engine: each thread takes a chunk, calls `pread` or `pwrite`, and takes the next.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -55,12 +55,11 @@ fn carry_out(mut piece: Chunk, backing: &Backing) {
 
 fn request(piece: &Chunk, backing: &Backing) -> io::Result<usize> {
     let bytes = backing.faults.before(piece.bytes())?;
-    // SAFETY: the piece is this thread's, and its transfer, which it has a share of, owns the memory.
+    // SAFETY: the chunk is this thread's, and its transfer, which it has a share of, owns the memory.
     unsafe { backing.request(piece.direction(), piece.at(), bytes, piece.offset()) }
 }
 
-/// With `overlap_events` off, the threads carry out as many pieces as there are threads, and more when all of these have
-/// ended.
+/// Waves of chunks, for `overlap_events` off: the threads start as many chunks as there are threads, and more when all of these have ended.
 struct Waves {
     threads: usize,
     wave: Mutex<Wave>,
@@ -68,9 +67,9 @@ struct Waves {
 }
 
 struct Wave {
-    /// Pieces that may still begin.
+    /// Number of chunks that may still start in this wave.
     left: usize,
-    /// Pieces that have begun and not ended.
+    /// Number of chunks that have started and not ended.
     busy: usize,
 }
 
@@ -81,7 +80,7 @@ impl Waves {
 
     fn begin(&self) {
         let mut wave = self.wave.lock();
-        // As long as the disk takes: what waits for a piece has a deadline.
+        // Waits as long as the disk takes; the waiters for a chunk have a deadline.
         self.next.wait_while(&mut wave, |wave| wave.left == 0);
         wave.left -= 1;
         wave.busy += 1;

@@ -1,7 +1,7 @@
-//! The engine of rings: each ring has a thread that hands pieces to the kernel and takes its answers.
+//! The io_uring engine: each ring has a thread that submits chunks to the kernel and takes its completions.
 //!
-//! A ring's thread sleeps in the kernel until a piece ends or its [`Waker`] is written to, which the ring polls like a
-//! piece. Polling, and not reading it, because then the kernel writes into no memory but buffers, which pieces own.
+//! A ring's thread sleeps in the kernel until a chunk ends or its [`Waker`] is written to. The ring polls the waker instead of reading it,
+//! so that the kernel writes into no memory but buffers, which chunks own.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -19,10 +19,10 @@ use crate::offload::direction::Direction;
 use crate::offload::transfer::Chunk;
 use crate::offload::{AioOptions, DiskError};
 
-/// `user_data` of the poll of the waker; pieces have the numbers of their slots.
+/// The `user_data` of the waker's poll; for chunks, it is the number of their slot.
 const WAKER: u64 = u64::MAX;
 
-/// The registered file's index.
+/// Index of the registered file.
 const FILE: types::Fixed = types::Fixed(0);
 
 /// Wakes a ring's thread.
@@ -34,19 +34,19 @@ impl Waker {
     }
 
     pub(crate) fn wake(&self) {
-        // It can only fail when the counter is full, and then the thread is being woken.
+        // It can only fail if the counter is full, and then the thread is being woken.
         let _ = rustix::io::write(self.0.as_fd(), &1_u64.to_ne_bytes());
     }
 
     fn clear(&self) {
-        // It fails when there was nothing to clear.
+        // It fails if there is nothing to clear.
         let _ = rustix::io::read(self.0.as_fd(), &mut [0_u8; 8]);
     }
 }
 
-/// Why there are no rings.
+/// The reason why there are no rings.
 pub(super) enum NoRings {
-    /// The kernel, or a filter before it, does not offer what is needed.
+    /// The kernel, or a seccomp filter, refuses a required feature.
     Refused(String),
     /// A thread could not be started.
     Thread(DiskError),
@@ -79,7 +79,7 @@ pub(super) fn start(backing: &Arc<Backing>, rank: usize, aio: &AioOptions) -> Re
     Ok(engine)
 }
 
-/// A ring for `depth` pieces and the poll of the waker, with the file registered, or what was refused.
+/// Opens a ring for `depth` chunks and the waker's poll, with the file registered; or returns the refused call.
 fn open(backing: &Backing, depth: usize) -> Result<IoUring, String> {
     let ring = IoUring::new((depth + 1) as u32).map_err(|error| format!("io_uring_setup: {error}"))?;
     let mut probe = Probe::new();
@@ -101,11 +101,11 @@ struct Driver {
     waker: Arc<Waker>,
     queue: Receiver<Chunk>,
     backing: Arc<Backing>,
-    /// The pieces that the kernel has.
+    /// Chunks that the kernel has.
     slots: Vec<Option<Chunk>>,
-    /// The slots without one.
+    /// Indices of the empty slots.
     free: Vec<usize>,
-    /// Pieces of which something is left to be asked for.
+    /// Chunks that need another request.
     again: Vec<Chunk>,
     polling: bool,
     single_submit: bool,
@@ -116,17 +116,17 @@ impl Driver {
     fn run(mut self) {
         let reason = match catch_unwind(AssertUnwindSafe(|| self.serve())) {
             Ok(Ok(())) => {
-                // A ring that is closed lets go of its file some time later; this does so now. If it fails, so be it.
+                // A closed ring releases its file some time later; this releases it now. A failure is harmless.
                 let _ = self.ring.submitter().unregister_files();
                 return;
             }
             Ok(Err(error)) => format!("io_uring_enter: {error}"),
             Err(panic) => panic_message(&*panic),
         };
-        // The kernel may still have these, and nobody takes its answers any more: dropped, they lose their buffers.
+        // The kernel may still have these, and nobody takes its completions any more: dropping them leaks their buffers.
         self.slots.clear();
         stop(&self.backing, &self.queue, std::mem::take(&mut self.again), &reason);
-        // Later transfers are refused by the stopped file; ones that were about to be handed over are ended here.
+        // The stopped file refuses later transfers; those that were about to be submitted end here.
         for piece in &self.queue {
             piece.skip(self.backing.check().err());
         }
@@ -153,7 +153,7 @@ impl Driver {
         self.slots.len() - self.free.len()
     }
 
-    /// Hands over pieces while there are any and slots for them. True: no more will come.
+    /// Submits chunks while there are any and slots are free. Returns `true` if no more chunks will come.
     fn fill(&mut self) -> io::Result<bool> {
         if !self.overlap && self.in_flight() > 0 {
             return Ok(false);
@@ -184,10 +184,10 @@ impl Driver {
                 Direction::Read => opcode::Read::new(FILE, at, len).offset(offset).build(),
                 Direction::Write => opcode::Write::new(FILE, at, len).offset(offset).build(),
             };
-            // In its slot first: from the push on, the kernel may have it.
+            // Stored in its slot first: after the push, the kernel may have it.
             self.slots[slot] = Some(piece);
-            // SAFETY: the memory belongs to the piece's transfer, which the slot has a share of until the kernel's
-            // answer is taken; if this thread ends before, the buffer is leaked.
+            // SAFETY: the memory belongs to the chunk's transfer, which the slot has a share of until the kernel's completion is taken; if
+            // this thread ends before, the buffer is leaked.
             unsafe { self.push(&entry.user_data(slot as u64)) }?;
             if self.single_submit {
                 self.enter(0)?;
@@ -197,21 +197,21 @@ impl Driver {
     }
 
     /// # Safety
-    /// What the entry refers to stays valid until the kernel has answered it.
+    /// The memory and descriptors that the entry refers to must stay valid until the kernel has completed it.
     unsafe fn push(&mut self, entry: &squeue::Entry) -> io::Result<()> {
         // SAFETY: by this function's contract.
         let outcome = unsafe { self.ring.submission().push(entry) };
-        // The ring was made for as many entries as there are slots, and the poll.
+        // The ring has an entry for each slot, and one for the poll.
         outcome.map_err(|_| io::Error::other("the submission queue is full"))
     }
 
-    /// Hands over what was pushed, and waits until `answers` have come.
+    /// Submits the pushed entries, and waits for `answers` completions.
     fn enter(&mut self, answers: usize) -> io::Result<()> {
         match self.ring.submit_and_wait(answers) {
             Ok(_) => Ok(()),
             Err(error) => match error.raw_os_error() {
                 Some(libc::EINTR) => Ok(()),
-                // The kernel is short of something that answers free; entries stay in the ring for the next call.
+                // The kernel lacks a resource that completions free; entries stay in the ring for the next call.
                 Some(libc::EAGAIN | libc::EBUSY) => {
                     std::thread::sleep(Duration::from_micros(100));
                     Ok(())

@@ -1,4 +1,4 @@
-//! Transfers that go wrong or slowly, on both engines.
+//! Tests of transfers that fail or are slow, on both engines.
 
 use std::time::{Duration, Instant};
 

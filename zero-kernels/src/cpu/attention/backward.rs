@@ -26,7 +26,7 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
     }
     let [dq, dk, dv] = grads.map(|grad| grad.rows);
     let gradient = Rows { data: results.g, stride: d };
-    // Heads of queries that share one of keys add to its gradients, one after the other.
+    // The query heads that share a key head add to its gradients one after the other.
     let tasks: Vec<_> = (0..batch * kv_heads).collect();
     spread(inputs.work(), tasks, |task| {
         let (block, wide) = (blocks.queries.min(queries), blocks.keys.min(keys));
@@ -38,8 +38,8 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
                 let head = Head { sequence: pair / heads, index: pair % heads };
                 let lse = &results.lse[pair * queries..(pair + 1) * queries];
                 let (column, kv_column) = (head.index * head_width, task % kv_heads * head_width);
-                // From the last block, which reaches every key that it or one after it sees: the first to reach a key
-                // overwrites what the others add to.
+                // Starts at the last block, which reaches every key that it or a later block attends to: the first block to
+                // reach a key overwrites the gradient that the others add to.
                 for first in (0..queries).step_by(block).rev() {
                     let rows = first..queries.min(first + block);
                     let reached = if rows.end == queries { keys } else { inputs.first_block(rows.end, wide) };
@@ -81,7 +81,7 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
 }
 
 vectorised! {
-    /// `out . g` for each of some rows of a head.
+    /// Computes `out . g` for each row of a head's part.
     fn deltas<'a>(out: &'a [f32], g: &'a [f32], stride: usize, width: usize, delta: &'a mut [f32]) {
         for (row, delta) in delta.iter_mut().enumerate() {
             let part = row * stride..row * stride + width;
@@ -90,7 +90,7 @@ vectorised! {
         }
     }
 
-    /// Makes of a block of scores the softmax, and of the softmax's gradients those of the scores.
+    /// Turns a block of scores into the softmax, and the softmax's gradients into those of the scores.
     fn scores_gradients<'a>(
         scores: &'a mut [f32],
         slopes: &'a mut [f32],

@@ -54,8 +54,8 @@ pub(super) fn forward_in(blocks: Blocks, inputs: Inputs<'_>, out: &mut [f32], ls
     });
 }
 
-/// What a task has gathered for its queries: the softmax's running maxima and sums, and a head's part of rows of the result,
-/// which it alone reads and writes.
+/// A task's state for its queries: the softmax's running maxima and sums, and a head's part of the result's rows, which only
+/// this task reads and writes.
 struct Gathered<'a> {
     max: &'a mut [f32],
     sum: &'a mut [f32],
@@ -63,20 +63,20 @@ struct Gathered<'a> {
     width: usize,
 }
 
-/// Multiplies a row of the result.
+/// Multiplies a head's part of a row of the result by `factor`.
 ///
 /// # Safety
 ///
-/// The row is inside of the result, initialised, and of the calling task.
+/// The row is inside of the result, initialised, and used by the calling task alone.
 #[inline(always)]
 unsafe fn scale(out: SharedRows<'_, f32>, row: usize, width: usize, factor: f32) {
-    // SAFETY: as the caller says.
+    // SAFETY: guaranteed by the caller.
     unsafe { out.slice(row, 0, width) }.iter_mut().for_each(|value| *value *= factor);
 }
 
 vectorised! {
-    /// Makes a block of scores its share of the softmax, and brings up to date what was gathered; `out` if it was begun with
-    /// blocks before.
+    /// Turns a block of scores into its share of the softmax, and updates the running state; also `out`, if earlier
+    /// blocks have `begun` it.
     fn fold<'a>(
         scores: &'a mut [f32],
         keys: usize,
@@ -98,7 +98,7 @@ vectorised! {
             }
             let before = *max;
             *max = larger(before, largest(scores));
-            // Were the mask infinite after all, exp must not see the difference of two infinities.
+            // If the mask is infinite after all, exp must not see the difference of two infinities.
             let shift = if *max == f32::NEG_INFINITY { 0.0 } else { *max };
             let rescale = exp(before - shift);
             let part = replace_and_sum(scores, |score| exp(score - shift));
@@ -110,7 +110,7 @@ vectorised! {
         }
     }
 
-    /// Divides what was gathered by the softmax's sum, and leaves the log-sum-exp.
+    /// Divides the accumulated result by the softmax's sum, and writes the log-sum-exp.
     fn finish<'a>(gathered: Gathered<'a>, lse: &'a mut [f32]) {
         let Gathered { max, sum, out, width } = gathered;
         for (row, ((max, sum), lse)) in max.iter().zip(sum).zip(lse).enumerate() {

@@ -1,37 +1,37 @@
-//! Where heads lie.
+//! The memory layout of heads.
 
 use crate::cpu::rows::SharedRows;
 
-/// Rows of heads: row i of sequence b begins at `data[(b * t + i) * stride]`, for t rows a sequence, with head 0.
+/// Rows of heads: row i of sequence b begins at `data[(b * t + i) * stride]`, with head 0; sequences have t rows.
 #[derive(Clone, Copy, Debug)]
 pub struct Rows<'a> {
-    /// From the first row on; it may end with the last row's d-th element.
+    /// The elements from the first row on; they may end with the last row's d-th element.
     pub data: &'a [f32],
-    /// Elements from a row to the next.
+    /// Elements between the starts of consecutive rows.
     pub stride: usize,
 }
 
-/// [`Rows`] that are written; several may take turns in each row of one buffer.
+/// Output [`Rows`]; several may interleave in each row of one buffer.
 #[derive(Debug)]
 pub struct RowsMut<'a> {
     pub(super) rows: SharedRows<'a, f32>,
     /// Elements from the first one to the buffer's end.
     pub(super) len: usize,
-    /// Elements of a row that are this one's.
+    /// Elements of a row that belong to this part.
     pub(super) width: usize,
 }
 
 impl<'a> RowsMut<'a> {
-    /// Rows that begin `stride` elements apart in a buffer of their own.
+    /// Creates rows that begin `stride` elements apart in their own buffer.
     pub fn new(buffer: &'a mut [f32], stride: usize) -> Self {
         Self { len: buffer.len(), width: stride, rows: SharedRows::new(buffer, stride) }
     }
 
-    /// The three parts of rows that hold queries, keys and values of `d` elements each.
+    /// Splits rows that hold queries, keys and values of `d` elements each into three parts.
     ///
     /// # Panics
     ///
-    /// When `buffer` is not whole rows of `3 * d`.
+    /// If the length of `buffer` is not a multiple of `3 * d`.
     pub fn split_qkv(buffer: &'a mut [f32], d: usize) -> [Self; 3] {
         let (len, stride) = (buffer.len(), 3 * d);
         assert!(
@@ -41,7 +41,7 @@ impl<'a> RowsMut<'a> {
         let rows = SharedRows::new(buffer, stride);
         [0, 1, 2].map(|part| {
             let offset = (part * d).min(len);
-            // Columns `part * d..(part + 1) * d` of a row are reached through this part only.
+            // Columns `part * d..(part + 1) * d` of a row are accessed through this part only.
             Self { rows: rows.part(0, offset), len: len - offset, width: d }
         })
     }

@@ -1,7 +1,7 @@
 use super::*;
 use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
-/// Result, log-sum-exp, and the gradients for `g`, from contiguous rows.
+/// Returns the result, the log-sum-exp, and the gradients for `g`, from contiguous rows.
 fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) -> [Vec<f64>; 5] {
     let Shape { batch, heads, kv_heads, head_width: w, queries, keys, causal, window, scale } = shape;
     let (d, c, scale, [q, k, v]) = (heads * w, kv_heads * w, f64::from(scale), qkv);
@@ -47,7 +47,7 @@ fn inputs<'a>(shape: Shape, rows: [(&'a [f32], usize); 3], key_mask: Option<&'a 
     Inputs { shape, q, k, v, key_mask }
 }
 
-/// The same as of `reference`, from contiguous rows.
+/// Computes the same as `reference`, from contiguous rows.
 fn run(blocks: Blocks, shape: Shape, qkv: [&[f32]; 3], mask: Option<&[f32]>, g: &[f32]) -> [Vec<f32>; 5] {
     let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
     let [q, k, v] = qkv;

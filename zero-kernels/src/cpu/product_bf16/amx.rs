@@ -1,7 +1,7 @@
 //! The kernel of `tdpbf16ps` (Intel AMX): four tiles of sums, two of rows and two of columns.
 //!
-//! The intrinsics are not stable, so the instructions are written out. What they compute is in Intel's Software Developer's Manual,
-//! volume 2, under their names; a test runs [`Tiles`] of the same layout that computes it without them.
+//! The intrinsics are not stable, so the instructions are written in assembly. Intel's Software Developer's Manual, volume
+//! 2, defines them under their names; a test runs [`Tiles`] with the same layout that emulate them.
 
 use std::arch::asm;
 use std::arch::x86_64::__cpuid_count;
@@ -14,16 +14,16 @@ use super::avx512::Avx512;
 use super::blocks::{Strip, Tiles};
 use super::pack::run_in_avx512;
 
-/// Rows and columns of the result: two tiles each way.
+/// Rows and columns of the result: two tiles in each direction.
 pub(super) const SIDE: usize = 32;
-/// Pairs in depth of a tile.
+/// Pairs in depth per tile.
 pub(super) const PAIRS: usize = 16;
 
-/// Leave to use the kernel: only [`Amx::detect`] gives one.
+/// Permission to use the kernel; only [`Amx::detect`] grants it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Amx(());
 
-/// The form of the tiles: each of 16 rows of 64 bytes.
+/// The tile configuration: 16 rows of 64 bytes per tile.
 #[repr(C, align(64))]
 struct Form {
     palette: u8,
@@ -42,18 +42,18 @@ static FORM: Form = {
     Form { palette: 1, start_row: 0, reserved: [0; 14], bytes_of_row, rows }
 };
 
-/// A thread's tiles, given back when it is dropped: the system need not keep them then when it changes threads.
+/// A thread's tiles, released on drop: the system then need not save them when it switches threads.
 struct Begun;
 
 impl Drop for Begun {
     fn drop(&mut self) {
-        // SAFETY: this thread has tiles (`Tiles::begin`), which nothing uses after it.
+        // SAFETY: this thread has tiles (`Tiles::begin`), which nothing uses after this.
         unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) };
     }
 }
 
 impl Amx {
-    /// The kernel, if this processor has its instructions, the system lets this process use them, and they give what they should.
+    /// Returns the kernel if this CPU has its instructions, the system lets this process use them, and they give the right result.
     pub(super) fn detect() -> Option<Self> {
         static FOUND: OnceLock<Option<Amx>> = OnceLock::new();
         *FOUND.get_or_init(|| {
@@ -61,7 +61,7 @@ impl Amx {
         })
     }
 
-    /// Whether a small product, whose sums are exact, is right.
+    /// Returns whether a small product, whose sums are exact, is right.
     fn is_right(self) -> bool {
         let number = |at: usize, of: usize| half::bf16::from_f32((at * of % 11) as f32 - 5.0);
         let a: Vec<_> = (0..SIDE * 4 * PAIRS).map(|at| number(at, 3)).collect();
@@ -88,12 +88,12 @@ impl Amx {
     }
 }
 
-/// Whether the processor has tiles and their bfloat16 products, and the system keeps them when it changes threads.
+/// Returns whether the CPU has tiles and their bfloat16 products, and the system saves them when it switches threads.
 fn has_tiles() -> bool {
     const BF16: u32 = 1 << 22;
     const TILE: u32 = 1 << 24;
     const TILE_STATE: u32 = 0b11 << 17;
-    // Leaf 7 is there where AVX-512 is.
+    // Leaf 7 exists where AVX-512 does.
     let features = __cpuid_count(7, 0).edx;
     let kept: u32;
     // SAFETY: XCR0 may be read where AVX-512 can be used.
@@ -101,12 +101,12 @@ fn has_tiles() -> bool {
     features & (BF16 | TILE) == BF16 | TILE && kept & TILE_STATE == TILE_STATE
 }
 
-/// Asks the system for room for tiles: <https://docs.kernel.org/arch/x86/xstate.html>.
+/// Asks the system for permission to use tiles: <https://docs.kernel.org/arch/x86/xstate.html>.
 #[cfg(target_os = "linux")]
 fn is_permitted() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const XFEATURE_XTILEDATA: libc::c_long = 18;
-    // SAFETY: the call gives this process leave, and changes nothing else.
+    // SAFETY: the call gives this process the permission, and changes nothing else.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0 }
 }
 
@@ -115,20 +115,20 @@ fn is_permitted() -> bool {
     false
 }
 
-// SAFETY: `detect` gives one only there.
+// SAFETY: `detect` creates one only where the CPU has the instructions.
 unsafe impl Tiles<SIDE, SIDE> for Amx {
     const UNIT: usize = PAIRS;
-    // A panel of rows and one of columns, of 16 KiB each, with the sums: a first-level cache.
+    // A panel of rows and one of columns, of 16 KiB each, fit a first-level cache with the sums.
     const AT_ONCE: usize = 8 * PAIRS;
 
     fn run(self, work: impl NullaryFnOnce<Output = ()>) {
-        // SAFETY: this is made only where the processor has the features.
+        // SAFETY: an `Amx` exists only where the CPU has the features.
         unsafe { run_in_avx512(work) };
     }
 
     fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
         let Strip { from, is_rows, lines, depth, pairs } = strip;
-        // SAFETY: an `Amx` is made only where the processor has the features.
+        // SAFETY: an `Amx` exists only where the CPU has the features.
         unsafe {
             match is_rows {
                 true => from.pack::<SIDE, true>(lines, depth, pairs, to),
@@ -138,18 +138,18 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
     }
 
     fn begin(self) -> impl Sized {
-        // SAFETY: the form is 64 bytes that the processor knows; an `Amx` is made only where it may be used.
+        // SAFETY: the form is 64 bytes that the CPU knows; an `Amx` exists only where it may be used.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &raw const FORM, options(readonly, nostack, preserves_flags)) };
         Begun
     }
 
     #[inline(always)]
     unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; SIDE]; SIDE], add: bool) {
-        // Both panels have a square of `SIDE` lines and `PAIRS` pairs after the other.
+        // Both panels consist of consecutive squares of `SIDE` lines and `PAIRS` pairs.
         let steps = a.len() / (SIDE * PAIRS);
         assert!(a.len() == b.len() && a.len().is_multiple_of(SIDE * PAIRS), "panels of whole tiles");
-        // SAFETY: `steps` squares are read of each panel, and the sums are written, all as large as the tiles say; this thread
-        // has tiles of that form (the caller's word), and uses them for nothing else.
+        // SAFETY: `steps` squares are read of each panel, and the sums are written, all as large as the tiles say. The
+        // caller guarantees that this thread has tiles of that form and uses them for nothing else.
         unsafe {
             asm!(
                 "test {add:e}, {add:e}",
@@ -168,8 +168,8 @@ unsafe impl Tiles<SIDE, SIDE> for Amx {
                 "test {steps}, {steps}",
                 "jz 3f",
                 "2:",
-                // Rows: 16 lines of 64 bytes, twice. Columns: 16 pairs of 32 columns, 64 bytes of each for a tile. What can be
-                // multiplied is, before the next tile is loaded: that takes as long.
+                // Rows: 16 lines of 64 bytes, twice. Columns: 16 pairs of 32 columns, 64 bytes of each for a tile. Each
+                // multiplication runs as soon as its operands are loaded: loading the next tile takes as long.
                 "tileloadd tmm4, [{a} + {row}]",
                 "tileloadd tmm6, [{b} + {pair}]",
                 "tdpbf16ps tmm0, tmm4, tmm6",

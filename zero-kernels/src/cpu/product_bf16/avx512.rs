@@ -7,18 +7,18 @@ use pulp::NullaryFnOnce;
 use super::blocks::{LANES, Strip, Tiles};
 use super::pack::run_in_avx512;
 
-/// Rows of a tile of the result, and vectors of its columns: 24 sums in registers are enough to hide an addition's
-/// latency, and leave room for what is multiplied.
+/// Rows of a tile of the result, and vectors of its columns: 24 sums in registers hide an addition's latency, and leave room
+/// for the operands.
 const ROWS: usize = 8;
 const VECTORS: usize = 3;
 const COLUMNS: usize = VECTORS * LANES;
 
-/// Leave to use the kernel: only [`Avx512::detect`] gives one.
+/// Permission to use the kernel; only [`Avx512::detect`] grants it.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Avx512(());
 
 impl Avx512 {
-    /// The kernel, if this processor has its instructions.
+    /// Returns the kernel if this CPU has its instructions.
     pub(super) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512bf16")
             && is_x86_feature_detected!("avx512f")
@@ -28,20 +28,20 @@ impl Avx512 {
     }
 }
 
-// SAFETY: `detect` gives one only there.
+// SAFETY: `detect` creates one only where the CPU has the instructions.
 unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     const UNIT: usize = 1;
-    // Panels of rows are a quarter of AMX's: deeper ones fit the first-level cache.
+    // Panels of rows are a quarter of AMX's, so deeper ones fit the first-level cache.
     const AT_ONCE: usize = usize::MAX;
 
     fn run(self, work: impl NullaryFnOnce<Output = ()>) {
-        // SAFETY: this is made only where the processor has the features.
+        // SAFETY: an `Avx512` exists only where the CPU has the features.
         unsafe { run_in_avx512(work) };
     }
 
     fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
         let Strip { from, is_rows, lines, depth, pairs } = strip;
-        // SAFETY: an `Avx512` is made only where the processor has the features.
+        // SAFETY: an `Avx512` exists only where the CPU has the features.
         unsafe {
             match is_rows {
                 true => from.pack::<ROWS, false>(lines, depth, pairs, to),
@@ -58,7 +58,7 @@ unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
     }
 }
 
-/// The sums over the pairs of a panel of [`ROWS`] rows and one of [`COLUMNS`] columns.
+/// Computes the sums over the pairs of a panel of [`ROWS`] rows and one of [`COLUMNS`] columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn multiply_tile(a: &[u32], b: &[u32], out: &mut [[f32; COLUMNS]; ROWS]) {
@@ -85,7 +85,7 @@ fn multiply_tile(a: &[u32], b: &[u32], out: &mut [[f32; COLUMNS]; ROWS]) {
     }
 }
 
-/// The bits of sixteen pairs as what they are.
+/// Converts the bits of sixteen pairs to the type of the pairs.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn pairs_of(bits: __m512i) -> __m512bh {

@@ -1,8 +1,8 @@
-//! The product by a kernel for tiles: both operands packed, block by block.
+//! The product by a kernel for tiles: both operands are packed, block by block.
 //!
-//! The operand of fewer lines is packed whole, a few MiB at a time, for all threads to read from the third-level cache.
-//! A task then packs a block of the other one into its core's second-level cache, and multiplies each panel of the
-//! first by each panel of its block, in registers.
+//! The operand with fewer lines is packed in full, a few MiB at a time, for all threads to read from the third-level cache.
+//! A task then packs a block of the other one into its core's second-level cache, and multiplies each panel of the first by
+//! each panel of its block, in registers.
 
 use std::cell::Cell;
 use std::ops::Range;
@@ -15,21 +15,21 @@ use super::target::Target;
 use super::{MatrixBf16, parts, spread};
 use crate::cpu::rows::SharedRows;
 
-/// Lanes of a vector.
+/// Lanes per vector.
 pub(super) const LANES: usize = 16;
-/// The greatest depth that sums stay in registers for, a multiple of every [`Tiles::UNIT`] of pairs. An element's bits depend on it.
+/// The greatest depth over which sums stay in registers, a multiple of every [`Tiles::UNIT`] of pairs. An element's bits depend on it.
 const DEPTH: usize = 3072;
 /// Bytes of the panels that the threads share: a part of a third-level cache.
 const SHARED_BYTES: usize = 4 << 20;
 /// Bytes of a task's panels: a part of a second-level cache.
 const OWN_BYTES: usize = 640 << 10;
-/// Lines of the longer operand in a block that needs partial sums.
+/// Lines of the longer operand per block that needs partial sums.
 const PARTIAL_LINES: usize = 4096;
-/// Shared panels that are multiplied by all of a task's before the next pairs in depth are.
+/// Shared panels that are multiplied by all panels of a task before the next pairs in depth.
 const GROUP: usize = 4;
-/// Lines of a task that packs shared ones, where a panel has no more.
+/// Lines per task that packs shared lines, unless a panel has more.
 const PACKED_LINES: usize = 64;
-/// Tasks for a thread to take, where there are enough lines.
+/// Tasks per thread, if there are enough lines.
 const TASKS_PER_THREAD: usize = 4;
 
 /// Lines along the depth: rows of the left operand, or columns of the right one.
@@ -38,55 +38,54 @@ pub(super) struct Strip<'a> {
     pub(super) is_rows: bool,
     pub(super) lines: Range<usize>,
     pub(super) depth: Range<usize>,
-    /// Of depth, with filler.
+    /// Pairs in depth, including padding.
     pub(super) pairs: usize,
 }
 
-/// What multiplies a panel of `R` rows by a panel of `C` columns, in registers: leave to use it, which only a processor that has
-/// its instructions gives.
+/// A kernel that multiplies a panel of `R` rows by a panel of `C` columns, in registers. A value is the permission to use it.
 ///
 /// # Safety
 ///
-/// There is one only where the processor has the instructions that it uses.
+/// A value must exist only where the CPU has the instructions that the kernel uses.
 pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Sync {
-    /// The number of pairs in depth is a multiple of this; what is missing is zero.
+    /// The number of pairs in depth is padded with zeros to a multiple of this.
     const UNIT: usize;
 
-    /// Pairs in depth that are multiplied at once, a multiple of the unit: what the first-level cache has room for of two panels.
+    /// Pairs in depth that are multiplied at once, a multiple of the unit: as many of two panels as fit the first-level cache.
     const AT_ONCE: usize;
 
-    /// Elements of a panel that a pair takes.
+    /// Elements of a panel per pair.
     const WORDS: usize = 1;
 
-    /// Runs `work`, inlined, compiled for the processor's instructions.
+    /// Runs `work`, inlined, compiled for the CPU's instructions.
     fn run(self, work: impl NullaryFnOnce<Output = ()>);
 
-    /// Packs lines in panels of `R` rows or `C` columns.
+    /// Packs lines into panels of `R` rows or `C` columns.
     fn pack(self, strip: Strip<'_>, to: &mut [u32]);
 
-    /// Before a thread's calls of [`Tiles::multiply`], and what is dropped behind them.
+    /// Prepares a thread for calls of [`Tiles::multiply`]; the caller drops the result after them.
     fn begin(self) -> impl Sized {}
 
-    /// The sums over the pairs of a panel of rows and one of columns, after those that `sums` holds if they are added to.
+    /// Computes the sums over the pairs of a panel of rows and one of columns, added to those in `sums` if `add` is set.
     ///
     /// # Safety
     ///
-    /// This thread holds what [`Tiles::begin`] gave.
+    /// This thread holds the result of [`Tiles::begin`].
     unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R], add: bool);
 }
 
 thread_local! {
-    /// Buffers of a thread, taken out while in use: it may run another task meanwhile.
+    /// A thread's buffers, taken out while in use: the thread may run another task meanwhile.
     static SHARED: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
     static OWN: Cell<Vec<CacheLine>> = const { Cell::new(Vec::new()) };
 }
 
-/// Sixteen elements, aligned as a vector.
+/// Sixteen elements, aligned like a vector.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct CacheLine([u32; LANES]);
 
-/// Which operand the shared panels are of.
+/// The operand whose panels are shared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Shared {
     Rows,
@@ -94,7 +93,7 @@ enum Shared {
 }
 
 impl Shared {
-    /// What is of rows and of columns as what is of the shared panels and of the others, or the other way round.
+    /// Converts (rows, columns) to (shared, other), or back.
     #[inline(always)]
     fn order<T>(self, a: T, b: T) -> (T, T) {
         match self {
@@ -104,7 +103,7 @@ impl Shared {
     }
 }
 
-/// `a * b` into `target`.
+/// Computes `a * b` into `target`.
 pub(super) fn multiply<const R: usize, const C: usize, T: Tiles<R, C>>(
     tiles: T,
     target: Target<'_>,
@@ -116,7 +115,7 @@ pub(super) fn multiply<const R: usize, const C: usize, T: Tiles<R, C>>(
     let depths = whole.div_ceil(DEPTH).max(1);
     let unit = 2 * T::UNIT;
     let depth = whole.div_ceil(depths).next_multiple_of(unit).max(unit);
-    // Their rows are lines along the depth.
+    // The rows of both are lines along the depth.
     let (rows, columns) = (a, b.transposed());
     let is_shared = if rows.rows <= columns.rows { Shared::Rows } else { Shared::Columns };
     let (shared, own) = is_shared.order(rows, columns);
@@ -138,7 +137,7 @@ pub(super) fn multiply<const R: usize, const C: usize, T: Tiles<R, C>>(
     }
 }
 
-/// A product whose shared panels are in memory at once.
+/// A product whose shared panels are in memory at the same time.
 struct Block<'a, T> {
     tiles: T,
     target: Target<'a>,
@@ -152,7 +151,7 @@ struct Block<'a, T> {
 }
 
 impl<T> Block<'_, T> {
-    /// Multiplies panels of the shared lines by panels of the others.
+    /// Multiplies the panels of the shared lines by those of the others.
     fn multiply<const R: usize, const C: usize>(&self)
     where
         T: Tiles<R, C>,
@@ -197,8 +196,8 @@ impl<T> Block<'_, T> {
                     pack(own, !shares_rows, from, own_panels);
                     let shared = Panels { data: panels, width: width_shared, first: 0, count };
                     let own = Panels { data: own_panels, width: width_own, first: lines.start, count: lines.len() };
-                    // Its lines and all shared ones meet in elements of the target's matrix that no other task has and only
-                    // this call knows.
+                    // The task's lines and all shared ones meet in elements of the target's matrix that no other task has
+                    // and only this call knows.
                     tiles.run(Square {
                         tiles,
                         target,
@@ -214,15 +213,15 @@ impl<T> Block<'_, T> {
     }
 }
 
-/// How many panels a task takes: up to `most`, few enough for every worker to have some tasks, and of half that number
-/// or more what makes the busiest worker's share smallest.
+/// Returns the number of panels per task: at most `most`, and few enough for every worker to get several tasks. Among the
+/// numbers from half of that limit up, it makes the busiest worker's share smallest.
 fn panels_of_task(panels: usize, most: usize, workers: usize) -> usize {
     let most = most.min(panels.div_ceil(workers * TASKS_PER_THREAD)).max(1);
     let share = |some: usize| panels.div_ceil(some).div_ceil(workers) * some;
     (most.div_ceil(2)..=most).rev().min_by_key(|some| share(*some)).unwrap_or(most)
 }
 
-/// How many pairs in depth are multiplied at once, of `pairs`: equal parts, and one where it would be half again as many at most.
+/// Returns how many of `pairs` in depth are multiplied at once: equal parts, or all of them if they exceed `most` by half at most.
 fn pairs_at_once(pairs: usize, most: usize, unit: usize) -> usize {
     if pairs / 3 <= most / 2 {
         return pairs.max(1);
@@ -230,23 +229,23 @@ fn pairs_at_once(pairs: usize, most: usize, unit: usize) -> usize {
     pairs.div_ceil(pairs.div_ceil(most)).next_multiple_of(unit)
 }
 
-/// Packed lines, the number of their first one in the target, and how many they are.
+/// Packed lines, the number of the first one in the target, and their count.
 #[derive(Clone, Copy)]
 struct Panels<'a> {
     data: &'a [u32],
-    /// Lines of a panel.
+    /// Lines per panel.
     width: usize,
     first: usize,
     count: usize,
 }
 
 impl<'a> Panels<'a> {
-    /// A part of the depth of one panel.
+    /// Returns a part of the depth of one panel.
     fn part(self, depth: &Range<usize>) -> &'a [u32] {
         &self.data[depth.start * self.width..depth.end * self.width]
     }
 
-    /// `lines` of them from number `first` on, multiples of the width but at the end.
+    /// Returns `lines` of the lines from `first` on; both are multiples of the width, except at the end.
     fn some(self, first: usize, lines: usize, depth: usize) -> Self {
         Self {
             data: &self.data[first * depth..self.data.len().min((first + lines) * depth)],
@@ -256,26 +255,26 @@ impl<'a> Panels<'a> {
         }
     }
 
-    /// One panel.
+    /// Returns one panel.
     fn panel(self, number: usize, depth: usize) -> Self {
         self.some(number * self.width, self.width, depth)
     }
 
-    /// Some `lines`, a multiple of the width, at a time.
+    /// Iterates over groups of `lines`, a multiple of the width.
     fn each(self, lines: usize, depth: usize) -> impl Iterator<Item = Self> {
         (0..self.count).step_by(lines).map(move |line| self.some(line, lines, depth))
     }
 }
 
-/// Every shared panel by every panel of a task. Nothing else reads or writes the elements of the target where their lines meet, and
-/// they lie in its matrix.
+/// Multiplies every shared panel by every panel of a task. The elements of the target where their lines meet lie in its
+/// matrix, and nothing else reads or writes them.
 struct Square<'a, T, const R: usize, const C: usize> {
     tiles: T,
     target: Target<'a>,
     is_shared: Shared,
     shared: Panels<'a>,
     own: Panels<'a>,
-    /// Elements of a line, and how many of them at once.
+    /// Elements per line, and how many of them are multiplied at once.
     depth: [usize; 2],
     sums: &'a mut [u32],
 }
@@ -297,8 +296,8 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
                 let depth = begin..whole.min(begin + at_once);
                 let is_last = depth.end == whole;
                 for at in 0..group_panels * own_panels {
-                    // A part of a shared panel stays in the first-level cache. A whole one might not, and neighbours in the target are
-                    // better written one after the other.
+                    // A part of a shared panel stays in the first-level cache. A full panel might not, and it is faster to
+                    // write neighbours in the target one after the other.
                     let (i, j) = if is_parted {
                         (at / own_panels, at % own_panels)
                     } else {
@@ -306,7 +305,7 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
                     };
                     let (a, b) = is_shared.order(group.panel(i, whole), own.panel(j, whole));
                     if is_last {
-                        // What is written takes a while to arrive, about as long as the sums.
+                        // The target's memory takes about as long to arrive as the sums.
                         target.prefetch(a.first, b.first, R, C);
                     }
                     let sums = &mut sums[if is_parted { at } else { 0 }];
@@ -331,7 +330,7 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
     }
 }
 
-/// Hands `len` elements of a thread's buffer to `work`, whatever they hold.
+/// Passes `len` elements of a thread's buffer, with arbitrary contents, to `work`.
 fn with_buffer(key: &'static LocalKey<Cell<Vec<CacheLine>>>, len: usize, work: impl FnOnce(&mut [u32])) {
     let mut buffer = key.take();
     let lines = len.div_ceil(LANES);

@@ -1,9 +1,9 @@
 //! Copies of an operand in the order that the kernel reads it.
 //!
-//! Both operands are lines along the depth: rows of the left matrix, and of the transpose of the right one. A panel is `W` lines; it
-//! holds, for each pair of neighbours in depth, that pair of every line, as one u32 whose low half comes first; or, for each 16
-//! pairs, these of every line. Depth that is missing counts as zero; lines that are missing hold whatever was there, in columns
-//! that are dropped.
+//! Both operands are lines along the depth: rows of the left matrix, and rows of the transposed right one. A panel has `W`
+//! lines. It holds, for each pair of neighbours in depth, that pair of every line, as one u32 with the first one in its low
+//! half; or, for each 16 pairs, these of every line. Missing depth is padded with zeros. Missing lines hold stale data, and
+//! the columns computed from them are dropped.
 
 use std::arch::x86_64::*;
 use std::ops::Range;
@@ -12,13 +12,12 @@ use pulp::NullaryFnOnce;
 
 use super::MatrixBf16;
 
-/// Lines and pairs of a tile that is transposed in registers.
+/// Lines and pairs per tile that is transposed in registers.
 const TILE: usize = 16;
-/// How far ahead lines that are contiguous across the depth are fetched: the processor foresees no jump from depth to
-/// depth.
+/// Prefetch distance for lines that are contiguous across the depth: the CPU does not predict the jumps from depth to depth.
 const AHEAD: usize = 16;
 
-/// Runs `work`, inlined, compiled for what packing and the kernels need.
+/// Runs `work`, inlined, compiled for the instructions that packing and the kernels need.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512bf16")]
 pub(super) fn run_in_avx512(work: impl NullaryFnOnce<Output = ()>) {
     work.call();
@@ -26,27 +25,29 @@ pub(super) fn run_in_avx512(work: impl NullaryFnOnce<Output = ()>) {
 
 /// An operand as lines along the depth, which are its rows.
 impl MatrixBf16<'_> {
-    /// The element of line `line` at `depth`.
+    /// Returns the element of line `line` at `depth`.
     fn at(&self, line: usize, depth: usize) -> u32 {
         u32::from(self.data[line * self.row_stride + depth * self.column_stride].to_bits())
     }
 
-    /// A pointer to that element.
+    /// Returns a pointer to that element.
     ///
     /// # Safety
     ///
-    /// There is one.
+    /// The element exists.
     unsafe fn pointer(&self, line: usize, depth: usize) -> *const i16 {
         // SAFETY: the constructors of a matrix checked that its elements lie in its slice.
         unsafe { self.data.as_ptr().add(line * self.row_stride + depth * self.column_stride).cast() }
     }
 
-    /// Packs `lines` over `depth` into `panels` of `W` lines and `pairs` pairs, all of which it overwrites. `BY_LINE`: 16 pairs of a
-    /// line lie side by side, otherwise a pair of all lines.
+    /// Packs `lines` over `depth` into `panels` of `W` lines and `pairs` pairs, all of which it overwrites. With `BY_LINE`,
+    /// 16 pairs of a line are adjacent, otherwise a pair of all lines.
+    ///
+    /// `W` must be a multiple of half a tile, with `BY_LINE` of a tile: this is checked at compile time.
     ///
     /// # Panics
     ///
-    /// When `panels` has another length, or `W` is no multiple of half a tile; `BY_LINE`, of a tile, as `pairs`.
+    /// If `panels` has another length or, with `BY_LINE`, `pairs` is not a multiple of a tile.
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     pub(super) fn pack<const W: usize, const BY_LINE: bool>(
         &self,
@@ -69,7 +70,7 @@ impl MatrixBf16<'_> {
                         // out all others.
                         *tile = unsafe {
                             let from = self.pointer(lines.start + line + i, depth.start + 2 * pair);
-                            // The next tile's: the processor foresees no jump from line to line.
+                            // The next tile's: the CPU does not predict the jump from line to line.
                             _mm_prefetch::<_MM_HINT_T1>(from.wrapping_add(self.row_stride.wrapping_mul(TILE)).cast());
                             _mm512_maskz_loadu_epi16(u32::MAX >> (2 * TILE - width), from)
                         };
@@ -99,7 +100,7 @@ impl MatrixBf16<'_> {
             }
             return;
         }
-        // Lines that two whole vectors of pairs are made of at a time.
+        // Groups of lines from which two full vectors of pairs are made at once.
         let twice = if self.row_stride == 1 && W.is_multiple_of(2 * TILE) { lines.len() / (2 * TILE) } else { 0 };
         for pair in 0..pairs {
             for line in (0..twice).map(|two| two * 2 * TILE) {
@@ -113,7 +114,7 @@ impl MatrixBf16<'_> {
         }
     }
 
-    /// A pair of twice [`TILE`] lines, which are contiguous, from `first` on; zeros behind `depth`.
+    /// Returns one pair in depth of each of twice [`TILE`] contiguous lines, from `first` on; zeros beyond `depth`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     fn pair_of_twice(&self, first: usize, depth: &Range<usize>, pair: usize) -> [__m512i; 2] {
@@ -125,13 +126,13 @@ impl MatrixBf16<'_> {
             }
             // SAFETY: so many elements from that one on are in the matrix, contiguous at this depth.
             let lines = unsafe { _mm512_loadu_si512(self.pointer(first, at).cast()) };
-            // What is interleaved takes four lines of each quarter of a register.
+            // Interleaving takes four lines of each quarter of a register.
             _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), lines)
         });
         [_mm512_unpacklo_epi16(even, odd), _mm512_unpackhi_epi16(even, odd)]
     }
 
-    /// Asks for the pair of lines that comes [`AHEAD`] after `at`.
+    /// Prefetches the pair of lines [`AHEAD`] after `at`.
     #[inline(always)]
     fn fetch_ahead(&self, first: usize, at: usize) {
         let ahead = self.data.as_ptr().wrapping_add((at + AHEAD).wrapping_mul(self.column_stride).wrapping_add(first));
@@ -141,7 +142,7 @@ impl MatrixBf16<'_> {
         }
     }
 
-    /// A pair of up to [`TILE`] lines, from `line` of `lines` on; zeros behind `depth`.
+    /// Returns one pair in depth of each of up to [`TILE`] lines, from `line` of `lines` on; zeros beyond `depth`.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
     fn pair_of_lines(&self, lines: &Range<usize>, line: usize, depth: &Range<usize>, pair: usize) -> __m512i {
@@ -175,7 +176,7 @@ impl MatrixBf16<'_> {
     }
 }
 
-/// Panels being written.
+/// Panels that are written.
 struct Panels<'a, const W: usize, const BY_LINE: bool> {
     data: &'a mut [u32],
     pairs: usize,
@@ -190,7 +191,7 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
         Self { data, pairs }
     }
 
-    /// Writes a pair of up to [`TILE`] lines, from `line` on, as far as there are panels for them.
+    /// Writes one pair in depth of each of up to [`TILE`] lines, from `line` on; lines beyond the last panel are dropped.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn store(&mut self, line: usize, pair: usize, lines: __m512i) {
@@ -212,7 +213,7 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
         }
     }
 
-    /// Writes [`TILE`] pairs of as many lines, from `line` and `pair` on.
+    /// Writes [`TILE`] pairs of as many lines, starting at `line` and `pair`.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn store_lines(&mut self, line: usize, pair: usize, tile: [__m512i; TILE]) {
@@ -225,7 +226,7 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
     }
 }
 
-/// The transpose of a square of u32.
+/// Transposes a square of u32.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn transpose(rows: [__m512i; TILE]) -> [__m512i; TILE] {

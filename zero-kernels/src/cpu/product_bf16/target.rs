@@ -1,4 +1,4 @@
-//! Where sums go, and what becomes of them on the way.
+//! The destination of sums, and their conversion on the way.
 
 use half::bf16;
 
@@ -6,17 +6,17 @@ use super::Begin;
 use crate::cpu::half::nearest;
 use crate::cpu::rows::SharedRows;
 
-/// What becomes of sums.
+/// A destination of sums.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Target<'a> {
-    /// They are written, or added to what is there.
+    /// Sums are written, or added to what is there.
     F32 { out: SharedRows<'a, f32>, add: bool },
-    /// With those over the depth before and what the product begins with, they are rounded.
+    /// Sums are added to those of earlier parts of the depth and to `begin`, then rounded.
     Bf16 { out: SharedRows<'a, bf16>, begin: Begin<'a>, partial: Option<SharedRows<'a, f32>> },
 }
 
 impl<'a> Target<'a> {
-    /// The part from (`row`, `column`) on, of a target without partial sums.
+    /// Returns the part from (`row`, `column`) on, of a target without partial sums.
     pub(super) fn part(self, row: usize, column: usize) -> Self {
         match self {
             Self::F32 { out, add } => Self::F32 { out: out.part(row, column), add },
@@ -28,7 +28,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// The elements that sums over several parts of the depth need in between, of a block of so many.
+    /// Returns the buffer that a block of `elements` needs for sums over several `parts` of the depth; empty if none is needed.
     pub(super) fn partials(&self, elements: usize, parts: usize) -> Vec<f32> {
         match self {
             Self::Bf16 { .. } if parts > 1 => vec![0.0; elements],
@@ -36,7 +36,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// The target of the sums over part number `part` of `parts` of the depth, `partial` being [`Target::partials`].
+    /// Returns the target of the sums over part `part` of `parts` of the depth; `partial` is [`Target::partials`].
     pub(super) fn over(self, partial: SharedRows<'a, f32>, part: usize, parts: usize) -> Self {
         match self {
             Self::F32 { out, add } => Self::F32 { out, add: add || part > 0 },
@@ -45,8 +45,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Asks for `rows` of `columns` from an element on, which need not exist, ahead of [`Target::write`],
-    /// where a processor can be asked.
+    /// Prefetches `rows` of `columns` from an element on for [`Target::write`], on CPUs that can. The elements need not exist.
     #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
     #[inline(always)]
     pub(super) fn prefetch(&self, row: usize, column: usize, rows: usize, columns: usize) {
@@ -64,7 +63,7 @@ impl<'a> Target<'a> {
         };
         #[cfg(target_arch = "x86_64")]
         for row in 0..rows {
-            // The last one lies in a line of its own where rows are not aligned.
+            // The last byte lies in its own cache line if rows are not aligned.
             for byte in (0..columns * size).step_by(64).chain([columns * size - 1]) {
                 // SAFETY: every x86-64 has the instruction, which takes any address.
                 unsafe { _mm_prefetch::<_MM_HINT_ET0>(first.wrapping_add(row * stride * size + byte)) };
@@ -72,7 +71,7 @@ impl<'a> Target<'a> {
         }
     }
 
-    /// Writes `sums` to `row`, from `column` on.
+    /// Writes `sums` to `row`, starting at `column`.
     ///
     /// # Safety
     ///

@@ -8,24 +8,24 @@ fn halves(len: usize, seed: u64) -> Vec<bf16> {
     numbers(len, seed).into_iter().map(bf16::from_f32).collect()
 }
 
-/// A way to multiply: the one that the processor is found to have, or a given one.
+/// A way to multiply: the one detected for this CPU, or a given one.
 type Multiply = fn(Out<'_>, MatrixBf16<'_>, MatrixBf16<'_>);
 
 fn detected(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     multiply(out, a, b, gemm_threads());
 }
 
-/// With pairs that are widened, by the best vectors there are.
+/// Multiplies in f32, with the best vectors of this CPU.
 fn fallback(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     widened_in(pulp::Arch::new(), out, a, b);
 }
 
-/// By none.
+/// Multiplies in f32 without vectors.
 fn scalar(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     widened_in(pulp::Arch::Scalar, out, a, b);
 }
 
-/// By half of AVX-512's, where there is AVX2.
+/// Multiplies in f32 with AVX2, where the CPU has it.
 #[cfg(target_arch = "x86_64")]
 fn avx2(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     widened_in(pulp::x86::V3::try_new().map_or(pulp::Arch::Scalar, pulp::Arch::V3), out, a, b);
@@ -66,7 +66,7 @@ impl Reference {
         }
     }
 
-    /// Panics unless every value is right but for the sums' errors and a rounding by half of `step`, relative.
+    /// Panics unless every value is right, up to the sums' errors and a relative rounding error of half of `step`.
     fn assert(&self, got: &[f64], step: f64) {
         assert_eq!(got.len(), self.values.len());
         for (i, ((got, expected), size)) in got.iter().zip(&self.values).zip(&self.sizes).enumerate() {
@@ -115,13 +115,13 @@ fn ways() -> Vec<Multiply> {
     all
 }
 
-/// By `vdpbf16ps`.
+/// Multiplies with `vdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn vectors(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     by_tiles(avx512::Avx512::detect().expect("the caller has seen it"), out, a, b);
 }
 
-/// What `tdpbf16ps` computes, without it.
+/// Emulates `tdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn emulated(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
     by_tiles(Emulated(avx512::Avx512::detect().expect("the caller has seen it")), out, a, b);
@@ -140,12 +140,12 @@ fn by_tiles<const R: usize, const C: usize>(
     }
 }
 
-/// Tiles of AMX in memory, on a processor that can pack them.
+/// AMX tiles emulated in memory, on a CPU that can pack them.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
 struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
 
-// SAFETY: it holds an `Avx512`, which is made only there.
+// SAFETY: it holds an `Avx512`, which exists only where the CPU has the features.
 #[cfg(target_arch = "x86_64")]
 unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
     const UNIT: usize = amx::PAIRS;
@@ -166,7 +166,7 @@ unsafe impl blocks::Tiles<{ amx::SIDE }, { amx::SIDE }> for Emulated {
         }
     }
 
-    /// As Intel's Software Developer's Manual has it under TDPBF16PS, tile by tile.
+    /// Multiplies tile by tile as Intel's Software Developer's Manual defines TDPBF16PS.
     unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; amx::SIDE]; amx::SIDE], add: bool) {
         const SQUARE: usize = amx::SIDE * amx::PAIRS;
         let flush = |x: f32| if x.is_subnormal() { 0.0 } else { x };
@@ -246,8 +246,8 @@ fn agrees_with_f64_over_several_parts_of_the_depth() {
     }
 }
 
-/// Matrices of rank one and of small whole numbers, whose sums are exact, so that every element must be right, however
-/// many blocks there are.
+/// Matrices of rank one and of small integers, whose sums are exact, so that every element must be right, whatever the
+/// number of blocks.
 #[test]
 fn blocks_meet_without_gaps() {
     for (n, k, m) in [(2100, 5, 1300), (5, 4500, 4300), (770, 3072, 800), (1030, 1030, 3)] {
@@ -290,7 +290,7 @@ fn the_number_of_threads_changes_no_bit() {
     }
 }
 
-/// An element's bits depend on its row, its column and the depth alone, not on where it lies or how it is stored.
+/// An element's bits depend only on its row, its column and the depth, not on its position or storage.
 #[test]
 fn the_other_sizes_and_the_strides_change_no_bit() {
     let (n, k, m) = (70, 333, 130);
@@ -356,7 +356,7 @@ fn rounds_once_to_nearest_even() {
     }
 }
 
-/// What the module says of `tdpbf16ps`: the processor's, where there is one, has the bits of its description.
+/// The CPU's `tdpbf16ps`, if it has one, gives the bits that the module's documentation describes.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn tiles_add_even_and_odd_products_apart() {
@@ -383,7 +383,7 @@ fn tiles_add_even_and_odd_products_apart() {
     }
 }
 
-/// What the module says of `vdpbf16ps`.
+/// The CPU's `vdpbf16ps` gives the bits that the module's documentation describes.
 #[test]
 #[cfg(target_arch = "x86_64")]
 fn the_kernel_adds_the_odd_product_first_and_flushes_denormals() {
@@ -446,7 +446,7 @@ fn what_does_not_fit_is_named() {
     assert_panics(&["beyond the 6 elements"], || _ = MatrixBf16::strided(&data, 3, 3, usize::MAX, 2));
 }
 
-/// Whether this processor lacks the kernel's instructions.
+/// Returns whether this CPU lacks the kernel's instructions.
 #[cfg(target_arch = "x86_64")]
 fn widened_only() -> bool {
     avx512::Avx512::detect().is_none()

@@ -1,6 +1,6 @@
-//! The kernel where the processor has no instruction for it: operands are widened as they are packed, and multiplied in f32.
+//! The kernel for CPUs without an instruction for it: operands are converted to f32 as they are packed, and multiplied in f32.
 //!
-//! A product of two bfloat16 is exact in f32, so whether a multiplication and an addition are one instruction or two changes no bit.
+//! A product of two bfloat16 is exact in f32, so fusing a multiplication and an addition changes no bit.
 
 use std::iter::repeat;
 
@@ -12,7 +12,8 @@ use super::MatrixBf16;
 use super::blocks::{self, Strip, Tiles};
 use super::target::Target;
 
-/// `a * b` into `target` by `vectors`: as many sums as hide an addition's latency and leave registers for what is multiplied.
+/// Computes `a * b` into `target` with `vectors`: enough sums to hide an addition's latency, and few enough to leave
+/// registers for the operands.
 pub(super) fn multiply(vectors: Arch, target: Target<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Parallelism) {
     match vectors {
         #[cfg(target_arch = "x86_64")]
@@ -29,7 +30,7 @@ pub(super) fn multiply(vectors: Arch, target: Target<'_>, a: MatrixBf16<'_>, b: 
 #[derive(Clone, Copy)]
 struct Widened<S, const V: usize>(S);
 
-// SAFETY: pulp gives an `S` only where the processor has its instructions.
+// SAFETY: pulp creates an `S` only where the CPU has its instructions.
 unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C> for Widened<S, V> {
     const UNIT: usize = 1;
     const AT_ONCE: usize = usize::MAX;
@@ -52,7 +53,7 @@ unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C>
         const { assert!(C == V * S::F32_LANES, "a tile's columns are its vectors'") };
         let simd = self.0;
         let mut sums = [[simd.splat_f32s(0.0); V]; R];
-        // One after the other, first the odd one of a pair.
+        // One after the other, starting with the odd one of a pair.
         for (rows, columns) in a.as_chunks::<R>().0.iter().zip(b.as_chunks::<C>().0) {
             let columns = S::as_simd_u32s(columns).0;
             for (sums, row) in sums.iter_mut().zip(rows) {
@@ -68,7 +69,7 @@ unsafe impl<S: Simd, const R: usize, const C: usize, const V: usize> Tiles<R, C>
     }
 }
 
-/// Work that is compiled for vectors and asks nothing of them.
+/// Work that is compiled for vectors but does not use them explicitly.
 struct InVectors<W>(W);
 
 impl<W: NullaryFnOnce<Output = ()>> WithSimd for InVectors<W> {
@@ -80,10 +81,10 @@ impl<W: NullaryFnOnce<Output = ()>> WithSimd for InVectors<W> {
     }
 }
 
-/// Pairs that are packed at a time: what is written of them stays in a first-level cache, line by line.
+/// Pairs that are packed at a time: their output stays in a first-level cache, line by line.
 const BLOCK: usize = 128;
 
-/// Packs lines into panels of `W`, widened: of each pair the odd ones of all lines, then the even ones.
+/// Packs lines into panels of `W`, converted to f32: for each pair the odd ones of all lines, then the even ones.
 struct Pack<'a, const W: usize>(Strip<'a>, &'a mut [u32]);
 
 impl<const W: usize> NullaryFnOnce for Pack<'_, W> {

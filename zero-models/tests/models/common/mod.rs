@@ -1,4 +1,4 @@
-//! Checkpoints as Hugging Face writes them, made from a model: in go a module and its names, out come files.
+//! Checkpoints in Hugging Face's format, made from a module and its names.
 #![allow(dead_code)] // each test uses its part
 
 pub mod small;
@@ -37,7 +37,7 @@ impl Entry {
     }
 }
 
-/// The parameters of a model as its `state_dict` has them, in 32 bits.
+/// Returns the parameters of a model as its `state_dict` has them, in 32 bits.
 pub fn state_dict<M: Module<Flex>>(model: &M, params: &[HfParam]) -> Vec<Entry> {
     struct Values(HashMap<ParamId, Vec<f32>>);
     impl ModuleVisitor<Flex> for Values {
@@ -60,7 +60,7 @@ pub fn state_dict<M: Module<Flex>>(model: &M, params: &[HfParam]) -> Vec<Entry> 
         .collect()
 }
 
-/// The model with noise on every parameter, so that none is constant.
+/// Adds noise to every parameter of a model, so that none is constant.
 pub fn noisy<M: Module<Flex>>(model: M) -> M {
     struct Noise;
     impl ModuleMapper<Flex> for Noise {
@@ -74,7 +74,7 @@ pub fn noisy<M: Module<Flex>>(model: M) -> M {
     model.map(&mut Noise)
 }
 
-/// The bytes of a safetensors file.
+/// Returns the bytes of a safetensors file.
 pub fn file_bytes(entries: &[Entry]) -> Vec<u8> {
     let views = entries.iter().map(|entry| {
         let view = TensorView::new(entry.dtype, entry.shape.clone(), &entry.bytes).unwrap();

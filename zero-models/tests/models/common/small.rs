@@ -1,4 +1,4 @@
-//! Models that are small, and the parameters of any.
+//! Small models, and the parameters of any model.
 
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::Tensor;
@@ -27,7 +27,7 @@ pub fn bert() -> BertConfig {
     }
 }
 
-/// The parameters' elements by their path in the module, in visiting order.
+/// Returns the parameters' elements by their path in the module, in visiting order.
 pub fn by_path<M: Module<Flex>>(model: &M) -> Vec<(String, Vec<f32>)> {
     #[derive(Default)]
     struct Values {

@@ -1,8 +1,7 @@
-//! Attention by blocks of scores, whose products are Burn's.
+//! Attention by blocks of scores, with Burn's matrix products.
 //!
-//! A block is the scores of some queries of some pairs of sequence and head, for the keys that these queries see. The
-//! products' time is what tensor cores make of it; what else costs time is the scores' way to memory and back, for which a
-//! block is to stay in the device's second-level cache.
+//! A block holds the scores of some queries of some pairs of sequence and head, for the keys that these queries see. Tensor cores determine
+//! the time of the products. The other cost is moving scores to memory and back, so a block should fit in the device's L2 cache.
 
 use burn_backend::TensorMetadata;
 use burn_cubecl::CubeRuntime;
@@ -15,20 +14,20 @@ use super::{Inputs, Rows, Saved, Sizes, scratch};
 use crate::cube::product::product;
 use crate::cube::rows::zeros;
 
-/// What the scores of a block may take, in bytes: about the second-level cache of an H200 (50 MB). Smaller blocks are more
-/// launches, larger ones go through memory.
+/// Size of a block's scores in bytes: about the L2 cache of an H200 (50 MB). Smaller blocks need more launches, larger ones go through
+/// memory.
 const BUDGET_BYTES: usize = 64 << 20;
 
-/// Products of fewer rows leave tensor cores idle.
+/// Minimum rows of a product: fewer leave tensor cores idle.
 const LEAST_QUERIES: usize = 64;
 
-/// More batches than this are not asked of a product: devices take 65535 cubes along an axis.
+/// Maximum batches of a product: devices allow 65535 cubes along an axis.
 const MOST_PAIRS: usize = 32768;
 
-/// The way of blocks.
+/// The blocked algorithm.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Blocked {
-    /// What the scores of a block may take, in bytes.
+    /// Maximum size of a block's scores, in bytes.
     pub budget_bytes: usize,
 }
 
@@ -46,10 +45,10 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Blocks of at most `bytes` at `bytes_per_score`, or of one pair and [`LEAST_QUERIES`] if that is more.
+    /// Plans blocks of at most `bytes` at `bytes_per_score`, or of one pair and [`LEAST_QUERIES`] if that is more.
     ///
-    /// Causal queries see the keys before them, so that blocks of a part of the queries save products: a quarter saves
-    /// three eighths of them (all that there is to save is half), and smaller ones save little more.
+    /// Causal queries see only earlier keys, so blocks of a part of the queries save products. Blocks of a quarter save three eighths of
+    /// them (the maximum is half), and smaller ones save little more.
     pub fn new(sizes: Sizes, bytes: usize, bytes_per_score: usize) -> Self {
         let Sizes { pairs, t, s, causal, .. } = sizes;
         let wanted = if causal { t.div_ceil(4).next_multiple_of(LEAST_QUERIES) } else { t };
@@ -58,7 +57,7 @@ impl Plan {
         Self { pairs: (scores / (queries * s)).clamp(1, pairs.min(MOST_PAIRS)), queries }
     }
 
-    /// The blocks' pairs, and for each of these the blocks' queries, those with the most keys first.
+    /// Returns the blocks' pairs, and for each of these the blocks of queries, those with the most keys first.
     fn blocks(self, sizes: Sizes) -> impl Iterator<Item = (std::ops::Range<usize>, Vec<Block>)> {
         (0..sizes.pairs).step_by(self.pairs).map(move |first| {
             let pairs = first..(first + self.pairs).min(sizes.pairs);
@@ -66,7 +65,7 @@ impl Plan {
             let blocks = (0..sizes.t).step_by(self.queries).rev().map(move |first| {
                 let queries = first..(first + self.queries).min(sizes.t);
                 let end = if sizes.causal { queries.end } else { sizes.s };
-                // Views of keys begin where devices take a binding's beginning.
+                // Views of keys start at a multiple of the alignment of bindings.
                 let unseen = sizes.window.map_or(0, |window| (queries.start + 1).saturating_sub(window));
                 Block { pairs: of_pairs.clone(), queries, keys: unseen / LEAST_QUERIES * LEAST_QUERIES..end }
             });
@@ -76,7 +75,7 @@ impl Plan {
 }
 
 impl Blocked {
-    /// Bytes that a score takes: in fp32 for each product that makes one, and what it becomes in 16 bit.
+    /// Plans for the bytes of a score: fp32 for each product that computes one, and its rounded copy in 16 bit.
     fn plan(self, sizes: Sizes, products: usize, dtype: DType) -> Plan {
         let rounded = if dtype == DType::F32 { 0 } else { dtype.size() };
         Plan::new(sizes, self.budget_bytes, products * (DType::F32.size() + rounded))
@@ -115,7 +114,7 @@ impl Blocked {
                 scatter(&queries, of_q, dq);
                 let parts = [product_of(transposed(d_products), q), product_of(transposed(probabilities), grad)];
                 match &sums {
-                    // The first block has all keys, but with a window.
+                    // The first block has all keys, unless there is a window.
                     None if block.keys == (0..sizes.s) => sums = Some(parts),
                     None => {
                         let all = [(); 2].map(|()| zeros(&parts[0], [pairs.len(), sizes.s, sizes.e], DType::F32));
@@ -134,7 +133,7 @@ impl Blocked {
     }
 }
 
-/// A product of each pair's matrices, in fp32 whatever these are.
+/// Multiplies each pair's matrices, in fp32 whatever their type.
 fn product_of<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTensor<R> {
     let [pairs, rows, _] = lhs.shape().dims();
     let [_, _, columns] = rhs.shape().dims();
@@ -142,7 +141,7 @@ fn product_of<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>) -> CubeTen
     product(lhs, rhs, out)
 }
 
-/// Some rows of each matrix, where they are.
+/// Returns a view of some rows of each matrix.
 fn some_rows<R: CubeRuntime>(x: &CubeTensor<R>, rows: &std::ops::Range<usize>) -> CubeTensor<R> {
     let [pairs, _, columns] = x.shape().dims();
     let mut x = x.clone();
@@ -151,7 +150,7 @@ fn some_rows<R: CubeRuntime>(x: &CubeTensor<R>, rows: &std::ops::Range<usize>) -
     x
 }
 
-/// Each matrix transposed, where it is.
+/// Returns a view of each matrix transposed.
 fn transposed<R: CubeRuntime>(mut x: CubeTensor<R>) -> CubeTensor<R> {
     x.meta.swap(1, 2);
     x

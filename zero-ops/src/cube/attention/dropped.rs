@@ -1,4 +1,4 @@
-//! Dropout of probabilities: whether one is kept is drawn where it is needed, by its place, and never stored.
+//! Dropout of attention probabilities: a mask bit is drawn from its index wherever it is needed, and never stored.
 
 use burn_cubecl::CubeRuntime;
 use cubecl::prelude::*;
@@ -6,13 +6,13 @@ use cubecl::prelude::*;
 use crate::cube::random::upper_24_bits;
 use crate::options::AttentionDropout;
 
-/// An [`AttentionDropout`] in a kernel. A device that does not count in 64 bit may take it, but not use it.
+/// An [`AttentionDropout`] in a kernel. A device without 64-bit integers may receive it, but not use it.
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
 pub(super) struct Dropped {
     key_low: u32,
     key_high: u32,
     threshold: u32,
-    /// What a probability that is kept is multiplied by.
+    /// Factor of a probability that is kept.
     share: f32,
 }
 
@@ -22,7 +22,7 @@ pub(super) fn dropped<R: CubeRuntime>(dropout: Option<AttentionDropout>) -> Drop
     DroppedLaunch::new(key as u32, (key >> 32) as u32, AttentionDropout::threshold(keep), (1.0 / keep) as f32)
 }
 
-/// What a pair's probability of a query and a key is multiplied by: 0, or the share of those that are kept. There are `t` keys.
+/// Returns the factor of a pair's probability of a query and a key: 0, or `share` if it is kept. There are `t` keys.
 #[cube]
 pub(super) fn share(dropped: &Dropped, pair: usize, query: usize, key: usize, t: usize) -> f32 {
     let line = u64::cast_from(pair) * u64::cast_from(t) + u64::cast_from(query);

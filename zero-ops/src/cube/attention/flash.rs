@@ -1,8 +1,8 @@
 //! Attention in one kernel forward and two backward, whose scores stay in registers: <https://arxiv.org/abs/2307.08691>.
 //!
-//! A cube takes some queries (forward, and for their gradient) or some keys (for the gradients of keys and values), and goes through
-//! the rows of the other side, which it copies to its memory some at a time. Every number has one unit that makes it, so nothing is
-//! added atomically and two runs give the same bits; scores are made anew in each backward kernel, seven products in place of five.
+//! A cube takes some queries (forward, and for their gradient) or some keys (for the gradients of keys and values), and iterates over the
+//! rows of the other side, which it copies to shared memory in tiles. Each number is computed by one unit, so nothing is added atomically
+//! and two runs give the same bits. Each backward kernel recomputes the scores: seven products instead of five.
 
 mod kernels;
 
@@ -21,24 +21,24 @@ use crate::cube::many::array;
 use crate::cube::rows::address_type;
 use crate::cube::tensor::launch;
 
-/// Elements that a unit copies at a time, where there are matrix units: 16 bytes.
+/// Number of elements that a unit copies at a time with matrix units: 16 bytes.
 const WIDE: usize = 8;
 
-/// The way of one kernel.
+/// The algorithm with fused kernels.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Flash {
     forward: Cut,
-    /// For the gradients of queries.
+    /// Cut of the kernel for the gradients of queries.
     queries: Cut,
-    /// For those of keys and values.
+    /// Cut of the kernel for the gradients of keys and values.
     keys: Cut,
-    /// Elements that a unit copies at a time.
+    /// Number of elements that a unit copies at a time.
     wide: usize,
 }
 
 impl Flash {
-    /// Where matrix units multiply the inputs' type and rows lie so that they can be read by 16 bytes. Other types, as fp32, would
-    /// lose digits there.
+    /// Returns the algorithm if matrix units multiply the inputs' type and rows are aligned for reads of 16 bytes. Other types, such as
+    /// fp32, would lose precision there.
     pub fn on<R: CubeRuntime>(inputs: &Inputs<R>, others: &[&Rows<R>]) -> Option<Self> {
         let properties = inputs.q.tensor.client.properties();
         let kind: StorageType = inputs.dtype().into();
@@ -55,10 +55,10 @@ impl Flash {
         (fits && all.iter().chain(others).all(|rows| is_wide(rows))).then(|| Self::of(e, inputs.dropout.is_some()))
     }
 
-    /// For matrix units.
+    /// Chooses the cuts for matrix units.
     fn of(e: usize, drops: bool) -> Self {
         let cut = |planes, tall, others| Cut { e, planes, tall, others, matrices: true };
-        // As many sums a unit as its registers hold: 255 are the most, and numbers that are drawn take some.
+        // As many sums per unit as its registers hold: 255 at most, some of which the random numbers need.
         let (forward, backward) = match e {
             64 => (cut(4, if drops { 1 } else { 2 }, 64), cut(4, 1, 64)),
             _ => (cut(4, 1, 64), cut(4, 1, 32)),
@@ -66,7 +66,7 @@ impl Flash {
         Self { forward, queries: backward, keys: backward, wide: WIDE }
     }
 
-    /// The same kernels with loops in place of matrix units, for tests.
+    /// Returns the same kernels with loops instead of matrix units, for tests.
     #[cfg(test)]
     pub fn in_loops(e: usize, planes: usize, tall: usize, others: usize) -> Self {
         let cut = Cut { e, planes, tall, others, matrices: false };
@@ -92,7 +92,7 @@ impl Flash {
         let (Inputs { sizes, q, k, v, mask, .. }, Saved { lse, grad, along }) = (inputs, saved);
         let address = address_type(&[&q.tensor, &k.tensor, &v.tensor, &grad.tensor, &dq.tensor, lse]);
         let [of_keys, of_queries] = [self.keys, self.queries].map(|cut| sizes.t.div_ceil(cut.rows()));
-        // SAFETY: as for the forward pass; of one tensor that has all three gradients each kernel writes columns of its own.
+        // SAFETY: as for the forward pass; if one tensor holds all three gradients, each kernel writes its own columns.
         unsafe {
             launch! {
                 keys_kernel on lse.client,
@@ -110,7 +110,7 @@ impl Flash {
     }
 }
 
-/// Whether every head of every row begins at 16 bytes.
+/// Returns whether every head of every row begins at a multiple of 16 bytes.
 fn is_wide<R: CubeRuntime>(rows: &Rows<R>) -> bool {
     let bytes = (WIDE * rows.tensor.elem_size()) as u64;
     let [n, _] = rows.tensor.meta.shape().dims();

@@ -1,4 +1,4 @@
-//! Kernels that move elements: between rows and the heads that Burn's products take, and into sums.
+//! Kernels that move elements between rows and the heads that Burn's products take, and into sums.
 
 use std::ops::Range;
 
@@ -13,15 +13,15 @@ use super::{Rows, Sizes, scratch};
 use crate::cube::rows::{address_type, stride};
 use crate::cube::tensor::launch;
 
-/// A unit for each element.
+/// Lays out a launch with one unit per element.
 fn each<R: CubeRuntime>(like: &CubeTensor<R>, total: usize) -> (CubeCount, CubeDim) {
     let dim = CubeDim::new(&like.client, total);
     (calculate_cube_count_elemwise(&like.client, total, dim), dim)
 }
 
-/// The sums of `out * grad` over each head's columns, `[pairs, t]`.
+/// Sums `out * grad` over each head's columns, `[pairs, t]`.
 ///
-/// A gradient of a softmax needs them: the sum over keys of `P * dP` is that of `out * grad` over columns.
+/// The gradient of a softmax needs them: the sum of `P * dP` over keys equals that of `out * grad` over columns.
 pub(super) fn along<R: CubeRuntime>(sizes: Sizes, out: &Rows<R>, grad: &Rows<R>) -> CubeTensor<R> {
     let like = &out.tensor;
     let sums = scratch(like, &[sizes.pairs, sizes.t], DType::F32);
@@ -55,7 +55,7 @@ fn along_kernel<E: Float>(
     if i >= total {
         terminate!();
     }
-    // Neighbours take neighbouring heads, which lie side by side.
+    // Neighbouring units take neighbouring heads, which are adjacent in memory.
     let row = i / heads;
     let head = i % heads;
     let of_out = row * out_stride + head * e;
@@ -67,10 +67,10 @@ fn along_kernel<E: Float>(
     sums[(row / t * heads + head) * t + row % t] = sum;
 }
 
-/// Copies heads of rows to where they lie side by side, `[pairs, positions, e]`.
+/// Copies heads of rows to contiguous memory, `[pairs, positions, e]`.
 ///
-/// Burn's products copy a matrix whose heads are nearer to each other than its rows, each time that they meet it; one copy
-/// of a block for all its products is the least, and rows may begin at any column.
+/// Burn's products copy a matrix whose heads are closer together than its rows, each time that they read it. One copy of a block for all
+/// its products is the minimum, and rows may begin at any column.
 pub(super) fn gathered<R: CubeRuntime>(part: &Part, rows: &Rows<R>) -> CubeTensor<R> {
     let like = &rows.tensor;
     let heads = scratch(like, &[part.pairs.len(), part.positions.len(), part.sizes.e], like.dtype);
@@ -87,7 +87,7 @@ pub(super) fn gathered<R: CubeRuntime>(part: &Part, rows: &Rows<R>) -> CubeTenso
     heads
 }
 
-/// Stores fp32 heads `[pairs, positions, e]` to their rows: what [`gathered`] does, back.
+/// Stores fp32 heads `[pairs, positions, e]` to their rows: the inverse of [`gathered`].
 pub(super) fn scatter<R: CubeRuntime>(part: &Part, heads: CubeTensor<R>, rows: &Rows<R>) {
     let into = &rows.tensor;
     let total = heads.meta.num_elements();
@@ -117,15 +117,15 @@ impl Part {
     }
 }
 
-/// Where heads `[pairs, count, e]` lie among rows.
+/// Position of heads `[pairs, count, e]` among rows.
 #[derive(CubeType, CubeLaunch)]
 struct Place {
-    /// Elements of the heads.
+    /// Number of elements of the heads.
     total: usize,
     stride: usize,
     column: usize,
     first_pair: usize,
-    /// The first of the positions.
+    /// First position.
     first: usize,
     count: usize,
     t: usize,
@@ -134,7 +134,7 @@ struct Place {
     e: usize,
 }
 
-/// Where element `i` of the heads lies.
+/// Returns the index, among the rows, of element `i` of the heads.
 #[cube]
 fn at(place: &Place, i: usize) -> usize {
     let e = comptime!(place.e);
@@ -163,7 +163,7 @@ fn scatter_kernel<E: Float>(from: &Array<f32>, rows: &mut Array<E>, place: Place
     rows[to] = E::cast_from(from[i]);
 }
 
-/// `sums[p, first + i, c] += heads[p, i, c]` of `heads` `[pairs, count, e]` and `sums` `[pairs, s, e]`, both fp32.
+/// Adds heads to sums: `sums[p, first + i, c] += heads[p, i, c]`, with `heads` `[pairs, count, e]` and `sums` `[pairs, s, e]`, both fp32.
 pub(super) fn accumulate<R: CubeRuntime>(sums: &CubeTensor<R>, heads: CubeTensor<R>, first: usize) {
     let [pairs, count, e] = heads.shape().dims();
     let [_, s, _] = sums.shape().dims();

@@ -1,8 +1,8 @@
-//! Attention of rows `[n, d]`, forward and backward, without ever holding the scores of all pairs of rows.
+//! Attention of rows `[n, d]`, forward and backward, without storing the scores of all pairs of rows.
 //!
-//! [`flash`] has one kernel forward and two backward, for matrix units and 16 bit. For the rest, [`blocked`] makes the scores of a
-//! block of queries with Burn's products, and turns them into probabilities with one kernel. The semantics are those of
-//! `crate::fallback`; computed in fp32, rounded once where results are stored (and where they enter a product).
+//! [`flash`] has one kernel forward and two backward, for matrix units and 16 bit. Otherwise [`blocked`] computes the scores of a block of
+//! queries with Burn's products, and turns them into probabilities with one kernel. The semantics are those of `crate::fallback`; computed
+//! in fp32 and rounded once, when results are stored or enter a product.
 //!
 //! Shape suffixes: those of `crate::backend`, and `e` for the width of a head, `pairs = b * h`.
 
@@ -28,11 +28,11 @@ use super::rows::with_whole_rows;
 use super::tensor::{OnCube, empty, first, packed, run};
 use crate::options::{AttentionDropout, AttentionOptions};
 
-/// [`attention_forward`](crate::FusedBackend::attention_forward), or of packed rows: rows `[n, d]` and their logarithms of sums
-/// `[b, h, t]`, which are fp32 whatever the type of the rows.
+/// Implements [`attention_forward`](crate::FusedBackend::attention_forward), also of packed rows. Returns rows `[n, d]` and their
+/// logarithms of sums `[b, h, t]`, which are fp32 whatever the type of the rows.
 ///
-/// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that is [a float's](super::tensor::is_float),
-/// their rows anywhere; `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows a sequence where queries have `t`.
+/// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that [is a float](super::tensor::is_float), with
+/// rows at any stride. `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows per sequence and queries `t`.
 pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>, options: AttentionOptions) -> (T, T) {
     let (shape, dtype) = (parts[0].shape(), parts[0].dtype());
     let lse = Shape::from([options.batch, options.heads, shape[0] / options.batch]);
@@ -46,10 +46,10 @@ pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>,
     .into()
 }
 
-/// [`attention_backward`](crate::FusedBackend::attention_backward), or of packed rows: the gradients of `parts`.
+/// Implements [`attention_backward`](crate::FusedBackend::attention_backward), also of packed rows. Returns the gradients of `parts`.
 ///
-/// `saved`: the output, the logarithms of sums and the gradient of the output: `[n, d]` of the type of `parts`, and `[b, h, t]`
-/// in fp32, as [`forward`] made it.
+/// `saved`: the output, the logarithms of sums and the output's gradient: `[n, d]` in the type of `parts`, and `[b, h, t]` in fp32, as
+/// [`forward`] returned them.
 pub(crate) fn backward<T: OnCube, const N: usize>(
     parts: [T; N],
     mask: Option<T>,
@@ -70,7 +70,7 @@ pub(crate) fn backward<T: OnCube, const N: usize>(
     made.try_into().unwrap_or_else(|_| unreachable!("a gradient for each part was promised"))
 }
 
-/// How attention is computed.
+/// Algorithm of attention.
 #[derive(Clone, Copy, Debug)]
 enum Way {
     Flash(Flash),
@@ -78,19 +78,19 @@ enum Way {
 }
 
 impl Way {
-    /// For inputs, and other rows that are read.
+    /// Chooses the algorithm for inputs, and for other rows that it reads.
     fn of<R: CubeRuntime>(inputs: &Inputs<R>, others: &[&Rows<R>]) -> Self {
         Flash::on(inputs, others).map_or_else(|| Self::Blocked(Blocked::default()), Self::Flash)
     }
 }
 
-/// Some columns of rows: those of a head begin at `column + head * e`.
+/// Some columns of rows: those of head `i` begin at `column + i * e`.
 #[derive(Clone)]
 struct Rows<R: CubeRuntime> {
-    /// `[n, _]`; the elements of a row lie side by side.
+    /// `[n, _]`; the elements of a row are contiguous.
     tensor: CubeTensor<R>,
     column: usize,
-    /// Rows of a sequence.
+    /// Number of rows per sequence.
     t: usize,
 }
 
@@ -100,7 +100,7 @@ impl<R: CubeRuntime> Rows<R> {
     }
 }
 
-/// Those of queries, keys and values: a tensor for each, or side by side in one.
+/// Returns the rows of queries, keys and values: each in its own tensor, or all in one.
 fn three<R: CubeRuntime, const N: usize>(parts: [CubeTensor<R>; N], sizes: Sizes) -> [Rows<R>; 3] {
     let parts = parts.map(|part| Rows::new(part, sizes.t));
     [0, 1, 2].map(|i| Rows {
@@ -113,17 +113,17 @@ fn three<R: CubeRuntime, const N: usize>(parts: [CubeTensor<R>; N], sizes: Sizes
 /// The sizes of a problem.
 #[derive(Clone, Copy, Debug)]
 struct Sizes {
-    /// Sequences times heads.
+    /// Number of sequences times heads.
     pairs: usize,
     heads: usize,
-    /// Rows of a sequence.
+    /// Number of rows per sequence.
     t: usize,
-    /// Keys of a sequence: `t`, unless queries look at another text, and then none of them is causal.
+    /// Number of keys per sequence: `t`, except in cross-attention, which is not causal.
     s: usize,
     /// Width of a head.
     e: usize,
     causal: bool,
-    /// Keys that a causal query sees at most, itself included.
+    /// Maximum number of keys that a causal query sees, including its own.
     window: Option<usize>,
     scale: f32,
 }
@@ -147,20 +147,20 @@ impl Sizes {
         self.rows() == 0 || self.width() == 0
     }
 
-    /// Whether queries are of the keys' text, and causal ones see all before them.
+    /// Returns whether there are as many keys as queries, and no window.
     fn is_square(&self) -> bool {
         self.s == self.t && self.window.is_none()
     }
 }
 
-/// What both passes read.
+/// Inputs of both passes.
 #[derive(Clone)]
 struct Inputs<R: CubeRuntime> {
     sizes: Sizes,
     q: Rows<R>,
     k: Rows<R>,
     v: Rows<R>,
-    /// `[b, s]` in fp32, packed; if not `masked`, something to bind in its place that no kernel reads.
+    /// `[b, s]` in fp32, packed. If not `masked`, a placeholder that no kernel reads.
     mask: CubeTensor<R>,
     masked: bool,
     dropout: Option<AttentionDropout>,
@@ -185,7 +185,7 @@ impl<R: CubeRuntime> Inputs<R> {
     }
 }
 
-/// What kernels are compiled for.
+/// Compile-time options of the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     causal: bool,
@@ -193,12 +193,12 @@ struct Variant {
     drops: bool,
 }
 
-/// What the backward pass reads beside the inputs.
+/// Additional inputs of the backward pass.
 struct Saved<R: CubeRuntime> {
     /// `[b, h, t]` in fp32, packed.
     lse: CubeTensor<R>,
     grad: Rows<R>,
-    /// As [`along`](kernels::along) makes it.
+    /// Result of [`along`](kernels::along).
     along: CubeTensor<R>,
 }
 
@@ -210,7 +210,7 @@ impl<R: CubeRuntime> Saved<R> {
     }
 }
 
-/// In fp32, row-major without gaps.
+/// Converts a tensor to fp32, row-major without gaps.
 fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
     packed(cast(x, DType::F32))
 }
@@ -246,14 +246,14 @@ fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R
     gradients
 }
 
-/// As [`empty`]; every tensor that is made here comes from here.
+/// Calls [`empty`]. Every tensor of this module is allocated here.
 fn scratch<R: CubeRuntime>(like: &CubeTensor<R>, shape: &[usize], dtype: DType) -> CubeTensor<R> {
     #[cfg(all(test, any(feature = "vulkan", feature = "cuda")))]
     tests::record(shape.iter().product::<usize>());
     empty(like, shape.to_vec(), dtype)
 }
 
-/// At least `cubes` cubes: devices take 65535 along an axis.
+/// Returns a grid of at least `cubes` cubes: devices allow 65535 along an axis.
 fn grid(cubes: usize) -> CubeCount {
     const LONGEST: usize = 32768;
     let x = cubes.clamp(1, LONGEST);

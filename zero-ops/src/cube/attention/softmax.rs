@@ -1,4 +1,4 @@
-//! The kernels between Burn's products: from scores to probabilities, and to the gradients of scores.
+//! Kernels between Burn's products: from scores to probabilities, and to the gradients of scores.
 
 use std::ops::Range;
 
@@ -13,7 +13,7 @@ use crate::cube::many::array;
 use crate::cube::rows::address_type;
 use crate::cube::tensor::launch;
 
-/// A block of scores: of which queries of which pairs, and for how many keys.
+/// A block of scores: its pairs, queries and keys.
 #[derive(Clone, Debug)]
 pub(super) struct Block {
     pub pairs: Range<usize>,
@@ -22,7 +22,7 @@ pub(super) struct Block {
 }
 
 impl Block {
-    /// The shape of its scores, `[pairs, queries, keys]`.
+    /// Returns the shape of its scores, `[pairs, queries, keys]`.
     pub fn shape(&self) -> [usize; 3] {
         [self.pairs.len(), self.queries.len(), self.keys.len()]
     }
@@ -31,7 +31,7 @@ impl Block {
         self.pairs.len() * self.queries.len()
     }
 
-    /// A cube takes a line of scores. Its units are a power of two, which the tree of a sum needs.
+    /// Returns the units of a cube, which takes a line of scores: a power of two, as the tree sum needs.
     fn units(&self) -> usize {
         self.keys.len().next_power_of_two().clamp(32, 256)
     }
@@ -39,7 +39,7 @@ impl Block {
     fn lines_arg<R: CubeRuntime>(&self, sizes: Sizes) -> LinesLaunch<R> {
         let [_, queries, keys] = self.shape();
         let Sizes { t, s, heads, window, scale, .. } = sizes;
-        // A window that hides nothing stands for none.
+        // A window that hides nothing represents none.
         let window = window.unwrap_or(s);
         LinesLaunch::new(
             self.lines(),
@@ -60,7 +60,7 @@ impl Block {
 /// A [`Block`] in a kernel.
 #[derive(CubeLaunch, CubeType)]
 struct Lines {
-    /// Pairs times queries of the block.
+    /// Number of pairs times queries of the block.
     lines: usize,
     queries: usize,
     keys: usize,
@@ -74,10 +74,10 @@ struct Lines {
     scale: f32,
 }
 
-/// Probabilities of the products `q k^T` of a block, of the type of the inputs, and the logarithms of sums.
+/// Returns the probabilities of a block's products `q k^T`, in the inputs' type, and writes the logarithms of sums.
 ///
-/// `products`: `[pairs, queries, keys]` in fp32; the probabilities take their place if these are fp32 too. `lse`: of all
-/// rows, `[b, h, t]`, of which the block's are written.
+/// `products`: `[pairs, queries, keys]` in fp32, overwritten by the probabilities if these are fp32 too. `lse`: that of all rows,
+/// `[b, h, t]`, of which the block's part is written.
 pub(super) fn probabilities<R: CubeRuntime>(
     inputs: &Inputs<R>,
     block: &Block,
@@ -100,8 +100,8 @@ pub(super) fn probabilities<R: CubeRuntime>(
     out
 }
 
-/// Probabilities and gradients of the products `q k^T`, of the type of the inputs, where `products` and `gradients` (of
-/// probabilities, `dO v^T`) were if that is fp32: both `[pairs, queries, keys]` in fp32.
+/// Returns probabilities and gradients of the products `q k^T`, in the inputs' type. If that is fp32, they overwrite `products` and
+/// `gradients` (those of probabilities, `dO v^T`): both `[pairs, queries, keys]` in fp32.
 pub(super) fn gradients<R: CubeRuntime>(
     inputs: &Inputs<R>,
     block: &Block,
@@ -126,7 +126,7 @@ pub(super) fn gradients<R: CubeRuntime>(
     [probabilities, d_products]
 }
 
-/// The input at `position` once more if its type is right, else a new tensor of its shape.
+/// Returns an alias of the input at `position` if its type is right, else a new tensor of its shape.
 fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType) -> (CubeTensor<R>, ArrayArg<R>) {
     if x.dtype == dtype {
         (x.clone(), x.as_tensor_alias(position).into_array_arg())
@@ -141,13 +141,13 @@ fn in_place_of<R: CubeRuntime>(x: &CubeTensor<R>, position: usize, dtype: DType)
 struct Line {
     pair: usize,
     query: usize,
-    /// The first of the block's keys that the query sees.
+    /// First of the block's keys that the query sees.
     first: usize,
-    /// Behind the last of them.
+    /// One past the last of them.
     seen: usize,
-    /// Where its scores begin.
+    /// Index at which its scores begin.
     from: usize,
-    /// Where its keys' mask begins.
+    /// Index at which its keys' mask begins.
     of_mask: usize,
 }
 

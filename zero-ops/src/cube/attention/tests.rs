@@ -17,23 +17,23 @@ thread_local! {
     static LARGEST: Cell<usize> = const { Cell::new(0) };
 }
 
-/// Remembers the largest tensor that this thread makes.
+/// Records the largest tensor that this thread allocates.
 pub(super) fn record(elems: usize) {
     LARGEST.with(|largest| largest.set(largest.get().max(elems)));
 }
 
 const BLOCKED: Way = Way::Blocked(Blocked { budget_bytes: 64 << 20 });
 
-/// The least blocks: one pair's and 64 queries.
+/// The smallest blocks: one pair and 64 queries.
 const SMALL_BLOCKS: Way = Way::Blocked(Blocked { budget_bytes: 1 });
 
-/// The kernels of matrix units, with loops in their place, for heads whose width is a multiple of 16: as large as a software
-/// device's 32 KiB of memory for a cube allow.
+/// The kernels for matrix units with loops instead, for heads whose width is a multiple of 16. Cuts are as large as a software device's 32
+/// KiB of shared memory allow.
 fn in_loops(e: usize, tall: usize) -> Way {
     Way::Flash(if e < 64 { Flash::in_loops(e, 2 / tall, tall, 32 / tall) } else { Flash::in_loops(e, 1, 1, 16) })
 }
 
-/// Numbers between -1 and 1, always the same of a seed.
+/// Pseudo-random numbers between -1 and 1, the same for a given seed.
 fn noise(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let next = |_| {
@@ -51,7 +51,7 @@ fn on<B: Backend, const D: usize>(values: &[f32], shape: [usize; D]) -> B::Float
 
 fn values<B: Backend, const D: usize>(x: B::FloatTensorPrimitive) -> Vec<f32> {
     let x = Tensor::<B, D>::from_primitive(TensorPrimitive::Float(x));
-    // Burn launches a kernel of no cubes to read nothing, which CUDA refuses.
+    // To read nothing Burn launches a kernel of no cubes, which CUDA refuses.
     if x.shape().num_elements() == 0 {
         return Vec::new();
     }
@@ -59,7 +59,7 @@ fn values<B: Backend, const D: usize>(x: B::FloatTensorPrimitive) -> Vec<f32> {
     data.to_vec().expect("fp32 was asked for")
 }
 
-/// Rows whose stride is wider than they are and whose first element is not the buffer's.
+/// Returns rows whose stride exceeds their width and whose first element is not the buffer's first.
 fn pitched(values: &[f32], [n, width]: [usize; 2]) -> Cube {
     let device = Default::default();
     let alignment = TestRuntime::client(&device).properties().memory.alignment as usize;
@@ -86,19 +86,19 @@ struct Case {
     causal: bool,
     masked: bool,
     drops: bool,
-    /// Rows of a sequence of another text.
+    /// Number of rows per sequence of another text.
     keys: Option<usize>,
     window: Option<usize>,
 }
 
 impl Case {
-    /// All lengths with all widths of heads, each with `few` of the 32 other choices; neighbours take others, and all
-    /// are taken. (A device that is a processor needs a second for a few cases, most of it to compile them.)
+    /// Returns all lengths with all head widths, each with `few` of the 32 other choices. Consecutive cases differ, and all choices occur.
+    /// (A software device needs a second for a few cases, most of it to compile them.)
     fn some<const N: usize>(few: usize, widths: [usize; N]) -> impl Iterator<Item = Self> {
         let shapes = [1, 2, 17, 64, 100, 257].into_iter().flat_map(move |t| widths.map(|e| (t, e)));
         shapes.enumerate().flat_map(move |(at, (t, e))| {
             (0..few).map(move |i| {
-                // 5 and 32 have no common divisor, and so all choices come.
+                // 5 and 32 are coprime, so all choices occur.
                 let choice = (at * few + i) * 5 % 32;
                 let bit = |bit: usize| choice >> bit & 1 == 1;
                 let (batch, heads) = (1 + usize::from(bit(0)), 1 + 2 * usize::from(bit(1)));
@@ -132,7 +132,7 @@ impl Case {
     }
 }
 
-/// What a case is given.
+/// Inputs of a case.
 struct Given {
     case: Case,
     /// `q`, `k`, `v` and the gradient of the output.
@@ -199,10 +199,10 @@ fn joint(way: Way, Given { case, rows, mask }: &Given, make: impl Fn(&[f32], [us
     [values::<Plain, 2>(out), values::<Plain, 3>(lse), part(0), part(1), part(2)]
 }
 
-/// Apart by no more than a 10000th of the largest value that is expected.
+/// Checks that values differ by at most 1e-4 of the largest expected value.
 fn assert_close(actual: &Results, expected: &Results, case: impl std::fmt::Debug) {
     for ((actual, expected), name) in actual.iter().zip(expected).zip(["out", "lse", "dq", "dk", "dv"]) {
-        // Where all that is left is rounding (one key has a probability of 1, whatever its score), inputs are the measure.
+        // If only rounding is left (a single key has probability 1, whatever its score), the tolerance is relative to the inputs.
         let largest = expected.iter().fold(0.1f32, |largest, x| largest.max(x.abs()));
         assert_eq!(actual.len(), expected.len());
         for (i, (a, b)) in actual.iter().zip(expected).enumerate() {
@@ -261,19 +261,19 @@ fn attention_across_texts_agrees_with_the_default_bodies() {
 
 #[test]
 fn the_kernels_of_matrix_units_agree_with_the_default_bodies() {
-    // Those with more than a cube's rows, and with less: compiling the loops takes a second a case.
+    // Lengths above and below a cube's rows: compiling the loops takes a second per case.
     for (i, case) in Case::some(1, [16, 48, 64]).filter(|case| matches!(case.t, 1 | 17 | 100)).enumerate() {
         agrees(in_loops(case.e, 1 + i % 2), case);
     }
 }
 
-/// What `ldmatrix` and `mma` do with the addresses that units give, by NVIDIA's description of both.
+/// Checks the addresses of `ldmatrix` and `mma` against NVIDIA's description of both.
 #[test]
 fn tiles_lie_as_matrix_units_have_them() {
     use super::tiles::{left_address, left_column, left_row, right_address};
 
-    // A matrix in the cube's memory, whose elements are all different, and what unit `lane` has in pair `i` once each group
-    // of eight units has named the rows of an 8 x 8 matrix.
+    // A matrix in shared memory, whose elements are all different, and the elements of unit `lane`'s pair `i` after each group of eight
+    // units has addressed the rows of an 8 x 8 matrix.
     const ROWS: usize = 16;
     let memory = |row: usize, column: usize| 100 * row + column;
     let loaded = |address: &dyn Fn(usize) -> (usize, usize), lane: usize, i: usize, across: bool| {
@@ -291,8 +291,8 @@ fn tiles_lie_as_matrix_units_have_them() {
             let (row, column) = (left_row(g, i), left_column(p, i));
             let wanted = [memory(row, column), memory(row, column + 1)];
             assert_eq!(loaded(&left_address, lane, i, false), wanted, "left, unit {lane}, pair {i}");
-            // The second of two neighbouring tiles has the last two pairs; of a tile, unit `4 g + p` has rows `2 p` and
-            // `2 p + 8` of column `g`.
+            // The last two pairs belong to the second of two neighbouring tiles. Within a tile, unit `4 g + p` has rows `2 p` and `2 p + 8`
+            // of column `g`.
             let (column, row) = (g + 8 * (i / 2), 2 * p + 8 * (i % 2));
             for across in [false, true] {
                 let at = |row, column| if across { memory(row, column) } else { memory(column, row) };
@@ -317,7 +317,7 @@ fn two_runs_give_the_same_bits() {
     }
 }
 
-/// Of such scores only the mask is left in fp32: what is expected is what its rounding makes of them.
+/// In fp32 only the mask is left of such scores: the expected values are computed with the same rounding.
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
@@ -329,7 +329,7 @@ fn a_mask_may_hide_everything() {
         for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 2)] {
             let actual = joint(way, &given, plain);
             assert!(actual.iter().flatten().all(|x| x.is_finite()), "{way:?} {causal}");
-            // The default bodies score keys of the future above a mask as low as this one.
+            // The default bodies give future keys scores above a mask as low as this one.
             if !causal {
                 assert_close(&actual, &expected, (way, causal));
             }
@@ -393,7 +393,7 @@ fn blocks_keep_to_their_budget() {
                     let least = t.min(64) * t * bytes;
                     assert!(taken <= budget.max(least), "{sizes:?}: {plan:?}");
                     assert!(plan.queries >= t.min(64) && plan.queries <= t && plan.pairs <= pairs);
-                    // Nothing is left undone, and nothing that could be in a block is in two.
+                    // Blocks are not needlessly small: they hold all that they can, or use at least a quarter of the budget.
                     let all = plan.pairs == pairs.min(32768) && (plan.queries == t || causal);
                     assert!(all || 4 * taken >= budget, "{sizes:?}: {plan:?}");
                 }
@@ -412,7 +412,7 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
     }
 }
 
-/// The kernels as models have them, where the device has matrix units.
+/// The kernels at the sizes of models, if the device has matrix units.
 fn matrix_units_agree_with_the_default_bodies(dtype: DType, e: usize) {
     let (batch, heads, masked, keys, window) = (2, 2, false, None, None);
     let long = Case { batch, heads, t: 1000, e, causal: true, masked, drops: false, keys, window };
@@ -460,7 +460,7 @@ fn in_16_bit(dtype: DType, case: Case, ways: impl Fn(&Inputs<TestRuntime>, Case)
         let actual = joint(way, &given, round);
         for (actual, expected) in actual.iter().zip(&expected) {
             let largest = expected.iter().fold(0.1f32, |largest, x| largest.max(x.abs()));
-            // Probabilities and their gradients are rounded too where a product takes them.
+            // Probabilities and their gradients are also rounded when a product reads them.
             let bound = largest * 4.0 / (1 << digits) as f32;
             let apart = actual.iter().zip(expected).fold(0f32, |apart, (a, b)| apart.max((a - b).abs()));
             assert!(apart <= bound, "{case:?} {way:?} {dtype:?}: {apart} > {bound}");

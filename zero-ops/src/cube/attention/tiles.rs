@@ -1,64 +1,64 @@
-//! Products of tiles of 16 rows, 8 columns and 16 of what is summed over: by the instruction `mma` of NVIDIA's matrix units, or by
-//! plain loops that hold every number in the same unit and the same place, so that the kernels above are tested without such units.
+//! Products of tiles of 16 rows, 8 columns and a depth of 16: by the instruction `mma` of NVIDIA's matrix units, or by plain loops that
+//! hold every number in the same unit and the same place, so that the kernels above are tested without such units.
 //!
-//! A plane of 32 units takes `tall` tiles above one another. In a tile, unit `4 g + p` holds, in pairs of neighbours:
-//! - of a left operand (16 x 16) the columns `2 p` and `2 p + 8` of row `g`, then of row `g + 8`, in the order of
-//!   [`left_row`] and [`left_column`];
+//! A plane of 32 units takes `tall` vertically adjacent tiles. In a tile, unit `4 g + p` holds, in pairs of neighbours:
+//! - of a left operand (16 x 16) the columns `2 p` and `2 p + 8` of row `g`, then of row `g + 8`, in the order of [`left_row`] and
+//!   [`left_column`];
 //! - of sums (16 x 8) the columns `2 p` of row `g` and of row `g + 8`.
 //!
-//! So the sums of two neighbouring tiles, rounded, are a left operand, without a move. Right operands are read from the cube's
-//! memory as they are used. The layout is that of <https://docs.nvidia.com/cuda/parallel-thread-execution/>, "Matrix Fragments for
-//! mma.m16n8k16 with floating point type" and "ldmatrix".
+//! So the sums of two neighbouring tiles, once rounded, form a left operand without data movement. Right operands are read from shared
+//! memory when used. The layout is that of <https://docs.nvidia.com/cuda/parallel-thread-execution/>, "Matrix Fragments for mma.m16n8k16
+//! with floating point type" and "ldmatrix".
 
 use cubecl::cmma::{MatrixIdent, MmaDefinition};
 use cubecl::prelude::*;
 
-/// A pair of neighbours of a row.
+/// A pair of neighbours in a row.
 pub(super) type Two = Const<2>;
 
-/// Units of a plane.
+/// Number of units of a plane.
 pub(super) const PLANE: u32 = 32;
 
-/// Elements between two rows in the cube's memory beyond a row's own: eight rows of a tile then lie in different banks.
+/// Padding of a row in shared memory, in elements: eight rows of a tile are then in different banks.
 const APART: usize = 8;
 
-/// How a kernel is cut.
+/// Partition of a kernel's work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Cut {
     /// Width of a head, a multiple of 16.
     pub e: usize,
-    /// Planes of a cube.
+    /// Number of planes of a cube.
     pub planes: usize,
-    /// Tiles that a plane has above one another.
+    /// Number of vertically adjacent tiles of a plane.
     pub tall: usize,
-    /// Rows of the other side that a cube takes at a time, a multiple of 16.
+    /// Number of rows of the other side that a cube takes at a time, a multiple of 16.
     pub others: usize,
-    /// Whether matrix units multiply.
+    /// Multiply with matrix units.
     pub matrices: bool,
 }
 
 impl Cut {
-    /// Rows of a plane.
+    /// Returns the number of rows of a plane.
     pub fn of_plane(self) -> usize {
         16 * self.tall
     }
 
-    /// Rows of a cube.
+    /// Returns the number of rows of a cube.
     pub fn rows(self) -> usize {
         self.planes * self.of_plane()
     }
 
-    /// Elements from row to row in the cube's memory.
+    /// Returns the elements from one row to the next in shared memory.
     pub fn stride(self) -> usize {
         self.e + APART
     }
 
-    /// What `rows` rows take of the cube's memory, in elements.
+    /// Returns the elements of shared memory for `rows` rows.
     pub fn memory(self, rows: usize) -> usize {
         rows * self.stride()
     }
 
-    /// Numbers that units exchange where there are no matrix units.
+    /// Returns the number of elements that units exchange without matrix units.
     pub fn exchanged(self) -> usize {
         if self.matrices { 1 } else { self.planes * 256 }
     }
@@ -72,31 +72,31 @@ impl Cut {
     }
 }
 
-/// The row of a left operand's pair `i` of 4, of those of the units `4 g + ...`.
+/// Returns the row, relative to the tile, of a left operand's pair `i` of 4 in the units `4 g + ...`.
 #[cube]
 pub(super) fn left_row(g: usize, i: usize) -> usize {
     g + 8 * (i % 2)
 }
 
-/// The column where a left operand's pair `i` of 4 begins, of those of the units `... + p`.
+/// Returns the first column of a left operand's pair `i` of 4 in the units `... + p`.
 #[cube]
 pub(super) fn left_column(p: usize, i: usize) -> usize {
     2 * p + 8 * (i / 2)
 }
 
-/// The row and the column, in a left operand, of the 8 elements whose address unit `lane` gives to `ldmatrix`.
+/// Returns the row and column, in a left operand, of the 8 elements whose address unit `lane` passes to `ldmatrix`.
 #[cube]
 pub(super) fn left_address(lane: usize) -> (usize, usize) {
     (lane % 16, lane / 16 * 8)
 }
 
-/// The same in the right operands of two neighbouring tiles, 16 rows of columns or (`across`) of what is summed over.
+/// Returns the same for the right operands of two neighbouring tiles: 16 rows of columns or, with `across`, of the depth.
 #[cube]
 pub(super) fn right_address(lane: usize, #[comptime] across: bool) -> (usize, usize) {
     if comptime!(across) { (lane % 16, lane / 16 * 8) } else { (lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8) }
 }
 
-/// Two numbers side by side.
+/// Returns two adjacent numbers as a vector.
 #[cube]
 pub(super) fn pair<E: Float>(first: E, second: E) -> Vector<E, Two> {
     let mut both = Vector::<E, Two>::empty();
@@ -105,7 +105,7 @@ pub(super) fn pair<E: Float>(first: E, second: E) -> Vector<E, Two> {
     both
 }
 
-/// Sums of `tiles` tiles beside one another, all 0: pair `i` of 2 of tile `n` of the `m`th row of tiles is at
+/// Returns zeroed sums of `tiles` horizontally adjacent tiles: pair `i` of 2 of tile `n` in the `m`th row of tiles is at
 /// `2 (m * tiles + n) + i`.
 #[cube]
 pub(super) fn no_sums(#[comptime] tiles: usize, #[comptime] cut: Cut) -> Array<Vector<f32, Two>> {
@@ -118,9 +118,9 @@ pub(super) fn no_sums(#[comptime] tiles: usize, #[comptime] cut: Cut) -> Array<V
     sums
 }
 
-/// Copies `count` rows of a head to the cube's memory, those from `first`, with zeros where there are no rows.
+/// Copies `count` rows of a head, from row `first` on, to shared memory, with zeros beyond the last row.
 ///
-/// `at`: where row 0 begins, `stride`: from row to row, in vectors; `t`: how many there are.
+/// `at`: index of row 0, `stride`: distance between rows, both in vectors; `t`: number of rows.
 #[cube]
 pub(super) fn stage<E: Float, N: Size>(
     rows: &Array<Vector<E, N>>,
@@ -139,7 +139,7 @@ pub(super) fn stage<E: Float, N: Size>(
     for i in 0..comptime!((count * per_row).div_ceil(cut.units())) {
         let which = unit + i * comptime!(cut.units());
         let row = which / per_row;
-        // With matrix units the rows' vectors are a multiple of the units.
+        // With matrix units the number of vectors of the rows is a multiple of the units.
         if comptime!(cut.matrices) || row < count {
             let column = which % per_row;
             let mut value = Vector::<E, N>::new(E::from_int(0));
@@ -151,8 +151,8 @@ pub(super) fn stage<E: Float, N: Size>(
     }
 }
 
-/// The left operand of a plane's tiles from the cube's memory, where its rows begin at `first`: 16 columns from `column`. Pair `i` of
-/// the `m`th tile is at `4 m + i`.
+/// Returns the left operand of a plane's tiles, from shared memory: rows from `first` on, 16 columns from `column`. Pair `i` of the `m`th
+/// tile is at `4 m + i`.
 #[cube]
 pub(super) fn left<E: Float, N: Size>(
     rows: &SharedMemory<Vector<E, N>>,
@@ -185,11 +185,11 @@ pub(super) fn left<E: Float, N: Size>(
     operand
 }
 
-/// Adds to the sums of `tiles` tiles beside one another, an even number, the products of a plane's left operand with right
-/// operands in the cube's memory: their columns are rows of it, from `row` on, of which 16 elements from `column`; or (`across`)
-/// 16 rows from `row` are what is summed over, and their columns are those from `column`.
+/// Adds to the sums of `tiles` horizontally adjacent tiles, an even number, the products of a plane's left operand with right operands in
+/// shared memory. The operands' columns are its rows from `row` on, with a depth of 16 elements from `column`. With `across`, the depth is
+/// 16 rows from `row`, and the columns are those from `column`.
 ///
-/// All units of the cube come here together.
+/// All units of the cube must call this together.
 #[cube]
 pub(super) fn multiply<E: Float, N: Size>(
     sums: &mut Array<Vector<f32, Two>>,
@@ -259,7 +259,7 @@ pub(super) fn multiply<E: Float, N: Size>(
                     let mut both = sums[2 * (m * tiles + n) + i];
                     for k in 0..16usize {
                         let left = exchange[of_left + k];
-                        // The two columns' elements lie side by side, or a row apart.
+                        // The two columns' elements are adjacent, or a row apart.
                         let mut at = (row + of_sums) * stride + column + k;
                         let mut next = at + stride;
                         if comptime!(across) {
@@ -275,7 +275,7 @@ pub(super) fn multiply<E: Float, N: Size>(
     }
 }
 
-/// The left operand that sums are, rounded: of the tiles `2 j` and `2 j + 1` of `tiles`.
+/// Returns the left operand that consists of the rounded sums of tiles `2 j` and `2 j + 1` of `tiles`.
 #[cube]
 pub(super) fn rounded<E: Float>(
     sums: &Array<Vector<f32, Two>>,
@@ -294,7 +294,7 @@ pub(super) fn rounded<E: Float>(
     operand
 }
 
-/// The largest of the four units that hold a row (or their sum), in each of them. All units of the cube come here together.
+/// Returns, in each of the four units that hold a row, their largest value (or their sum). All units of the cube must call this together.
 #[cube]
 pub(super) fn over_row(
     value: f32,

@@ -9,7 +9,7 @@ use crate::cube::rows::{Extent, HEIGHT, Strided, over_cube, own, read};
 /// Lower than every logit, and finite.
 const LOWEST: f32 = f32::MIN;
 
-/// `counted`: the number of `targets` that are not ignored, or 1 if there are none.
+/// `counted`: number of `targets` that are not ignored, or 1 if there are none.
 #[cube(launch_unchecked)]
 pub(super) fn count_kernel<I: Int>(
     targets: &Array<I>,
@@ -39,7 +39,7 @@ pub(super) fn count_kernel<I: Int>(
     }
 }
 
-/// `mean`: the sum of `losses` by `counted`.
+/// `mean`: sum of `losses`, divided by `counted`.
 #[cube(launch_unchecked)]
 pub(super) fn mean_kernel(
     losses: &Array<f32>,
@@ -61,10 +61,10 @@ pub(super) fn mean_kernel(
     }
 }
 
-/// `logits`: `[rows, v]` with columns behind them up to `stride`, overwritten with the gradient of the sum of losses times `scale` if it is wanted; `targets`,
-/// `losses`: `[n]`, of which these are the rows from `first`.
+/// `logits`: `[rows, v]`, padded with columns to `stride`; overwritten, if `is_gradient`, with the gradient of the sum of losses times
+/// `scale`. `targets`, `losses`: `[n]`, of which these are the rows from `first`.
 ///
-/// The largest logit and the sum of exponentials are found together, in one pass; a second one makes the gradient.
+/// One pass finds the largest logit and the sum of exponentials; a second one computes the gradient.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
     logits: &mut Array<Vector<E, N>>,
@@ -84,7 +84,7 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
     let mut shared = SharedMemory::<f32>::new(2 * units);
     let mut of_target = SharedMemory::<f32>::new(1usize);
     let me = UNIT_POS as usize;
-    // The last vector may reach behind the row; what it finds there counts for nothing.
+    // The last vector may reach beyond the row; the values there are not used.
     let vectors = vocabulary.div_ceil(N::value());
     let mut row = CUBE_POS;
     while row < rows {
@@ -94,7 +94,7 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         if comptime!(is_any_ignored) {
             is_counted = id != ignored.get::<I>();
         }
-        // An index that is no column matches none: nothing is read by it.
+        // An index outside the columns matches none and reads nothing.
         let is_in_range = id >= I::new(0) && usize::cast_from(id) < vocabulary;
         let target = select(is_in_range, usize::cast_from(id), vocabulary);
 
@@ -145,7 +145,7 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         if me == 0 {
             let mut loss = 0.0f32;
             if is_counted {
-                // A target that is no column has no loss: the mean says so. (CUDA's compiler reinterprets no constant.)
+                // A target outside the columns makes the loss NaN, and so the mean. (CUDA's compiler does not reinterpret constants.)
                 let not_a_number = select(is_in_range, 0u32, 0x7fc0_0000u32);
                 loss = select(is_in_range, lse - of_target[0], f32::reinterpret(not_a_number));
             }
@@ -154,7 +154,7 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         if comptime!(is_gradient) {
             let share = select(is_counted, scale, 0.0f32);
             let mut column = me;
-            // Behind the vocabulary it is 0.
+            // The gradient is 0 in the padding.
             while column < stride {
                 let values = Vector::<f32, N>::cast_from(logits[start + column]);
                 let mut gradient = (values - Vector::new(lse)).exp();
@@ -170,14 +170,13 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
                 column += units;
             }
         }
-        // Nobody begins the next row before all have read this one's sums.
+        // Wait until all units have read this row's sums.
         sync_cube();
         row += CUBE_COUNT;
     }
 }
 
-/// `out` from row `first`: `part` `[rows, d]` divided by `counted` and by what the logits' gradient was multiplied by, or
-/// that added to it.
+/// Writes to `out`, from row `first` on, `part` `[rows, d]` divided by `counted` and by the scale of the logits' gradient, or adds it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn place_kernel<N: Size>(
     part: &Strided<f32, N>,
@@ -205,7 +204,7 @@ pub(super) fn place_kernel<N: Size>(
     }
 }
 
-/// `out`: `[padded, d]`, the rows of `x` `[rows, d]` and zeros behind them.
+/// `out`: `[padded, d]`, the rows of `x` `[rows, d]` followed by zeros.
 #[cube(launch_unchecked, address_type = "dynamic")]
 pub(super) fn padded_kernel<E: Float, N: Size>(
     x: &Strided<E, N>,

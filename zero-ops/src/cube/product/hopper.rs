@@ -1,8 +1,8 @@
 //! Products on the matrix units of NVIDIA's Hopper GPUs (`wgmma`), with a vector and a matrix added before the sums are rounded.
 //!
-//! CubeCL 0.10 and the kernels that Burn chooses from have the instructions of the generation before, which reach a fifth of these
-//! units' rate (ADR 26). The kernel is CUDA C++ in `hopper.cu`, given to CubeCL as one that is compiled elsewhere: CubeCL compiles,
-//! caches, orders and launches it as its own.
+//! CubeCL 0.10 and the kernels that Burn selects from use the instructions of the previous generation, which reach a fifth of these units'
+//! rate (ADR 26). The kernel is CUDA C++ in `hopper.cu`, passed to CubeCL as source: CubeCL compiles, caches, orders and launches it like
+//! its own.
 
 use std::any::Any;
 
@@ -25,48 +25,48 @@ type Tensor = CubeTensor<CudaRuntime>;
 const SOURCE: &str = include_str!("hopper.cu");
 const TEXT: u64 = hash(SOURCE) ^ hash(include_str!("hopper.rs"));
 
-/// Rows of a tile, and elements that are multiplied at a time.
+/// Number of rows of a tile, and depth of one step.
 const ROWS: usize = 128;
 const DEPTH: usize = 64;
-/// What a cube may have of a Hopper GPU's shared memory, and where groups of rows begin in it.
+/// Maximum shared memory of a cube on a Hopper GPU, and alignment of groups of rows in it.
 const SHARED_BYTES: usize = 227 << 10;
 const ALIGNMENT: usize = 1024;
-/// Of a warpgroup that copies and two that multiply.
+/// Number of units: one warpgroup that copies and two that multiply.
 const UNITS: u32 = 384;
-/// Elements of 16 bytes, by which the kernel and the tensor memory accelerator read and write.
+/// Number of elements in 16 bytes, which the kernel and the tensor memory accelerator access at once.
 const WIDE: usize = 8;
-/// The side of a box of 128 bytes.
+/// Number of elements on the side of a box: 128 bytes.
 const BOX: usize = 64;
 
-/// What a kernel is compiled for.
+/// Compile-time options of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
-    /// Of a tile.
+    /// Number of columns of a tile.
     columns: usize,
     bf16: bool,
-    /// Whether the left matrix is a transpose, whose columns lie side by side.
+    /// The left matrix is a transpose: its columns are contiguous.
     a_down: bool,
-    /// Whether the right one is none, and its rows lie side by side.
+    /// The right matrix is not a transpose: its rows are contiguous.
     b_across: bool,
     out_fp32: bool,
     bias: bool,
     residual: bool,
-    /// Of the text and of what is set above it, so that a cache on disk does not answer with what an older one was compiled to.
+    /// Hash of the source and its definitions, so that a cache on disk does not return the result of older ones.
     text: u64,
 }
 
 impl Variant {
-    /// Bytes that the product's tile is stored from.
+    /// Returns the bytes of the buffer from which the product's tile is stored.
     fn stored(self) -> usize {
         if self.out_fp32 { 0 } else { ROWS * self.columns * 2 }
     }
 
-    /// Bytes of a tile of both sides, and of two barriers.
+    /// Returns the bytes of a tile of both sides and of two barriers.
     fn stage(self) -> usize {
         (ROWS + self.columns) * DEPTH * 2 + 16
     }
 
-    /// As many as a cube's memory has room for.
+    /// Returns the number of stages that fit into a cube's shared memory.
     fn stages(self) -> usize {
         (SHARED_BYTES - ALIGNMENT - self.stored()) / self.stage()
     }
@@ -75,7 +75,7 @@ impl Variant {
         ALIGNMENT + self.stages() * self.stage() + self.stored()
     }
 
-    /// The kernel's name, by which a profile tells its variants apart: which side is transposed as in BLAS, `n` or `t` each.
+    /// Returns the kernel's name, by which a profile distinguishes its variants: as in BLAS a side is `n`, or `t` if transposed.
     fn name(self) -> String {
         let Self { columns, bf16, a_down, b_across, out_fp32, bias, residual, .. } = self;
         let [a, b] = [a_down, !b_across].map(|transposed| if transposed { 't' } else { 'n' });
@@ -116,7 +116,7 @@ impl Variant {
     }
 }
 
-/// FNV-1a.
+/// Computes FNV-1a.
 const fn hash(text: &str) -> u64 {
     let (bytes, mut sum, mut i) = (text.as_bytes(), 0xcbf2_9ce4_8422_2325_u64, 0);
     while i < bytes.len() {
@@ -147,7 +147,7 @@ impl CubeTask<CudaCompiler> for HopperProduct {
         address_type: StorageType,
     ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
         let cube_dim = CubeDim::new_1d(UNITS);
-        // A kernel of CubeCL's that does nothing, from which it takes how much shared memory to ask for.
+        // An empty kernel of CubeCL's, from which it takes the amount of shared memory to request.
         let nothing = KernelDefinition {
             buffers: Vec::new(),
             tensor_maps: Vec::new(),
@@ -177,11 +177,11 @@ struct Stored {
     /// Rows and columns of the memory, not of the matrix.
     shape: [usize; 2],
     stride: usize,
-    /// Whether the matrix is the memory's transpose.
+    /// The matrix is the memory's transpose.
     across: bool,
 }
 
-/// How a matrix lies, if the kernel can read it: one side contiguous, the other at multiples of 16 bytes.
+/// Returns the layout of a matrix that the kernel can read: one side contiguous, the other at multiples of 16 bytes.
 fn stored(x: &Tensor) -> Option<Stored> {
     let ([n, m], strides) = (dims(x), x.meta.strides());
     let (across, [rows, columns], stride) = match [strides[0], strides[1]] {
@@ -189,7 +189,7 @@ fn stored(x: &Tensor) -> Option<Stored> {
         [1, stride] => (true, [m, n], stride),
         _ => return None,
     };
-    // A single row may say anything of the next.
+    // The stride of a single row is arbitrary.
     let stride = if rows == 1 { columns.next_multiple_of(WIDE) } else { stride };
     (stride.is_multiple_of(WIDE) && stride >= columns && is_wide(x)).then_some(Stored {
         shape: [rows, columns],
@@ -198,19 +198,19 @@ fn stored(x: &Tensor) -> Option<Stored> {
     })
 }
 
-/// Whether memory begins at 16 bytes; allocations do.
+/// Returns whether memory begins at a multiple of 16 bytes; allocations do.
 fn is_wide(x: &Tensor) -> bool {
     x.handle.offset_start.unwrap_or(0).is_multiple_of(16)
 }
 
-/// Whether rows can be read and written by 16 bytes.
+/// Returns whether rows can be read and written 16 bytes at a time.
 fn has_wide_rows(x: &Tensor) -> bool {
     let [n, columns] = dims(x);
     let stride = x.meta.strides()[0];
     x.meta.strides()[1] == 1 && is_wide(x) && columns.is_multiple_of(WIDE) && (n == 1 || stride.is_multiple_of(WIDE))
 }
 
-/// Whether this is a GPU of compute capability 9, the only one with these instructions.
+/// Returns whether this is a GPU of compute capability 9, the only one with these instructions.
 pub(super) fn is_here<R: CubeRuntime>(x: &CubeTensor<R>) -> bool {
     tensor(x).is_some_and(is_hopper)
 }
@@ -220,8 +220,8 @@ fn is_hopper(x: &Tensor) -> bool {
     attribute(x.device.index as i32, MAJOR).is_ok_and(|major| major == 9)
 }
 
-/// Columns of tiles by which the units are busy most of the time. Narrow tiles read more of the memory for a product: the second
-/// numbers are what a column costs (`bench/gpu/products.py`, H200).
+/// Returns the tile width that keeps the units busy most of the time. Narrow tiles read more memory per product: the second numbers are the
+/// cost of a column (`bench/gpu/products.py`, H200).
 fn columns_of_tiles([rows, columns]: [usize; 2], processors: usize) -> usize {
     let time = |of_tile: usize, cost: usize| {
         let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
@@ -231,7 +231,7 @@ fn columns_of_tiles([rows, columns]: [usize; 2], processors: usize) -> usize {
     widths.into_iter().min_by_key(|(of_tile, cost)| time(*of_tile, *cost)).map_or(256, |(of_tile, _)| of_tile)
 }
 
-/// Boxes of so many rows by [`BOX`], stored or read where they are in the matrix.
+/// Maps boxes of `rows_of_box` rows by [`BOX`], stored or read in place in the matrix.
 fn map(x: &Tensor, of: Stored, rows_of_box: usize) -> TensorMapBinding {
     let map = TensorMapMeta {
         format: TensorMapFormat::Tiled(TiledArgs { tile_size: Shape::from([rows_of_box, BOX]) }),
@@ -250,7 +250,7 @@ fn tensor<R: CubeRuntime>(x: &CubeTensor<R>) -> Option<&Tensor> {
     (x as &dyn Any).downcast_ref()
 }
 
-/// Makes `out` of `lhs`, `rhs` and what is added, if the device has the units and the memory lies so that they can be used.
+/// Computes `out` from `lhs`, `rhs` and `added`. Returns false if the device lacks the units or the memory layout does not suit them.
 pub(super) fn product<R: CubeRuntime>(
     lhs: &CubeTensor<R>,
     rhs: &CubeTensor<R>,
@@ -291,21 +291,21 @@ pub(super) fn product<R: CubeRuntime>(
     let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
     let stride = |x: &Tensor| x.meta.strides()[0] as u64;
     let data = vec![rows as u64, columns as u64, depth as u64, stride(out), residual.map_or(0, stride)];
-    // The matrices once more: buffers of other streams are waited for, those of maps are not.
+    // The matrices once more: CubeCL waits for buffers of other streams, but not for those of maps.
     let buffers = [lhs, rhs, out, bias.unwrap_or(out), residual.unwrap_or(out)].map(|x| x.handle.clone().binding());
     let [of_a, of_b] = [
         map(lhs, a, if variant.a_down { BOX } else { ROWS }),
         map(rhs, b, if variant.b_across { BOX } else { of_tile }),
     ];
-    // In fp32 a box would be wider than the accelerator's, and the units store: the kernel has a map that it does not use.
+    // In fp32 a box would exceed the accelerator's limit, so the units store the result, and the kernel gets a map that it does not use.
     let of_c = if variant.out_fp32 { map(lhs, a, BOX) } else { map(out, c, BOX) };
     let arguments = KernelArguments {
         buffers: buffers.into(),
         info: MetadataBindingInfo { dynamic_metadata_offset: data.len(), data },
         tensor_maps: vec![of_a, of_b, of_c],
     };
-    // SAFETY: the accelerator reads what the maps have and zeros beyond it; the kernel stores and reads what is added below `rows`
-    // and `columns` alone, which both have; every wait is for a copy or a product that was asked for before.
+    // SAFETY: the accelerator reads inside the maps and zeros outside; the kernel stores the result and reads `added` only below `rows` and
+    // `columns`, which both have; every wait is for a copy or a product that was requested before.
     unsafe {
         let count = CubeCount::new_1d(tiles.min(processors) as u32);
         out.client.launch_unchecked(Box::new(HopperProduct(variant)), count, arguments);

@@ -1,4 +1,4 @@
-//! Matrix products in the precision that their operands have, with what linear layers add to them.
+//! Matrix products in the precision of their operands, with the additions of linear layers.
 
 #[cfg(feature = "cuda")]
 mod hopper;
@@ -18,27 +18,27 @@ use super::many::shaped;
 use super::rows::zeros;
 use super::tensor::{empty, packed};
 
-/// Depths of which the tuner's kernels divide every multiple into an even number of steps. Those with two buffers assume one (cubek 0.2):
-/// where theirs is odd and divides the depth they read beyond the operands (`[300, 200]` by `[200, 136]` in fp32, seen on an H200).
+/// Multiples of this depth make an even number of steps in the tuner's kernels. Those with two buffers assume an even number (cubek 0.2):
+/// with an odd one that divides the depth they read beyond the operands (`[300, 200]` by `[200, 136]` in fp32, seen on an H200).
 const TUNED_DEPTHS: usize = 128;
 
-/// What is added to a product `[n, m]`.
+/// Terms added to a product `[n, m]`.
 pub(crate) struct Added<R: CubeRuntime> {
-    /// `[m]`, to each row.
+    /// `[m]`, added to each row.
     pub bias: Option<CubeTensor<R>>,
     /// `[n, m]`.
     pub residual: Option<CubeTensor<R>>,
 }
 
-/// Of matrices `[n, k]` and `[k, m]` of one type, or of some pairs of such, into `out`: in 16 bit on a Hopper GPU the one of
-/// [`hopper`]; in fp32 a product in fp32, as PyTorch has it by default, where Burn's tuner takes matrix units that round to tf32's 11
-/// bits; on other devices in 16 bit Burn's, of a tuner's choice (which takes minutes the first time) for one pair.
+/// Multiplies matrices `[n, k]` and `[k, m]` of one type, or batches of them, into `out`. In 16 bit it runs [`hopper`] on a Hopper GPU;
+/// elsewhere a single product runs the kernel of Burn's that a tuner selects (minutes, the first time). In fp32 it multiplies in fp32,
+/// PyTorch's default; Burn's tuner would use matrix units that round to tf32's 11 bits.
 pub(crate) fn product<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let nothing = Added { bias: None, residual: None };
     if on_matrix_units(&lhs, &rhs, &out, &nothing) { out } else { elsewhere(lhs, rhs, out) }
 }
 
-/// What [`product`] is where [`on_matrix_units`] says no.
+/// Computes [`product`] where [`on_matrix_units`] returns false.
 pub(crate) fn elsewhere<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let shape = lhs.meta.shape();
     let (is_one, depth, dtype) = (shape.num_dims() == 2, shape[shape.num_dims() - 1], out.dtype);
@@ -49,7 +49,7 @@ pub(crate) fn elsewhere<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, 
     plain(lhs, rhs, out)
 }
 
-/// Makes `out` with what is added, in one kernel, where there is one.
+/// Computes `out` with `added` in one kernel, if there is one. Returns false if not.
 pub(crate) fn on_matrix_units<R: CubeRuntime>(
     lhs: &CubeTensor<R>,
     rhs: &CubeTensor<R>,
@@ -65,7 +65,8 @@ pub(crate) fn on_matrix_units<R: CubeRuntime>(
     }
 }
 
-/// Returns true where the device has a kernel of ours. Nothing is tuned there: what that kernel does not take is small or rare.
+/// Returns true if the device has a kernel of this crate. Nothing is tuned there: products that the kernel does not support are small or
+/// rare.
 fn has_matrix_units<R: CubeRuntime>(out: &CubeTensor<R>) -> bool {
     #[cfg(feature = "cuda")]
     return hopper::is_here(out);
@@ -76,7 +77,7 @@ fn has_matrix_units<R: CubeRuntime>(out: &CubeTensor<R>) -> bool {
     }
 }
 
-/// By kernels with one buffer: on matrix units those in 16 bit, and in fp32 by units that multiply and add in fp32.
+/// Multiplies by kernels with one buffer: 16 bit on matrix units, fp32 on units that multiply and add in fp32.
 fn plain<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let [of_lhs, of_rhs, of_out] = [&lhs, &rhs, &out].map(|x| x.dtype.into());
     let on_units = (lhs.dtype != DType::F32).then(|| Strategy::SimpleCyclicCmma(Default::default()));
@@ -91,14 +92,14 @@ fn plain<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, out: CubeTensor
     out
 }
 
-/// Multiplies matrices by the products of this crate, as Burn's `Tensor::matmul`: in fp32 without tf32, and on Hopper GPUs untuned.
+/// Multiplies matrices by the products of this crate, like Burn's `Tensor::matmul`: in fp32 without tf32, and on Hopper GPUs untuned.
 ///
 /// # Shapes
-/// - `lhs`: `[.., n, k]`, `rhs`: `[.., k, m]`; of the dimensions before, each is the other's or 1
+/// - `lhs`: `[.., n, k]`, `rhs`: `[.., k, m]`; the leading dimensions are equal, or 1
 /// - returns `[.., n, m]`
 ///
 /// # Errors
-/// Returns the arguments where the backend's tensors are not CubeCL's, or are of other types than kernels compute in.
+/// Returns the arguments if the backend's tensors are not CubeCL's, or their types differ or have no kernels.
 pub fn matmul<B: Backend>(
     lhs: FloatTensor<B>,
     rhs: FloatTensor<B>,
@@ -108,7 +109,7 @@ pub fn matmul<B: Backend>(
     }
     let (of_lhs, of_rhs, dtype) = (lhs.shape(), rhs.shape(), lhs.dtype());
     let last = of_lhs.num_dims() - 1;
-    // Of one element each dimension is repeated.
+    // A dimension of one element is broadcast.
     let mut shape = of_lhs.clone();
     (0..last - 1).filter(|&dim| of_lhs[dim] == 1).for_each(|dim| shape[dim] = of_rhs[dim]);
     shape[last] = of_rhs[last];
@@ -128,7 +129,7 @@ impl Body for Matmul {
             return vec![zeros(&lhs, shape.clone(), dtype)];
         }
         if last > 1 && (0..last - 1).all(|dim| rhs.meta.shape()[dim] == 1) {
-            // One matrix on the right, as of a linear layer: all rows on the left are one matrix.
+            // One matrix on the right, as in a linear layer: all rows on the left form one matrix.
             let columns = shape[last];
             let rows = elements / columns;
             let strides = rhs.meta.strides();
@@ -185,7 +186,7 @@ mod tests {
     }
 
     fn numbers(len: usize, seed: usize) -> Vec<f32> {
-        // Eighths, which 16 bit have exactly.
+        // Eighths, which 16 bit represent exactly.
         (0..len).map(|i| (((i + seed) * 7919 % 97) as f32 - 48.0) / 8.0).collect()
     }
 
@@ -193,7 +194,7 @@ mod tests {
         (0..m * n).map(|i| values[i % n * m + i / n]).collect()
     }
 
-    /// Sizes below, at and above those of tiles; both matrices as they are and as transposes; stored as they are and in fp32.
+    /// Sizes below, at and above those of tiles; both matrices plain and transposed; results stored in the operands' type and in fp32.
     #[test]
     fn products_agree_with_loops() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -235,7 +236,7 @@ mod tests {
         }
     }
 
-    /// Compares with what Burn's `Tensor::matmul` is to give: batches, dimensions of one that are repeated on either side, views, and nothing.
+    /// Checks the semantics of Burn's `Tensor::matmul`: batches, broadcast dimensions on either side, views, and empty tensors.
     #[test]
     fn batches_agree_with_loops() {
         let device = Default::default();
@@ -275,7 +276,7 @@ mod tests {
         }
     }
 
-    /// To one rounding of what is stored; sums of eighths are exact in fp32.
+    /// Checks agreement to one rounding of the stored type; sums of eighths are exact in fp32.
     fn agree(made: Cube, expected: &[f64], what: String) {
         let epsilon = match made.dtype() {
             DType::F32 => 0.0,

@@ -6,7 +6,7 @@ use inquire::validator::Validation;
 use inquire::{Confirm, CustomType, InquireError, Select, Text};
 use zero_train_cli::wizard::{Ask, Stopped};
 
-/// Asks on the terminal; a default is what Enter gives.
+/// Asks on the terminal; Enter selects the default.
 pub struct Terminal;
 
 fn stopped(question: &str) -> impl Fn(InquireError) -> Stopped + '_ {

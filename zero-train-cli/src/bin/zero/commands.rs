@@ -87,7 +87,7 @@ pub(super) fn at_least_one(text: &str) -> Result<usize, String> {
     }
 }
 
-/// A number of parameters, also as 7e9.
+/// Parses a number of parameters, also in the form 7e9.
 fn count(text: &str) -> Result<u64, String> {
     let number: f64 = text.parse().map_err(|_| "expected a number, such as 7e9".to_string())?;
     match (1.0..=1e15).contains(&number) {
@@ -97,7 +97,7 @@ fn count(text: &str) -> Result<u64, String> {
 }
 
 impl ConfigArgs {
-    /// The defaults with what flags say.
+    /// Returns the defaults, overridden by the given flags.
     fn answers(&self) -> Result<Answers> {
         let mut answers = Answers::default();
         answers.stage = self.stage.unwrap_or(answers.stage);
@@ -146,7 +146,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
         }
         answers = answers.ask(&mut Terminal)?;
     }
-    // Whole or not at all.
+    // Write the file completely or not at all.
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut file =
         tempfile::NamedTempFile::new_in(dir).with_context(|| format!("cannot write to {}", dir.display()))?;
@@ -243,7 +243,7 @@ pub struct EstimateArgs {
     dtype: Dtype,
 }
 
-/// Bytes a second.
+/// Converts Gbit/s to bytes per second.
 fn gbits(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(gbits) if gbits.is_finite() && gbits > 0.0 => Ok(gbits * 1e9 / 8.0),

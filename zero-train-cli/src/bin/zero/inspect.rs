@@ -1,4 +1,4 @@
-//! `zero inspect`: what a checkpoint holds, and whether it is sound.
+//! `zero inspect`: shows the contents of a checkpoint and checks its integrity.
 
 use std::fmt::Display;
 use std::io::{self, Write};
@@ -44,7 +44,7 @@ pub fn inspect(args: &InspectArgs) -> Result<ExitCode> {
     Ok(ExitCode::from(u8::from(!sound)))
 }
 
-/// Prints one finding. That nobody reads it to its end, such as `head`, is no error.
+/// Prints one finding. A reader that closes the pipe early, such as `head`, is not an error.
 fn print<T: Display + Serialize>(finding: &T, json: bool) -> Result<()> {
     let text = if json { serde_json::to_string_pretty(finding)? + "\n" } else { finding.to_string() };
     let mut out = io::stdout().lock();

@@ -1,4 +1,4 @@
-//! `zero launch`: ranks as processes, on this machine or on many.
+//! `zero launch`: starts ranks as processes, on this machine or on many.
 
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
@@ -11,22 +11,19 @@ use zero_core::collective::flight::merge;
 use zero_core::collective::launcher::{SECRET, Secret, TRUSTED_NETWORK};
 use zero_train_cli::launcher::{
     Asked, Ended, FIRST_RANKS, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTART_RANKS,
-    RESTARTS, parse_hosts, physical_cores, slots, spread, supervise,
+    RESTARTS, SIGNALS, parse_hosts, physical_cores, slots, spread, supervise,
 };
 
-/// What a program ends with when its input is wrong: trying again would not help.
+/// Exit code of a program with invalid input: a restart would not help.
 const BAD_INPUT: i32 = 2;
 
-/// What a program ends with that a signal has asked to end: 128 and the number of SIGINT, SIGUSR1, SIGTERM.
-const ASKED: [i32; 3] = [130, 138, 143];
-
-/// What ranks end with that got SIGUSR1 from their launcher, see [`Process::is_launcher`].
+/// Exit code of ranks that received SIGUSR1 from their launcher; see [`Process::is_launcher`].
 const HANDED_ON: i32 = 138;
 
-/// For a first sign of a rank of this machine, where there was one in an earlier attempt.
+/// Start timeout of this machine's ranks, if one started here in an earlier attempt.
 const START: Duration = Duration::from_secs(120);
 
-/// Before a restart. The first comes after a second.
+/// Longest pause before a restart. The first pause is one second.
 const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 
 // A field for each option.
@@ -92,7 +89,7 @@ fn variable(text: &str) -> Result<(String, String), String> {
 }
 
 impl LaunchArgs {
-    /// Where the ranks are, as the command line says, and where that says nothing, the file.
+    /// Returns the machines of the command line, with missing values taken from the file.
     fn machines(&self) -> Result<Machines> {
         let given = Machines { ranks: self.ranks, ..self.machines.clone() };
         match &self.config_file {
@@ -101,7 +98,7 @@ impl LaunchArgs {
         }
     }
 
-    /// The MPI launcher; none where the ranks are to do without.
+    /// Returns the MPI launcher, or `None` if the ranks run without one.
     fn mpirun(&self, machines: &Machines) -> Result<Option<Mpirun>> {
         let needs_mpi =
             self.hosts.is_some() || self.mpirun.is_some() || self.cores.is_some() || !self.options.is_empty();
@@ -123,7 +120,7 @@ impl LaunchArgs {
         }
     }
 
-    /// The ranks of an attempt, the first of which has number 0.
+    /// Returns the job of one attempt; attempts count from 0.
     fn job(&self, machines: &Machines, attempt: usize, launched_unix_ms: u128) -> Result<Job> {
         let Some(asked) = machines.ranks else {
             bail!("the number of ranks is missing: give --ranks N, or num_processes in --config-file");
@@ -152,7 +149,7 @@ impl LaunchArgs {
         if self.trusted_network {
             variables.push((TRUSTED_NETWORK.into(), "1".into()));
         }
-        // An MPI launcher hands these to the ranks of this machine only.
+        // An MPI launcher passes these only to the ranks of this machine.
         for name in ["ZERO_DEADLINE", "ZERO_FLIGHT_DIR"] {
             if let Ok(value) = std::env::var(name) {
                 variables.push((name.into(), value));
@@ -163,14 +160,14 @@ impl LaunchArgs {
     }
 }
 
-/// What is to be started here, and how it is told: the MPI launcher, or the ranks of this machine.
+/// Returns the processes to start here, the MPI launcher or this machine's ranks, and their command lines.
 fn processes(job: &Job, mpirun: Option<&Mpirun>, machines: &Machines) -> Result<(Vec<Process>, String)> {
     if let Some(mpirun) = mpirun {
         let command = job.command(mpirun, rustix::process::geteuid().is_root());
         let line = shell(&command);
         return Ok((vec![Process { command, variables: Vec::new(), is_launcher: true }], line));
     }
-    // The ranks of several machines can share only what they were given.
+    // Ranks of several machines share only a secret that the user gave them.
     let secret = match machines.are_several() || std::env::var_os(SECRET).is_some() {
         true => None,
         false => Some(Secret::random().context("the system gives no random numbers for a secret")?),
@@ -201,9 +198,9 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     let (mut attempt, given, mut began_on) = (0, args.start_timeout.map(Duration::from_secs), None);
     loop {
         let job = args.job(&machines, attempt, launched)?;
-        // Where ranks of an attempt began here, and the hosts are the same, a first sign is expected of the next too.
+        // Ranks that started here in an earlier attempt are expected to start again if the hosts are the same.
         let begin = match &began_on {
-            // Ranks that meet over sockets wait for one another until their own deadline.
+            // Ranks that connect over sockets wait for each other until their own deadline.
             Some(hosts) if *hosts == job.hosts && mpirun.is_some() => given.or(Some(START)),
             _ => given,
         };
@@ -218,7 +215,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             ended.code = 128 + signal;
         }
         if ended.ended.is_some() && mpirun.is_some() {
-            // Otherwise the ranks' own words have come through.
+            // Otherwise the ranks' own messages are already visible.
             ended.failures.iter().for_each(|failure| eprintln!("{}", failure.reason));
         }
         match (ended.ended, begin) {
@@ -234,14 +231,15 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         if ended.began {
             began_on = Some(job.hosts);
         }
-        // The launcher tells of the rank that ended first, which may be one that only heard of the trouble.
+        // The launcher reports the rank that ended first, which may only have been notified of the failure.
         let bad_input = ended.code == BAD_INPUT || ended.failures.iter().any(|failure| failure.code == BAD_INPUT);
         let ended_with = if bad_input && ended.code != 0 { BAD_INPUT } else { ended.code };
         if ended.code == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        // Ranks that the launcher itself has ended were not asked by anybody else.
-        let is_asked = asked.first().is_some() || ended.ended != Some(Ended::NotBegun) && ASKED.contains(&ended_with);
+        // Ranks that the launcher itself ended were not asked to end by anyone else.
+        let is_asked =
+            asked.first().is_some() || ended.ended != Some(Ended::NotBegun) && SIGNALS.contains(&(ended_with - 128));
         if bad_input || is_asked || attempt == args.max_restarts {
             if attempt > 0 && !is_asked {
                 eprintln!(
@@ -252,7 +250,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             return Ok(ExitCode::from(u8::try_from(ended_with).unwrap_or(1)));
         }
         attempt += 1;
-        // A machine that is gone may come back: later attempts wait longer.
+        // A lost machine may come back: later attempts wait longer.
         let pause = LONGEST_PAUSE.min(Duration::from_secs(1 << (attempt - 1).min(10)));
         eprintln!(
             "the ranks ended with exit code {}: restart {attempt} of {}{}, in {} s",
@@ -268,7 +266,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     }
 }
 
-/// As a shell would read it.
+/// Quotes a command line for a shell.
 fn shell(command: &[OsString]) -> String {
     let plain =
         |text: &str| !text.is_empty() && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_=./:,@%+".contains(c));
@@ -286,7 +284,7 @@ pub struct FlightArgs {
     files: Vec<PathBuf>,
 }
 
-/// The records that `files` name.
+/// Returns the records in `files` and folders.
 fn records(files: &[PathBuf]) -> Result<Vec<PathBuf>> {
     let mut records = Vec::new();
     for path in files {

@@ -1,4 +1,4 @@
-//! `zero`: write a configuration, check it, estimate memory, train, look at what was saved, export it.
+//! `zero`: writes and checks configurations, estimates memory, trains, and inspects and exports checkpoints.
 
 mod ask;
 mod commands;
@@ -12,7 +12,7 @@ use clap::{CommandFactory, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
 use zero_train::told_once;
 
-/// With the system's allocator, a quarter of a step's time is page faults of fresh buffers; this one keeps pages.
+/// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 

@@ -1,4 +1,4 @@
-//! A link within one process, for tests of more ranks than a machine has room for: the ranks are threads, and count what they say.
+//! A link within one process, for tests with more ranks than a machine has room for: ranks are threads, and count their messages.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::{Arc, OnceLock};
@@ -9,7 +9,7 @@ use parking_lot::Mutex;
 use super::{Channel, Heard, Link};
 use crate::collective::error::LinkError;
 
-/// What a rank has said.
+/// Counts of the messages that a rank has sent.
 #[derive(Debug, Clone, Default)]
 pub(in super::super) struct Said {
     pub(in super::super) messages: usize,
@@ -30,7 +30,7 @@ struct Desk {
     thread: OnceLock<Thread>,
 }
 
-/// What connects the ranks.
+/// The connection between all ranks.
 pub(in super::super) struct Hub(Vec<Desk>);
 
 impl Hub {
@@ -38,7 +38,7 @@ impl Hub {
         Arc::new(Self((0..world).map(|_| Desk::default()).collect()))
     }
 
-    /// What each rank has said since this was last asked.
+    /// Returns and resets the counts of the messages that each rank has sent.
     pub(in super::super) fn take_said(&self) -> Vec<Said> {
         self.0.iter().map(|desk| std::mem::take(&mut *desk.said.lock())).collect()
     }
@@ -50,7 +50,7 @@ pub(in super::super) struct MemoryLink {
 }
 
 impl MemoryLink {
-    /// Called on the thread that will use it.
+    /// Opens the link of `rank`; must be called on the thread that will use it.
     pub(in super::super) fn open(hub: Arc<Hub>, rank: usize) -> Self {
         hub.0[rank].thread.set(std::thread::current()).expect("a rank is there once");
         Self { rank, hub }
@@ -100,7 +100,7 @@ impl Link for MemoryLink {
         let mut mailbox = self.hub.0[self.rank].mailbox.lock();
         let Some(bytes) = mailbox.data.get_mut(&(from, tag)).and_then(VecDeque::pop_front) else { return Ok(None) };
         assert!(bytes.len() <= length, "{} bytes came where {length} were awaited", bytes.len());
-        // SAFETY: the memory is this receive's alone until it has ended (`Link::receive`), and long enough.
+        // SAFETY: the memory belongs to this receive alone until it has ended (`Link::receive`), and is long enough.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         Ok(Some(bytes.len()))
     }

@@ -1,7 +1,7 @@
-//! A link over the MPI library: messages of bytes on two communicators, and who is on which machine.
+//! A link over the MPI library: messages of bytes on two communicators, and the ranks' places on machines.
 //!
-//! Everything here is called on the thread that called [`MpiLink::open`] (`MPI_THREAD_FUNNELED`), which the type's being
-//! neither `Send` nor `Sync` sees to. Errors are returned (`MPI_ERRORS_RETURN`), never fatal inside MPI.
+//! All calls are made on the thread that called [`MpiLink::open`] (`MPI_THREAD_FUNNELED`); the type is neither `Send` nor
+//! `Sync`, which guarantees this. Errors are returned (`MPI_ERRORS_RETURN`), never fatal inside MPI.
 
 use std::ffi::{c_int, c_void};
 use std::marker::PhantomData;
@@ -13,7 +13,7 @@ use super::super::super::launcher::Place;
 use super::{Channel, Heard, Link, MAX_CHUNK};
 use crate::collective::error::LinkError;
 
-/// A send or receive that MPI has not finished with.
+/// A send or receive that MPI has not finished.
 #[derive(Debug)]
 pub(in super::super) struct Ongoing(ffi::MPI_Request);
 
@@ -31,7 +31,7 @@ fn checked(call: &'static str, code: c_int) -> Result<(), LinkError> {
     }
     let mut text = [0u8; ffi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut length: c_int = 0;
-    // SAFETY: the array is as long as MPI asks for; the call may be made at any time after MPI's start.
+    // SAFETY: the array has the length that MPI requires; the call may be made at any time after MPI's start.
     let known = unsafe { ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &raw mut length) };
     let length = if known == ffi::MPI_SUCCESS as c_int { length.max(0) as usize } else { 0 };
     let reason = match length {
@@ -42,7 +42,7 @@ fn checked(call: &'static str, code: c_int) -> Result<(), LinkError> {
 }
 
 impl MpiLink {
-    /// Starts MPI, and learns this rank's place. `node_size`: so many ranks in a row count as one machine.
+    /// Starts MPI, and determines this rank's place. `node_size` consecutive ranks, if given, count as one machine.
     pub(in super::super) fn open(node_size: Option<usize>) -> Result<(Self, Place), LinkError> {
         let mut flag: c_int = 0;
         // SAFETY: this call may be made before MPI is started; the pointer is to a local.
@@ -71,7 +71,7 @@ impl MpiLink {
         Ok((link, place))
     }
 
-    /// Who is where. Every rank has just started MPI, so that these collectives of MPI's own all meet.
+    /// Determines this rank's place. All ranks have just started MPI, so that MPI's own collectives match here.
     fn place(&self, node_size: Option<usize>) -> Result<Place, LinkError> {
         let (rank, world) = size_of(self.control)?;
         let mut leader = rank as c_int;
@@ -79,8 +79,8 @@ impl MpiLink {
             Some(ranks) => leader = (rank - rank % ranks.max(1)) as c_int,
             None => {
                 let mut node = MaybeUninit::<ffi::MPI_Comm>::uninit();
-                // SAFETY: `node` is written by the call when it succeeds, and read only then; the leader is a local that
-                // the ranks of one machine agree on: the lowest is rank 0 there.
+                // SAFETY: the call writes `node` if it succeeds, and only then is it read; the leader is a local that the
+                // ranks of one machine agree on: the lowest is rank 0 there.
                 unsafe {
                     let (kind, info) = (ffi::RSMPI_COMM_TYPE_SHARED, ffi::RSMPI_INFO_NULL);
                     let split = ffi::MPI_Comm_split_type(self.control, kind, rank as c_int, info, node.as_mut_ptr());
@@ -116,7 +116,7 @@ impl Link for MpiLink {
         let length = bytes.len();
         assert!(length <= MAX_CHUNK, "payloads are cut into messages that MPI can count");
         let mut request = MaybeUninit::uninit();
-        // SAFETY: the caller answers for the bytes; `request` is written when the call succeeds, and read only then.
+        // SAFETY: the caller guarantees that the bytes are valid; the call writes `request` if it succeeds, and only then is it read.
         unsafe {
             let (bytes, length, comm) = (bytes.as_ptr().cast::<c_void>(), length as c_int, self.comm(channel));
             let code = ffi::MPI_Isend(bytes, length, ffi::RSMPI_UINT8_T, to as c_int, tag, comm, request.as_mut_ptr());
@@ -139,7 +139,7 @@ impl Link for MpiLink {
 
     fn test(&mut self, ongoing: &mut Ongoing) -> Result<Option<usize>, LinkError> {
         let (mut flag, mut status) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
-        // SAFETY: the request is one of MPI's that has not been tested to its end; a status of zeros is a valid value.
+        // SAFETY: the request is a live one of MPI's, not yet completed by a test; a status of zeros is a valid value.
         unsafe {
             checked("MPI_Test", ffi::MPI_Test(&raw mut ongoing.0, &raw mut flag, status.as_mut_ptr()))?;
             if flag == 0 { Ok(None) } else { count(&status.assume_init()).map(Some) }
@@ -148,8 +148,8 @@ impl Link for MpiLink {
 
     fn next_message(&mut self) -> Result<Option<Heard>, LinkError> {
         let (mut flag, mut status) = (0, MaybeUninit::<ffi::MPI_Status>::zeroed());
-        // SAFETY: as in `test`; what is received then fits the vector, whose length MPI has said, and comes from a message
-        // that has been announced: control messages are short enough to be sent with their announcement.
+        // SAFETY: as in `test`; the message fits the vector, whose length MPI has reported, and has already been announced:
+        // control messages are short enough to be sent with their announcement.
         unsafe {
             let (any, tag) = (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG);
             checked("MPI_Iprobe", ffi::MPI_Iprobe(any, tag, self.control, &raw mut flag, status.as_mut_ptr()))?;
@@ -166,7 +166,7 @@ impl Link for MpiLink {
         }
     }
 
-    /// Ends MPI. Every rank must come here: it waits for them.
+    /// Finalizes MPI. It waits for all ranks, so every rank must call it.
     fn close(self) -> Result<(), LinkError> {
         // SAFETY: MPI was started by `open`, on this thread, and is not used after this.
         checked("MPI_Finalize", unsafe { ffi::MPI_Finalize() })
@@ -175,7 +175,7 @@ impl Link for MpiLink {
 
 fn duplicate() -> Result<ffi::MPI_Comm, LinkError> {
     let mut copy = MaybeUninit::uninit();
-    // SAFETY: `copy` is written when the call succeeds, and read only then. The error handler is inherited.
+    // SAFETY: the call writes `copy` if it succeeds, and only then is it read. The error handler is inherited.
     unsafe {
         checked("MPI_Comm_dup", ffi::MPI_Comm_dup(ffi::RSMPI_COMM_WORLD, copy.as_mut_ptr()))?;
         Ok(copy.assume_init())
@@ -194,7 +194,7 @@ fn size_of(comm: ffi::MPI_Comm) -> Result<(usize, usize), LinkError> {
 
 fn count(status: &ffi::MPI_Status) -> Result<usize, LinkError> {
     let mut bytes = 0;
-    // SAFETY: the status was written by MPI, or is of a send, for which any number will do.
+    // SAFETY: MPI wrote the status, or it belongs to a send, for which any number will do.
     checked("MPI_Get_count", unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &raw mut bytes) })?;
     Ok(bytes.max(0) as usize)
 }

@@ -1,8 +1,8 @@
-//! News of failures and ends: to whom a rank tells them, and what it makes of those it hears.
+//! Notifications of failures and ends: the ranks that a rank notifies, and its reaction to notifications from others.
 //!
-//! A rank speaks to all others only where it has something large for each. News goes to the ranks that are *near*: its neighbours, and
-//! those that the link was asked to connect with. They pass on the first failure that they hear of; that all have ended is
-//! collected up a tree from its leaves, and told down it. So a rank of a thousand sends tens of messages.
+//! A rank communicates with all others only to send large data to each. It sends notifications to the ranks that are *near*: its
+//! neighbours, and those that the link was asked to connect with. These forward the first failure that they learn of. Ends are
+//! collected up a tree from its leaves, and the end of all is announced down it. So a rank of a thousand sends tens of messages.
 
 use super::super::super::standing::Trouble;
 use super::super::link::Link;
@@ -10,17 +10,17 @@ use super::super::message::{End, Message, Slot, Who};
 use super::{Active, Pump};
 use crate::collective::error::LinkError;
 
-/// Which ranks have come to an end, as the tree tells.
+/// The ends known to a node of the tree.
 #[derive(Clone, Copy)]
 pub(super) struct Ends {
-    /// Whether this one has.
+    /// `true` if this rank has ended.
     pub(super) own: bool,
-    /// Children below which not all have.
+    /// Number of children whose subtrees have not all ended.
     pub(super) branches: usize,
 }
 
 impl<L: Link> Pump<L> {
-    /// A rank that is no neighbour is connected with this one: it hears what neighbours have heard.
+    /// Handles a connection with a rank that is not a neighbour: sends it the notifications that neighbours have got.
     pub(super) fn come_near(&mut self, peer: usize) -> Result<(), LinkError> {
         self.near.push(peer);
         if let (true, Some(trouble)) = (self.aborted, self.shared.state.standing.trouble()) {
@@ -34,7 +34,7 @@ impl<L: Link> Pump<L> {
         Ok(())
     }
 
-    /// Passes on the first failure that this rank has, or hears of.
+    /// Forwards the first failure that this rank has, or is notified of.
     pub(super) fn abort(&mut self, trouble: Trouble) -> Result<(), LinkError> {
         if std::mem::replace(&mut self.aborted, true) {
             return Ok(());
@@ -42,7 +42,7 @@ impl<L: Link> Pump<L> {
         self.say_near(&Message::Abort(trouble))
     }
 
-    /// Ends those exchanges for the end of a rank without which they cannot be completed.
+    /// Ends the exchanges selected by `of`, which cannot be completed because rank `left` has ended.
     pub(super) fn end_exchanges(&mut self, left: usize, of: impl Fn(&Slot, &Active) -> bool) {
         for (_, Active { exchange, .. }) in self.active.extract_if(|slot, active| of(slot, active)) {
             let error = self.shared.state.standing.check(exchange.at(self.shared.rank()), [left]);
@@ -50,14 +50,14 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// This rank has come to an end.
+    /// Announces this rank's end.
     pub(super) fn come_to(&mut self, end: End) -> Result<(), LinkError> {
         self.say_near(&Message::Ended { end, who: Who::Sender })?;
         self.ends[end as usize].own = true;
         self.end_branch(end)
     }
 
-    /// Tells the tree when this rank, and all below it, have come to an end.
+    /// Notifies the parent once this rank, and all below it, have ended.
     pub(super) fn end_branch(&mut self, end: End) -> Result<(), LinkError> {
         match (self.ends[end as usize], self.tree.parent) {
             (Ends { own: true, branches: 0 }, Some(parent)) => {
@@ -68,7 +68,7 @@ impl<L: Link> Pump<L> {
         }
     }
 
-    /// All ranks have come to an end.
+    /// Records that all ranks have ended, and notifies the children.
     pub(super) fn all_ended(&mut self, end: End) -> Result<(), LinkError> {
         match end {
             End::Part => self.shared.state.standing.leave_all(),
@@ -78,10 +78,10 @@ impl<L: Link> Pump<L> {
         children.into_iter().try_for_each(|child| self.say(child, &Message::Ended { end, who: Who::All }))
     }
 
-    /// The connection to a rank has ended. After its goodbye that is what was to come, unless it owes this rank something.
+    /// Handles the end of the connection to a rank. After its goodbye this is no failure, unless it still owes this rank data.
     pub(super) fn lose(&mut self, peer: usize, reason: &str) {
         self.lost[peer] = true;
-        // It says nothing more.
+        // It sends no further messages.
         self.shared.state.standing.note_done(peer);
         let owes = self.reads.values().any(|fetch| fetch.read.peer == peer)
             || self.active.values().any(|active| active.receiving.contains_key(&peer));

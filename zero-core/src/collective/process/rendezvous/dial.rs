@@ -1,8 +1,8 @@
-//! Connections that are made when they are first needed, between ranks that are not neighbours.
+//! Connections between ranks that are not neighbours, made when they are first needed.
 //!
-//! A rank whose run has more ranks than it has neighbours keeps its door open (`rank-N-door`). Whoever has something to say to a
-//! rank that it is not connected with knocks there, on a thread of its own (`rank-N-dial`), as the link waits for nobody. Where
-//! two ranks do so at once, the higher one's connection is taken: it turns the lower one away, which lets it in.
+//! A rank that is not a neighbour of all others keeps listening (on its thread `rank-N-door`). To send to a rank without a
+//! connection, a rank connects to that listener, on a separate thread (`rank-N-dial`), as the link must not block. If two ranks
+//! connect to each other at once, the higher rank's connection is used: the higher rank refuses the lower one's.
 
 use std::collections::BTreeSet;
 use std::net::{TcpListener, TcpStream};
@@ -18,29 +18,29 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::door::{Door, Expected, Hall};
 use super::hello::{self, JobKey, Turned};
 
-/// How long a door sleeps if nobody comes, and with that a run's end may wait for it.
+/// Time that an idle listener thread sleeps between checks; the end of a run may wait this long for it.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// How long one attempt to reach a rank goes on before it is looked at whether it has come by itself.
+/// Time limit for one attempt to reach a rank; after it, this rank checks whether the other has connected by itself.
 const ATTEMPT: Duration = Duration::from_millis(500);
 
-/// A rank, and the connection with it or why there is none.
+/// A rank, and the connection with it or the reason why there is none.
 type Fresh = (usize, Result<TcpStream, String>);
 
 #[derive(Default)]
 struct Lines {
-    /// Ranks that are connected, or that are being let in.
+    /// Ranks that are connected, or that are being admitted.
     connected: BTreeSet<usize>,
-    /// Ranks at whose doors this one knocks.
+    /// Ranks that this one is connecting to.
     dialing: BTreeSet<usize>,
 }
 
-/// Where every rank's door is, and who is connected.
+/// Addresses of all ranks' listeners.
 pub(super) struct Directory {
     pub(super) rank: usize,
     pub(super) key: JobKey,
-    /// By rank.
+    /// Host and port of each rank's listener.
     pub(super) doors: Vec<(String, u16)>,
-    /// How long it is tried to reach a rank.
+    /// Time limit for reaching a rank.
     pub(super) deadline: Duration,
 }
 
@@ -51,7 +51,7 @@ struct Shared {
     ends: AtomicBool,
 }
 
-/// Connects this rank with others while the run goes on.
+/// Connects this rank with others during the run.
 pub(in super::super) struct Dial {
     shared: Arc<Shared>,
     fresh: Receiver<Fresh>,
@@ -59,7 +59,7 @@ pub(in super::super) struct Dial {
 }
 
 impl Dial {
-    /// Opens the door of a rank that is connected with some others already.
+    /// Starts the listener thread of a rank that is already connected with some others.
     pub(super) fn open(
         directory: Directory,
         connected: impl Iterator<Item = usize>,
@@ -74,7 +74,7 @@ impl Dial {
         Ok(Self { shared, fresh, door })
     }
 
-    /// Begins to connect with a rank: it comes by [`Dial::next`].
+    /// Starts connecting with a rank; [`Dial::next`] returns the connection.
     pub(in super::super) fn to(&self, peer: usize) {
         let shared = self.shared.clone();
         let name = format!("rank-{}-dial", shared.directory.rank);
@@ -83,7 +83,7 @@ impl Dial {
         }
     }
 
-    /// A rank with which this one has been connected since, whoever began, or that could not be reached.
+    /// Returns the next rank that this one has been connected with, by either side, or that could not be reached.
     pub(in super::super) fn next(&self) -> Option<Fresh> {
         self.fresh.try_recv().ok()
     }
@@ -91,10 +91,10 @@ impl Dial {
 
 impl Drop for Dial {
     fn drop(&mut self) {
-        // Relaxed: nothing else is told by it.
+        // Relaxed: it publishes no other data.
         self.shared.ends.store(true, Ordering::Relaxed);
         if let Some(door) = self.door.take() {
-            // One that has panicked has said so.
+            // A panic has already been reported.
             let _ = door.join();
         }
     }
@@ -111,7 +111,7 @@ impl Shared {
                 Ok(true) => {}
                 Ok(false) if door.has_guests() => std::thread::sleep(Duration::from_millis(1)),
                 Ok(false) => {
-                    // A signal, or a refusal, costs a look.
+                    // A signal, or a failure to poll, only costs an extra check.
                     let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOK));
                 }
                 Err(error) => {
@@ -154,7 +154,7 @@ impl Shared {
         if outcome.is_ok() {
             lines.connected.insert(peer);
         }
-        // A link that has ended needs none.
+        // A link that has ended needs no connection.
         let _ = self.fresh.send((peer, outcome));
     }
 }

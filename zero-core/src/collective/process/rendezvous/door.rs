@@ -1,8 +1,8 @@
-//! A rank's door: takes the connections of those who are expected, by the words of [`hello`](super::hello).
+//! A rank's listener: accepts the connections of expected ranks after the handshake of [`hello`](super::hello).
 //!
-//! Who says something else is told why, and counted in the list that stands in the error should a rank be missing at the end; the job
-//! goes on. Strangers are kept in bounds: so many at a time may not have said yet who they are, for so long in all, in so few bytes.
-//! One thread looks at all of them; none can hold up another.
+//! Other connections are refused with a reason, and counted in a list that the error contains if a rank is missing at the end; the
+//! job continues. Unidentified connections are limited in number, in the time of the handshake, and in bytes.
+//! One thread serves all of them; none can block another.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Error, ErrorKind, Read, Write};
@@ -16,34 +16,34 @@ use super::super::super::launcher::random;
 use super::error::Refused;
 use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, JobKey, MAGIC, PROTOCOL, REASON, count, settle};
 
-/// Most connections at a time that have not said who they are. When more come, the oldest has to go, if it has had this long.
+/// Maximum number of unidentified connections. When more come, the oldest is refused if it has had at least `FAIR`.
 const GUESTS: usize = 256;
 const FAIR: Duration = Duration::from_millis(200);
-/// How long a door goes on without a descriptor for those who knock.
+/// Longest time that a listener continues without file descriptors for new connections.
 const STARVED: Duration = Duration::from_secs(5);
 
-/// Who is expected at a door.
+/// The ranks that a listener expects.
 pub(super) struct Expected<'a> {
     /// The rank that listens.
     pub(super) at: usize,
     pub(super) world: usize,
-    /// The ranks that may come.
+    /// The ranks that may connect.
     pub(super) ranks: BTreeSet<usize>,
     pub(super) key: &'a JobKey,
 }
 
-/// What a door opens to.
+/// The owner of a listener, which decides on admissions and receives the connections.
 pub(super) trait Hall {
-    /// Whether this rank may come in now, or why not. It is let in then: [`Hall::arrive`] or [`Hall::leave`] follows.
+    /// Admits this rank, or returns the reason to refuse it. After an admission, [`Hall::arrive`] or [`Hall::leave`] follows.
     fn admit(&mut self, rank: usize) -> Result<(), String>;
 
     fn arrive(&mut self, rank: usize, stream: TcpStream);
 
-    /// A rank that was let in did not stay.
+    /// Handles an admitted rank that did not complete its handshake.
     fn leave(&mut self, _rank: usize) {}
 }
 
-/// Those who have come, each once.
+/// Accepts each rank once.
 impl Hall for BTreeMap<usize, TcpStream> {
     fn admit(&mut self, rank: usize) -> Result<(), String> {
         match self.get(&rank).is_some_and(|stream| !is_gone(stream)) {
@@ -57,12 +57,12 @@ impl Hall for BTreeMap<usize, TcpStream> {
     }
 }
 
-/// Who was turned away: each reason once, with how many had it.
+/// The refused connections: each reason once, with their number.
 #[derive(Default)]
 struct Tally(Vec<Refused>);
 
 impl Tally {
-    /// Reasons that are told apart; a stranger may make up many.
+    /// Maximum number of distinct reasons; a stranger may cause many.
     const REASONS: usize = 16;
 
     fn add(&mut self, from: impl ToString, reason: &str) {
@@ -77,16 +77,16 @@ impl Tally {
     }
 }
 
-/// How far a connection has come.
+/// Progress of a connection's handshake.
 enum Step {
     Hello,
-    /// It was given this number, to prove that it is this rank.
+    /// It must prove that it is this rank, with the random number that it was sent.
     Proof(usize, [u8; CODE]),
-    /// It was let in as this rank, and is to say that it has heard so.
+    /// It was admitted as this rank, and must acknowledge that.
     Heard(usize),
 }
 
-/// A connection that is not one of a rank yet. It does not block.
+/// A nonblocking connection whose handshake is not complete.
 struct Guest {
     stream: TcpStream,
     from: SocketAddr,
@@ -95,11 +95,11 @@ struct Guest {
     step: Step,
 }
 
-/// Takes the connections of those who are expected, until all have come or it is late; and those who were turned away.
+/// Accepts the connections of the expected ranks, until all have connected or `until`. Also returns the refused connections.
 ///
 /// # Errors
 ///
-/// The system's, when it gives no descriptors for connections.
+/// The system's error if it has no file descriptors for connections.
 pub(super) fn receive(
     listener: &TcpListener,
     expected: &Expected<'_>,
@@ -108,7 +108,7 @@ pub(super) fn receive(
     let (mut joined, mut door) = (BTreeMap::new(), Door::default());
     while Instant::now() < until {
         if joined.len() == expected.ranks.len() {
-            // One that has gone again has not come.
+            // A rank whose connection has ended again does not count.
             joined.retain(|_, stream| !is_gone(stream));
             if joined.len() == expected.ranks.len() {
                 break;
@@ -121,7 +121,7 @@ pub(super) fn receive(
     Ok((joined, door.close(expected)))
 }
 
-/// Who stands at a door, and who was turned away from it.
+/// The connections of a listener that are not complete, and those that were refused.
 #[derive(Default)]
 pub(super) struct Door {
     guests: Vec<Guest>,
@@ -130,11 +130,11 @@ pub(super) struct Door {
 }
 
 impl Door {
-    /// Takes who has come, and hears what they say; whether there was anything.
+    /// Accepts new connections, and continues the handshakes; returns `true` if there was anything to do.
     ///
     /// # Errors
     ///
-    /// The system's, when it has given no descriptors for a while.
+    /// The system's error if it has had no file descriptors for a while.
     pub(super) fn turn(
         &mut self,
         listener: &TcpListener,
@@ -152,7 +152,7 @@ impl Door {
             match listener.accept() {
                 Ok((stream, from)) => {
                     (is_idle, *starved) = (false, None);
-                    // Without that it would hold up the others.
+                    // A blocking connection would block the others.
                     if stream.set_nonblocking(true).is_ok() {
                         guests.push(Guest { stream, from, since: Instant::now(), said: Vec::new(), step: Step::Hello });
                     }
@@ -166,7 +166,7 @@ impl Door {
                     }
                     break;
                 }
-                // Nobody has come, or who came has gone again.
+                // There is no connection, or it has ended again.
                 Err(_) => break,
             }
         }
@@ -190,7 +190,7 @@ impl Door {
                     if let Some(rank) = guest.welcomed() {
                         hall.leave(rank);
                     }
-                    // A rank may have been slow because its machine, or this one, was: it tries again unless it is told not to.
+                    // A rank may have been slow because a machine was: without a refusal it tries again.
                     if guest.since.elapsed() <= HELLO_LIMIT {
                         guest.refuse(&reason);
                     }
@@ -201,7 +201,7 @@ impl Door {
         Ok(!is_idle)
     }
 
-    /// Turns away who has not come in; tells of all who were turned away.
+    /// Refuses the incomplete connections; returns and logs all that were refused.
     pub(super) fn close(mut self, expected: &Expected<'_>) -> Vec<Refused> {
         for guest in self.guests {
             self.refused.add(guest.from, "it had not said which rank it is when the others had");
@@ -212,26 +212,26 @@ impl Door {
         self.refused.0
     }
 
-    /// Whether somebody stands at the door.
+    /// Returns `true` if there are incomplete connections.
     pub(super) fn has_guests(&self) -> bool {
         !self.guests.is_empty()
     }
 }
 
-/// The place of the one that has waited longest, if that is longer than `than`; none that was let in.
+/// Returns the index of the oldest connection that was not admitted, if it is at least `than` old.
 fn oldest(guests: &[Guest], than: Duration) -> Option<usize> {
     let waiting = guests.iter().enumerate().filter(|(_, guest)| guest.welcomed().is_none());
     let (at, guest) = waiting.min_by_key(|(_, guest)| guest.since)?;
     (guest.since.elapsed() >= than).then_some(at)
 }
 
-/// Whether the system lacks what a connection takes: somebody has come, and waits.
+/// Returns `true` if the system lacks the resources to accept a waiting connection.
 fn is_short(error: &Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOBUFS | libc::ENOMEM))
 }
 
 impl Guest {
-    /// The rank that it was let in as.
+    /// Returns the rank that it was admitted as, if it was.
     fn welcomed(&self) -> Option<usize> {
         match self.step {
             Step::Heard(rank) => Some(rank),
@@ -239,7 +239,7 @@ impl Guest {
         }
     }
 
-    /// Goes on with what has come: the rank, once it is in, or why it is refused.
+    /// Continues the handshake with the data received so far. Returns the rank once it is complete, or the reason of a refusal.
     fn turn(
         &mut self,
         expected: &Expected<'_>,
@@ -281,7 +281,7 @@ impl Guest {
                     _ => "it is not of this job".to_string(),
                 });
             }
-            // Another process of this rank is being let in: whether it stays will be seen.
+            // Another process is being admitted as this rank: wait for its outcome.
             if is_held(rank) {
                 return Ok(None);
             }
@@ -298,7 +298,7 @@ impl Guest {
         Ok(self.has(HELLO + CODE + 1)?.then_some(rank))
     }
 
-    /// Whether it has said `length` bytes by now; no more are read.
+    /// Reads up to a total of `length` bytes; returns `true` if all have arrived.
     fn has(&mut self, length: usize) -> Result<bool, String> {
         while self.said.len() < length {
             let mut room = [0; HELLO + CODE + 1];
@@ -318,7 +318,7 @@ impl Guest {
         Ok(self.said.len() >= length)
     }
 
-    /// What is said here fits the buffer of a connection to which little else was said.
+    /// Sends bytes in one write: these few fit the send buffer of a connection that has sent little else.
     fn say(&self, parts: &[&[u8]]) -> Result<(), String> {
         let bytes = parts.concat();
         count(bytes.len());
@@ -330,7 +330,7 @@ impl Guest {
     }
 
     fn refuse(&self, reason: &str) {
-        // It may have gone already. What it has said besides is read first: an end with unread bytes may overtake the reason.
+        // It may have ended already. Unread bytes are read first: closing with unread bytes may discard the reason.
         let _ = (&self.stream).read(&mut [0; REASON]);
         let _ = self.say(&[&(reason.len() as u32).to_le_bytes(), reason.as_bytes()]);
         let _ = self.stream.shutdown(Shutdown::Both);
@@ -341,7 +341,7 @@ fn number(bytes: &[u8], at: usize) -> u32 {
     u32::from_le_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
 }
 
-/// The rank that a hello is of, if it is expected.
+/// Returns the rank of a hello, if it is expected.
 fn judge(hello: &[u8], expected: &Expected<'_>) -> Result<usize, String> {
     let Expected { world, ranks, key, .. } = expected;
     let (of, rank, has_secret) = (number(hello, HEAD), number(hello, HEAD + 4), hello[HEAD + 8] != 0);
@@ -367,15 +367,15 @@ fn judge(hello: &[u8], expected: &Expected<'_>) -> Result<usize, String> {
     }
 }
 
-/// Whether the other end of a connection has closed it. What it has sent stays to be read.
+/// Returns `true` if the other end has closed the connection. Consumes no data.
 fn is_gone(stream: &TcpStream) -> bool {
     let looked = stream.set_nonblocking(true).and_then(|()| stream.peek(&mut [0]));
     let restored = stream.set_nonblocking(false);
     restored.is_err() || !matches!(looked, Ok(1..)) && !looked.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
 }
 
-/// Listens at the address itself, or, where that is a name for rank 0's machine and not an address of it (a service of
-/// Kubernetes), on all addresses. So too where a machine calls itself by the name and means its loopback, as Debian's do.
+/// Listens at the given address. Listens on all addresses instead if it is a name that is not an address of this machine (a
+/// Kubernetes service), or if the machine resolves its own name to its loopback address, as Debian's do.
 pub(super) fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
     let resolved: Vec<SocketAddr> = (host, port).to_socket_addrs().map(Iterator::collect).unwrap_or_default();
     let meant = host == "localhost" || host.parse::<IpAddr>().is_ok();
@@ -393,7 +393,7 @@ pub(super) fn bind(host: &str, port: u16) -> std::io::Result<TcpListener> {
     }
 }
 
-/// Listens on all addresses of this machine, of IPv4 too where the system keeps these apart (`net.ipv6.bindv6only`).
+/// Listens on all addresses of this machine, also on IPv4 if the system separates the two (`net.ipv6.bindv6only`).
 pub(super) fn bind_all(port: u16) -> std::io::Result<TcpListener> {
     bind_both(port).or_else(|_| TcpListener::bind((IpAddr::V4(Ipv4Addr::UNSPECIFIED), port)))
 }
@@ -402,7 +402,7 @@ fn bind_both(port: u16) -> std::io::Result<TcpListener> {
     const WAITING: i32 = 128;
     let socket = net::socket_with(AddressFamily::INET6, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     net::sockopt::set_ipv6_v6only(&socket, false)?;
-    // As the standard library's listeners.
+    // As the standard library does.
     net::sockopt::set_socket_reuseaddr(&socket, true)?;
     net::bind(&socket, &SocketAddrV6::new(Ipv6Addr::UNSPECIFIED, port, 0, 0))?;
     net::listen(&socket, WAITING)?;
@@ -425,7 +425,7 @@ mod tests {
         }
     }
 
-    /// A listener that was held up finds the connection of a rank that has given up meanwhile, and will come again.
+    /// A delayed listener finds the stale connection of a rank that has given up meanwhile and will connect again.
     #[test]
     fn a_connection_that_has_gone_is_not_taken_for_its_rank() {
         let listener = bind("127.0.0.1", 0).unwrap();
@@ -454,7 +454,7 @@ mod tests {
         });
     }
 
-    /// One that came and has gone before the last came has not come.
+    /// A rank whose connection ends before the last rank connects does not count.
     #[test]
     fn all_are_there_when_the_door_closes() {
         let listener = bind("127.0.0.1", 0).unwrap();
@@ -479,7 +479,7 @@ mod tests {
         });
     }
 
-    /// One byte now and then does not keep a connection.
+    /// A slow trickle of bytes does not keep a connection.
     #[test]
     fn a_hello_has_one_deadline() {
         let listener = bind("127.0.0.1", 0).unwrap();

@@ -1,15 +1,15 @@
-//! Why ranks did not find each other.
+//! Errors of the rendezvous.
 
 use super::super::super::launcher::EnvironmentError;
 
-/// Connections that were turned away for one reason.
+/// Connections that were refused for one reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
-    /// Where the first of them came from.
+    /// Address of the first of them.
     pub from: String,
-    /// Why.
+    /// The reason.
     pub reason: String,
-    /// How many they were.
+    /// Number of connections.
     pub count: usize,
 }
 
@@ -20,10 +20,10 @@ impl core::fmt::Display for Refused {
     }
 }
 
-/// The ranks did not find each other.
+/// Error of ranks that did not find each other.
 #[derive(Debug, thiserror::Error)]
 pub enum RendezvousError {
-    /// The environment does not say where.
+    /// The environment does not give the address.
     #[error(transparent)]
     Environment(#[from] EnvironmentError),
     /// Anyone who can reach rank 0 could join the job.
@@ -66,7 +66,7 @@ pub enum RendezvousError {
         waited_ms: u64,
         /// The ranks.
         missing: Vec<usize>,
-        /// Connections that were turned away meanwhile.
+        /// Connections that were refused meanwhile.
         refused: Vec<Refused>,
     },
     /// Rank 0 could not be reached within the deadline.
@@ -83,10 +83,10 @@ pub enum RendezvousError {
         port: u16,
         /// Milliseconds waited.
         waited_ms: u64,
-        /// What the last attempt ran into.
+        /// Error of the last attempt.
         last: String,
     },
-    /// Rank 0 turned this process away, or is no rank 0.
+    /// Rank 0, or another program at its address, refused this process.
     #[error("rank {rank} was refused at {host}:{port}: {reason}")]
     Refused {
         /// This rank.
@@ -95,10 +95,10 @@ pub enum RendezvousError {
         host: String,
         /// The port.
         port: u16,
-        /// What it said.
+        /// The reason that it gave.
         reason: String,
     },
-    /// Rank 0 ended, or gave up, after it had let this rank in.
+    /// Rank 0 ended, or gave up, after it had admitted this rank.
     #[error("rank {rank} lost rank 0 at {host}:{port} while ranks still connected ({reason}): {what}")]
     Lost {
         /// This rank.
@@ -107,12 +107,12 @@ pub enum RendezvousError {
         host: String,
         /// The port.
         port: u16,
-        /// What the connection ran into.
+        /// Error of the connection.
         reason: String,
-        /// What is known of it.
+        /// Probable cause.
         what: &'static str,
     },
-    /// Two ranks of a machine say that they are the same one of it.
+    /// Two ranks of a machine have the same local rank.
     #[error(
         "ranks {first} and {second} are both on {host} and both have LOCAL_RANK {local_rank}: give each process of a machine \
          its own, from 0, as torchrun does, or leave it out"
@@ -124,7 +124,7 @@ pub enum RendezvousError {
         second: usize,
         /// Their machine.
         host: String,
-        /// What both say.
+        /// The local rank of both.
         local_rank: usize,
     },
     /// All ranks had found rank 0, but not all could connect with one another.
@@ -135,10 +135,10 @@ pub enum RendezvousError {
     Mesh {
         /// This rank.
         rank: usize,
-        /// Who could not, and why.
+        /// The ranks that could not, and the reasons.
         reason: String,
     },
-    /// The operating system gave no thread or socket.
+    /// The operating system could not create a thread or socket.
     #[error("rank {rank} got no thread or socket for its connections: {source}")]
     System {
         /// This rank.
@@ -149,7 +149,7 @@ pub enum RendezvousError {
 }
 
 impl RendezvousError {
-    /// Whether another try may help: ranks that were late, or lost, and not settings that have to be changed.
+    /// Returns `true` if another try may help: ranks were late or lost, and no settings have to be changed.
     pub fn may_pass(&self) -> bool {
         use RendezvousError::{Lost, Mesh, Missing, System, Unreachable};
         matches!(self, Missing { .. } | Unreachable { .. } | Lost { .. } | Mesh { .. } | System { .. })

@@ -1,14 +1,14 @@
-//! The first words on a connection: who connects, and whether it is wanted.
+//! The handshake of a connection: identification and authentication of the rank that connects.
 //!
-//! 1. A rank says hello: magic, protocol, number of ranks, its rank, whether it has a secret, its job, and a random number.
-//! 2. The door answers with a random number of its own.
-//! 3. The rank proves that it knows the job's key, by a code (HMAC with SHA-256) over all that was said; the door proves it in
-//!    turn, and lets the rank in.
-//! 4. The rank says that it has heard so. Only then it counts: one that gave up meanwhile will come again.
+//! 1. A rank sends a hello: magic, protocol, number of ranks, its rank, whether it has a secret, its job, and a random number.
+//! 2. The listener answers with its own random number.
+//! 3. The rank proves that it knows the job's key, by a code (HMAC-SHA-256) over the messages so far. The listener proves the
+//!    same in turn, and admits the rank.
+//! 4. The rank acknowledges this. Only then does it count as connected: one that gave up meanwhile will connect again.
 //!
-//! The key is the job's secret, and at the doors of ranks that are not rank 0 a token besides, which rank 0 tells those who have
-//! come so far. Without a secret the code proves only that a rank speaks for this job's id. This is the side of the rank that
-//! connects; the other is in [`door`](super::door).
+//! The key is the job's secret; the listeners of ranks other than rank 0 add a token, which rank 0 sends to the ranks that it
+//! has admitted. Without a secret, the code proves only that a rank knows this job's id. This module has the side of the rank
+//! that connects; the other is in [`door`](super::door).
 
 use std::io::{Error, ErrorKind, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
@@ -20,36 +20,36 @@ use sha2::{Digest, Sha256};
 
 use super::super::super::launcher::{Rendezvous, random};
 
-/// What a rank's first bytes are.
+/// The first bytes that a rank sends.
 pub(super) const MAGIC: [u8; 8] = *b"zerorank";
-/// Raised when the messages change.
+/// Version of the protocol; raised when the messages change.
 pub(super) const PROTOCOL: u32 = 5;
-/// Bytes until the protocol is known.
+/// Size in bytes of the magic and the protocol version.
 pub(super) const HEAD: usize = 12;
-/// Bytes of a job's id.
+/// Size in bytes of a job's id.
 pub(super) const JOB: usize = 64;
-/// Bytes of a random number, and of a code.
+/// Size in bytes of a random number, and of a code.
 pub(super) const CODE: usize = 32;
-/// Bytes of a hello.
+/// Size in bytes of a hello.
 pub(super) const HELLO: usize = HEAD + 9 + JOB + CODE;
-/// Longest reason of a refusal.
+/// Maximum length of a refusal's reason, in bytes.
 pub(super) const REASON: usize = 4096;
 
-/// What the ranks of a job know that rank 0 has let in.
+/// The token that the ranks admitted by rank 0 share.
 pub(super) type Token = [u8; CODE];
 
-/// How long a connection may take to say, in all, who it is.
+/// Time limit for the complete handshake of a connection.
 pub(super) const HELLO_LIMIT: Duration = Duration::from_secs(5);
-/// How long one attempt to connect may take.
+/// Time limit for one attempt to connect.
 const ATTEMPT: Duration = Duration::from_secs(3);
-/// How long a connection may take to take a message before the run begins: what is sent then is small.
+/// Time limit for sending a message before the run begins: these messages are small.
 const WRITE_LIMIT: Duration = Duration::from_secs(30);
 
-/// How long what was sent may go without an answer of the other machine: longer than a machine that is moved, or a process that
-/// is stopped for a moment with its buffers full, stays away.
+/// Time limit for sent data to be acknowledged by the other machine: longer than the pause of a machine that is migrated, or of
+/// a process that is stopped briefly with full buffers.
 const CUT_OFF_MS: u32 = 60_000;
 
-/// What a rank knows of its job, and a stranger does not.
+/// The key by which ranks authenticate to each other.
 pub(super) struct JobKey {
     pub(super) job: [u8; JOB],
     pub(super) has_secret: bool,
@@ -70,12 +70,12 @@ impl JobKey {
         Self { job: id, has_secret: job.secret.is_some(), bytes }
     }
 
-    /// The key of the doors of ranks that are not rank 0.
+    /// Returns the key for the listeners of ranks other than rank 0.
     pub(super) fn with(&self, token: &Token) -> Self {
         Self { bytes: [&self.bytes[..], token].concat(), ..*self }
     }
 
-    /// The code by which a rank (`role` "rank") and the door of rank `at` prove that they know the key.
+    /// Returns the code by which a rank (`role` "rank") and the listener of rank `at` ("door") prove that they know the key.
     pub(super) fn code(&self, role: &str, at: usize, hello: &[u8], number: &[u8]) -> Hmac<Sha256> {
         let mut code = Hmac::<Sha256>::new_from_slice(&self.bytes).expect("a key may have any length");
         for part in [role.as_bytes(), &(at as u64).to_le_bytes(), hello, number] {
@@ -85,17 +85,17 @@ impl JobKey {
     }
 }
 
-/// Why a door stayed closed.
+/// The reason why a rank was not admitted.
 #[derive(Debug)]
 pub(super) enum Turned {
-    /// Whoever is there does not want this rank.
+    /// The listener refused this rank.
     Away(String),
-    /// Nobody opened in time; what the last attempt ran into.
+    /// No listener admitted it in time; the error of the last attempt.
     Late(String),
 }
 
-/// Connects to the door of rank `at`, and says hello, until it is late; gives the connection, and how long the rank there waits
-/// for others. The name may not be known yet, and nobody may listen yet: both are tried again.
+/// Connects to the listener of rank `at`, with retries until `until`: its name may not resolve yet, or it may not listen yet.
+/// Returns the connection, and the time that rank `at` still waits for others.
 pub(super) fn knock(
     (host, port): (&str, u16),
     at: usize,
@@ -123,7 +123,7 @@ fn attempt(host: &str, port: u16) -> std::io::Result<TcpStream> {
     let mut last = Error::new(ErrorKind::NotFound, format!("{host} has no address"));
     for address in (host, port).to_socket_addrs()? {
         match TcpStream::connect_timeout(&address, ATTEMPT) {
-            // A machine without a listener on a port of its own range can connect to itself.
+            // Without a listener on a port of its ephemeral range, a machine can connect to itself.
             Ok(stream) if stream.local_addr().ok() == stream.peer_addr().ok() => {
                 last = ErrorKind::ConnectionRefused.into();
             }
@@ -134,14 +134,14 @@ fn attempt(host: &str, port: u16) -> std::io::Result<TcpStream> {
     Err(last)
 }
 
-/// Says hello, and proves it; the inner error is the refusal.
+/// Runs the handshake on `stream`; the inner error is the refusal.
 fn introduce(
     mut stream: TcpStream,
     at: usize,
     (rank, world): (usize, usize),
     key: &JobKey,
 ) -> std::io::Result<Result<(TcpStream, Duration), String>> {
-    // A little longer than the door, whose words say more than a connection that ends.
+    // A little longer than the listener's limit: its refusal says more than the end of a connection.
     let end = Instant::now() + HELLO_LIMIT + ATTEMPT;
     let mut hello = MAGIC.to_vec();
     for number in [PROTOCOL, world as u32, rank as u32] {
@@ -177,7 +177,7 @@ thread_local! {
     pub(super) static SENT: std::cell::Cell<[usize; 2]> = const { std::cell::Cell::new([0; 2]) };
 }
 
-/// Counts a message, for the test of how many there are.
+/// Counts a message, for the tests that check their number.
 pub(super) fn count(bytes: usize) {
     let _ = bytes;
     #[cfg(test)]
@@ -189,7 +189,7 @@ pub(super) fn send(mut stream: &TcpStream, bytes: &[u8]) -> std::io::Result<()> 
     stream.write_all(bytes)
 }
 
-/// Whether the door goes on; the inner error is why not.
+/// Reads whether the listener continues; the inner error is its reason not to.
 fn answer(stream: &mut TcpStream, end: Instant) -> std::io::Result<Result<(), String>> {
     let mut length = [0; 4];
     read_all(stream, &mut length, end)?;
@@ -204,16 +204,16 @@ fn answer(stream: &mut TcpStream, end: Instant) -> std::io::Result<Result<(), St
     }
 }
 
-/// Fills `bytes` with what comes until then.
+/// Fills `bytes` with data received before `until`.
 pub(super) fn read_all(stream: &mut TcpStream, bytes: &mut [u8], until: Instant) -> std::io::Result<()> {
     let mut have = 0;
     while have < bytes.len() {
         let left = until.saturating_duration_since(Instant::now());
-        // A timeout of nothing would be none.
+        // A timeout of zero is invalid.
         stream.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
         match stream.read(&mut bytes[have..]) {
             Ok(0) => return Err(Error::new(ErrorKind::UnexpectedEof, "its connection ended")),
-            // One byte now and then must not keep this going.
+            // A slow trickle of bytes must not extend the wait.
             Ok(_) if left.is_zero() => return Err(Error::new(ErrorKind::TimedOut, "it said too little in time")),
             Ok(more) => have += more,
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
@@ -226,13 +226,13 @@ pub(super) fn read_all(stream: &mut TcpStream, bytes: &mut [u8], until: Instant)
     Ok(())
 }
 
-/// Small messages go out at once, none is waited for without end, and a machine that is cut off is noticed.
+/// Configures a connection: small messages are sent at once, no send blocks forever, and a machine that is cut off is noticed.
 pub(super) fn settle(stream: &TcpStream) -> std::io::Result<()> {
     stream.set_nonblocking(false)?;
     stream.set_nodelay(true)?;
     stream.set_read_timeout(None)?;
     stream.set_write_timeout(Some(WRITE_LIMIT))?;
-    // A refusal leaves the system's own times.
+    // If the system refuses, its own timeouts remain.
     let _ = sockopt::set_socket_keepalive(stream, true);
     let _ = sockopt::set_tcp_keepidle(stream, Duration::from_secs(10));
     let _ = sockopt::set_tcp_keepintvl(stream, Duration::from_secs(5));

@@ -1,20 +1,20 @@
-//! How the ranks of a job find each other, and connect.
+//! Rendezvous of the ranks of a job: they find each other, and connect.
 //!
-//! 1. Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`; the others connect to it, say which rank of which job they are, and prove
-//!    that they know its secret, as rank 0 proves it to them ([`hello`]).
-//! 2. Each tells rank 0 its machine and the port of a listener of its own. When all have, rank 0 sends everyone the table of
-//!    them, with a token that stands for having come so far.
-//! 3. Each connects to its neighbours ([`rounds::neighbours`]) between rank 0 and itself, and takes the connections of those above.
-//! 4. Each reports to rank 0, which says go, or why not, and keeps its own neighbours.
+//! 1. Rank 0 listens at `MASTER_ADDR`:`MASTER_PORT`. The others connect to it, name their rank and job, and prove that they
+//!    know the job's secret, as rank 0 proves it to them ([`hello`]).
+//! 2. Each rank sends rank 0 its machine and the port of its own listener. When all have, rank 0 sends every rank the table of
+//!    these, with a token that proves that rank 0 has admitted the rank.
+//! 3. Each rank connects to its lower neighbours ([`rounds::neighbours`]) except rank 0, and accepts the connections of the higher.
+//! 4. Each rank reports to rank 0, which replies with go or the reason of a failure, and keeps the connections to its neighbours.
 //!
-//! So a rank other than rank 0 says four words to rank 0 and connects with tens of a thousand, and rank 0 hears each rank
-//! once. Up to 17 ranks each is every other's neighbour. Where it is not, ranks connect when they first have something to say
-//! to one another ([`dial`]).
+//! So every other rank sends rank 0 five messages and connects with tens of ranks out of a thousand, and rank 0 has one
+//! connection per rank. With up to 17 ranks, all are neighbours. Ranks that are not neighbours connect when they first
+//! communicate ([`dial`]).
 //!
-//! Trouble anywhere ends the rendezvous of all ranks with its reason. Ranks listen only at the address at which the others reach
-//! them, and only until all have connected, unless there are ranks that are no neighbours. A job without a secret is for one machine, or for a network that is said to have
-//! nobody else on it. What is not meant: encryption. Who can listen in on the network, or change what goes over it, sees and
-//! changes parameters.
+//! A failure anywhere ends the rendezvous of all ranks with its reason. Ranks listen only at the address at which the others
+//! reach them, and only until all have connected, unless some ranks are not neighbours. A job without a secret is restricted to
+//! one machine, or to a network declared free of other users. Connections are not encrypted: anyone who can read or modify the
+//! network traffic can read or modify parameters.
 
 mod dial;
 mod door;
@@ -40,40 +40,40 @@ use super::super::launcher::{Place, Rendezvous, random};
 use super::super::machine::Machine;
 use super::super::rounds;
 
-/// What ranks that have all found rank 0 have at least left for the rest.
+/// Minimum time for the remaining steps once all ranks have found rank 0.
 const REST: Duration = Duration::from_secs(5);
-/// How much longer than rank 0 the others wait for what it says, so that its own error comes first.
+/// Additional time that the others wait for rank 0's messages, so that its own error comes first.
 const LONGER: Duration = Duration::from_secs(1);
-/// The longest message of a rendezvous: a table of many thousand ranks.
+/// Maximum size of a rendezvous message in bytes: a table of many thousand ranks.
 const LONGEST: usize = 16 << 20;
 
 /// A rank's connections to others, and its place among them.
 pub(super) struct Mesh {
-    /// By rank; none to itself and to ranks that are no neighbours.
+    /// Indexed by rank; `None` for itself and for ranks that are not neighbours.
     pub(super) streams: Vec<Option<TcpStream>>,
-    /// What connects it with ranks that are no neighbours, if there are any.
+    /// Connects it with ranks that are not neighbours, if there are any.
     pub(super) dial: Option<Dial>,
     pub(super) place: Place,
-    /// Who was turned away from this rank's door.
+    /// Connections that this rank's listener refused.
     pub(super) refused: Vec<Refused>,
 }
 
-/// What a rank tells of itself.
+/// Description that a rank sends of itself.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Seat {
     machine: Machine,
-    /// What its environment says.
+    /// The local rank from its environment.
     local_rank: Option<usize>,
-    /// Where it listens.
+    /// The port that it listens on.
     port: u16,
 }
 
-/// What rank 0 tells of a rank: the first rank of its machine, its address as rank 0 sees it, and the port where it listens. In few
-/// bytes, as each rank is told of each.
+/// Rank 0's table entry for a rank: the first rank of its machine, its address as rank 0 sees it, and the port that it listens on.
+/// It is small, as every rank gets an entry for every rank.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Entry(usize, Option<IpAddr>, u16);
 
-/// What rank 0 tells the others.
+/// A message from rank 0 to the others.
 #[derive(Debug, Serialize, Deserialize)]
 enum Word {
     Table {
@@ -86,13 +86,13 @@ enum Word {
 }
 
 impl Mesh {
-    /// The only rank.
+    /// Creates the mesh of a single rank.
     pub(super) fn alone() -> Self {
         Self { streams: vec![None], dial: None, place: Place::from_leaders(0, &[0]), refused: Vec::new() }
     }
 }
 
-/// Where a rank is, by the first rank of each one's machine, by its environment, or by so many ranks in a row.
+/// Computes a rank's place from the first rank of each rank's machine and its local rank, or from `node_size` if given.
 fn place(
     (rank, local_rank): (usize, Option<usize>),
     first: impl Iterator<Item = usize>,
@@ -106,7 +106,7 @@ fn place(
     place
 }
 
-/// All ranks have connected with their neighbours: what this one has.
+/// Builds this rank's mesh after all ranks have connected with their neighbours.
 fn meshed(
     job: &Rendezvous,
     (deadline, node_size): (Duration, Option<usize>),
@@ -127,20 +127,20 @@ fn meshed(
     Ok(Mesh { streams: all, dial, place, refused })
 }
 
-/// Whether there are ranks that are no neighbours of this one.
+/// Returns `true` if some ranks are not neighbours of this one.
 fn has_strangers(rank: usize, world: usize) -> bool {
     rounds::neighbours(rank, world).len() + 1 < world
 }
 
 impl Entry {
-    /// Where the rank is reached. One on rank 0's machine may be known there by an address that means nothing elsewhere: it is where
-    /// rank 0 is, `there`.
+    /// Returns the address at which the rank is reached. Rank 0 may see a rank on its own machine at a loopback address, which other
+    /// machines cannot use; that rank is reached at rank 0's address, `there`.
     fn host(&self, there: &str) -> String {
         self.1.filter(|address| !address.is_loopback()).map_or_else(|| there.to_string(), |address| address.to_string())
     }
 }
 
-/// Connects this process with the other ranks of its job. A collective: every process calls it, once.
+/// Connects this process with the other ranks of its job. A collective operation: every process calls it, once.
 pub(super) fn connect(
     job: &Rendezvous,
     deadline: Duration,
@@ -158,7 +158,7 @@ pub(super) fn connect(
     }
 }
 
-/// Rank 0's part.
+/// Runs rank 0's part of the rendezvous.
 fn lead(
     job: &Rendezvous,
     begin: Instant,
@@ -175,7 +175,7 @@ fn lead(
     let expected = Expected { at: 0, world: *world, ranks: (1..*world).collect(), key: &key };
     let (mut streams, refused) = door::receive(&listener, &expected, begin + deadline).map_err(system)?;
     drop(listener);
-    // The port of the rendezvous is free for the next.
+    // The port of the rendezvous is now free for the next job.
     let listener = has_strangers(0, *world).then(|| {
         let listener = door::bind(host, 0)?;
         listener.set_nonblocking(true).map(|()| listener)
@@ -185,7 +185,7 @@ fn lead(
     let missing: Vec<usize> = (1..*world).filter(|rank| !streams.contains_key(rank)).collect();
     if !missing.is_empty() {
         for stream in streams.values() {
-            // They have been welcomed: what comes next is the end.
+            // They have been admitted: the next event that they see is the end of the connection.
             let _ = stream.shutdown(Shutdown::Both);
         }
         let waited_ms = begin.elapsed().as_millis() as u64;
@@ -198,19 +198,19 @@ fn lead(
     meshed(job, (deadline, node_size), (streams, refused), known, (listener, host)).map_err(system)
 }
 
-/// Raises this process's limit of open files, as far as it may, to what rank 0 needs until all ranks have come.
+/// Raises this process's limit of open files, as far as allowed, to the number that rank 0 needs until all ranks have connected.
 fn room_for(world: usize) {
     let wanted = world as u64 + 512;
     let limit = getrlimit(Resource::Nofile);
     if limit.current.is_some_and(|current| current < wanted) {
-        // Root may raise the most too. If it is refused, ranks are told that there is no room for them.
+        // Root may raise the hard limit too. If the system refuses, ranks beyond the limit are refused with that reason.
         let maximum = limit.maximum.map(|most| most.max(wanted));
         let _ = setrlimit(Resource::Nofile, Rlimit { current: Some(wanted), maximum })
             .or_else(|_| setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit }));
     }
 }
 
-/// All ranks have found rank 0: lets them connect with one another.
+/// Lets the ranks connect with one another after all have found rank 0.
 fn settle(
     job: &Rendezvous,
     port: u16,
@@ -242,14 +242,14 @@ fn settle(
     if reasons.is_empty() { Ok((token, table)) } else { Err(mesh(reasons.join("; "))) }
 }
 
-/// Of each rank, the first one on its machine.
+/// Returns, for each rank, the first rank on its machine.
 fn firsts(seats: &[Seat]) -> Vec<usize> {
     let mut first = HashMap::new();
     let of = |(rank, seat): (usize, &Seat)| *first.entry(seat.machine.id.clone()).or_insert(rank);
     seats.iter().enumerate().map(of).collect()
 }
 
-/// Two processes of one host that say that they are the same one of it. Containers of one machine count on their own.
+/// Returns an error if two processes of one host have the same local rank. Each container of a machine counts as a host.
 fn compare(seats: &[Seat]) -> Result<(), RendezvousError> {
     let mut seen = HashMap::new();
     for (second, Seat { machine, local_rank, .. }) in seats.iter().enumerate() {
@@ -261,7 +261,7 @@ fn compare(seats: &[Seat]) -> Result<(), RendezvousError> {
     Ok(())
 }
 
-/// The other ranks' part.
+/// Runs the other ranks' part of the rendezvous.
 fn follow(
     job: &Rendezvous,
     begin: Instant,
@@ -280,8 +280,8 @@ fn follow(
                 RendezvousError::Unreachable { rank: *rank, host: host.clone(), port: *port, waited_ms, last }
             }
         })?;
-    // Where rank 0 sees this rank, the others will. Over this machine's loopback it is not seen where those of other machines
-    // will: then on all addresses, unless there are no other machines.
+    // The others reach this rank at the address at which rank 0 sees it, so it listens there. A loopback address cannot be
+    // reached from other machines: then it listens on all addresses, unless there are no other machines.
     let mut seen = leader.local_addr().map_err(system)?;
     seen.set_port(0);
     let listener = match seen.ip().is_loopback() && !job.is_local() {
@@ -292,7 +292,7 @@ fn follow(
     listener.set_nonblocking(true).map_err(system)?;
     let own_port = listener.local_addr().map_err(system)?.port();
     let seat = Seat { machine: Machine::here(), local_rank: job.local_rank, port: own_port };
-    // Rank 0 may have begun later, and waits for the others longer than this rank would.
+    // Rank 0 may have started later, and then waits for the others longer than this rank would.
     let until = until.max(Instant::now() + left);
     let ended = |error: Error| RendezvousError::Lost {
         rank: *rank,
@@ -329,7 +329,7 @@ fn follow(
     meshed(job, (deadline, node_size), (streams, refused), (key, &table), (Some(listener), &there)).map_err(system)
 }
 
-/// Connects with every neighbour but rank 0.
+/// Connects with every neighbour except rank 0.
 fn reach(
     job: &Rendezvous,
     there: &str,
@@ -365,7 +365,7 @@ fn reach(
     }
 }
 
-/// Sends everyone a message. Who has gone is noticed by what it does not answer.
+/// Sends every rank a message. A rank that has ended is noticed later by its missing answer.
 fn tell(streams: &mut BTreeMap<usize, TcpStream>, word: &Word) {
     for stream in streams.values_mut() {
         let _ = say(stream, word);
@@ -421,8 +421,8 @@ mod tests {
         compare(&[seat("a", "pod-0", Some(0)), seat("a", "pod-1", Some(0))]).unwrap();
     }
 
-    /// Ranks of a run of `world` that meet at `port`, threads of this process: of each the messages and bytes that it sent, and its
-    /// connections.
+    /// Connects `ranks` of a run of `world` at `port`, as threads of this process. Returns the number of messages and bytes that each
+    /// sent, and of its connections.
     fn meet(world: usize, port: u16, ranks: std::ops::Range<usize>) -> Vec<[usize; 3]> {
         let rank = |rank: usize| {
             let job = Rendezvous { rank, world, host: "127.0.0.1".into(), port, ..Rendezvous::default() };
@@ -440,12 +440,12 @@ mod tests {
         })
     }
 
-    /// Ranks of one process: its files are limited, and each connection is one.
+    /// Maximum number of ranks per process: each connection is an open file, and these are limited.
     const OF_A_PROCESS: usize = 256;
-    /// Where a process of the test is told its ranks.
+    /// Environment variable that passes a process of the test its ranks.
     const RANKS: &str = "ZERO_TEST_RANKS";
 
-    /// Lets `world` ranks meet over this machine's loopback, and checks what they sent: of rank 0, and the most of another.
+    /// Connects `world` ranks over the loopback interface, and checks the traffic of rank 0, and the maximum over the others.
     fn check_cost(world: usize) -> String {
         let port = door::bind("127.0.0.1", 0).unwrap().local_addr().unwrap().port();
         room_for((world.min(OF_A_PROCESS)) * (rounds::neighbours(0, world).len() + 2) * 2 + world);
@@ -477,7 +477,7 @@ mod tests {
         };
         let most = |of: usize| all[1..].iter().map(|rank| rank[of]).max().unwrap();
         let (first, near) = (all[0], rounds::neighbours(0, world).len());
-        // Two answers at the door, the table and go. Another: five to rank 0, and three to neighbours below or two to those above.
+        // Rank 0: two answers on connecting, the table and go. Others: five to rank 0, three to lower or two to higher neighbours.
         assert!(first[0] <= 4 * (world - 1), "{world} ranks: rank 0 sent {} messages", first[0]);
         assert!(most(0) <= 5 + 3 * near, "{world} ranks: a rank sent {} messages", most(0));
         assert_eq!(most(2), near);

@@ -11,16 +11,16 @@ use crate::cube::attention::{Rows, Sizes, Variant};
 use crate::cube::many::array;
 use crate::cube::rows::stride;
 
-/// Added in place of a score that is not to be seen.
+/// Score of a hidden key.
 const HIDDEN: f32 = f32::MIN;
 
-/// Rows, and where their heads lie.
+/// Rows, and the position of their heads.
 #[derive(CubeType, CubeLaunch)]
 pub(super) struct Heads<E: Float, N: Size> {
     rows: Array<Vector<E, N>>,
-    /// Elements from row to row.
+    /// Number of elements from one row to the next.
     stride: usize,
-    /// Where the first head begins in a row.
+    /// First column of the first head.
     column: usize,
 }
 
@@ -33,7 +33,7 @@ pub(super) struct Problem {
     pairs: usize,
     heads: usize,
     t: usize,
-    /// Cubes of a pair.
+    /// Number of cubes of a pair.
     blocks: usize,
     scale: f32,
 }
@@ -42,13 +42,13 @@ pub(super) fn problem<R: CubeRuntime>(sizes: Sizes, blocks: usize) -> ProblemLau
     ProblemLaunch::new(sizes.pairs, sizes.heads, sizes.t, blocks, sizes.scale)
 }
 
-/// Where row 0 of a pair's head begins, in elements.
+/// Returns the element at which row 0 of a pair's head begins.
 #[cube]
 fn head<E: Float, N: Size>(heads: &Heads<E, N>, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usize {
     pair / problem.heads * problem.t * heads.stride + heads.column + pair % problem.heads * comptime!(cut.e).runtime()
 }
 
-/// Copies rows of a head to the cube's memory.
+/// Copies rows of a head to shared memory.
 #[cube]
 fn stage_head<E: Float, N: Size>(
     heads: &Heads<E, N>,
@@ -63,7 +63,7 @@ fn stage_head<E: Float, N: Size>(
     stage::<E, N>(&heads.rows, at, heads.stride / N::value(), first, problem.t, into, count, cut);
 }
 
-/// Copies numbers of a sequence's rows, those from `first`, to the cube's memory; 0 where there are no rows.
+/// Copies the numbers of a sequence's rows, from row `first` on, to shared memory; 0 beyond the last row.
 #[cube]
 fn stage_numbers(
     numbers: &Array<f32>,
@@ -114,7 +114,7 @@ fn store<E: Float>(
     }
 }
 
-/// `out` `[n, d]` and `lse` `[b, h, t]`. A cube takes queries.
+/// Computes `out` `[n, d]` and `lse` `[b, h, t]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn forward_kernel<E: Float, N: Size>(
     q: &Heads<E, N>,
@@ -133,7 +133,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
         terminate!();
     }
     let pair = CUBE_POS / problem.blocks;
-    // Those with the most keys first.
+    // Queries with the most keys come first.
     let first = (problem.blocks - 1 - CUBE_POS % problem.blocks) * comptime!(cut.rows());
     let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
     let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
@@ -164,7 +164,7 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
     }
     let mut from = 0usize;
     while from < end {
-        // All have read the rows before.
+        // All units have read the previous rows.
         sync_cube();
         stage_head::<E, N>(k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
         stage_head::<E, N>(v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
@@ -260,9 +260,9 @@ pub(super) fn forward_kernel<E: Float, N: Size>(
     store::<E>(&sums, &weights, out, &problem, pair, first + of_plane, cut);
 }
 
-/// Of scores `q k^T` and gradients of probabilities `dO v^T` the probabilities and the gradients of the scores, in their places.
+/// Returns the probability and the gradient of the score, from a score `q k^T` and a gradient of the probability `dO v^T`.
 ///
-/// `lse`, `along`: of the queries; a key at `seen` or beyond is hidden.
+/// `lse`, `along`: those of the query; the key is hidden unless `seen`.
 #[cube]
 fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale: f32) -> (f32, f32) {
     let mut probability = (score - lse).exp();
@@ -272,7 +272,7 @@ fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale:
     (probability, probability * (gradient - along) * scale)
 }
 
-/// `dk` and `dv` `[n, d]`. A cube takes keys, and its rows of tiles are keys: all scores are transposed.
+/// Computes `dk` and `dv` `[n, d]`. A cube takes keys, which are its rows of tiles: all scores are transposed.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn keys_kernel<E: Float, N: Size>(
     q: &Heads<E, N>,
@@ -294,7 +294,7 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
         terminate!();
     }
     let pair = CUBE_POS / problem.blocks;
-    // Those that the most queries see come first.
+    // Keys that the most queries see come first.
     let first = CUBE_POS % problem.blocks * comptime!(cut.rows());
     let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
     let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
@@ -333,7 +333,7 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
         from = first / comptime!(cut.others) * comptime!(cut.others);
     }
     while from < t {
-        // All have read the rows before.
+        // All units have read the previous rows.
         sync_cube();
         stage_head::<E, N>(q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
         stage_head::<E, N>(grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
@@ -406,7 +406,7 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     store::<E>(&d_values, &ones, dv, &problem, pair, first + of_plane, cut);
 }
 
-/// `dq` `[n, d]`. A cube takes queries.
+/// Computes `dq` `[n, d]`. A cube takes queries.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn queries_kernel<E: Float, N: Size>(
     q: &Heads<E, N>,
@@ -427,7 +427,7 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
         terminate!();
     }
     let pair = CUBE_POS / problem.blocks;
-    // Those with the most keys first.
+    // Queries with the most keys come first.
     let first = (problem.blocks - 1 - CUBE_POS % problem.blocks) * comptime!(cut.rows());
     let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
     let (g, p) = (UNIT_POS_X as usize / 4, UNIT_POS_X as usize % 4);
@@ -463,7 +463,7 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
     }
     let mut from = 0usize;
     while from < end {
-        // All have read the rows before.
+        // All units have read the previous rows.
         sync_cube();
         stage_head::<E, N>(k, &problem, pair, from, &mut keys, comptime!(cut.others), cut);
         stage_head::<E, N>(v, &problem, pair, from, &mut values, comptime!(cut.others), cut);
@@ -535,7 +535,7 @@ pub(super) fn queries_kernel<E: Float, N: Size>(
     store::<E>(&d_queries, &ones, dq, &problem, pair, first + of_plane, cut);
 }
 
-/// Exponentials by the hardware's, whose error is below that of 16 bit; of loops, whose results are compared in fp32, exact ones.
+/// Enables hardware exponentials for matrix units, whose 16-bit rounding is coarser. Loops, compared in fp32, use exact ones.
 fn fast(cut: Cut) -> <FastMath as std::ops::BitOr>::Output {
     if cut.matrices { FastMath::NotNaN | FastMath::NotInf | FastMath::ReducedPrecision } else { Default::default() }
 }

@@ -1,4 +1,4 @@
-//! One rank's end of the connection to another: what is to be written, and what is being read.
+//! One rank's end of the connection to another, with its queues of frames to write and its read state.
 
 use std::collections::{HashMap, VecDeque};
 use std::io::{Error, ErrorKind, Result};
@@ -11,11 +11,11 @@ const CONTROL: u32 = 0;
 const DATA: u32 = 1;
 const CLEAR: u32 = 2;
 
-/// Most bytes of a control message: payloads go otherwise, and errors and names are short.
+/// Maximum size of a control message in bytes: payloads are sent separately, and errors and names are short.
 const LONGEST: usize = 16 << 20;
-/// Bytes that are read ahead of a frame's head.
+/// Size in bytes of the read-ahead buffer for frame headers.
 const AHEAD: usize = 32 << 10;
-/// Bytes that one look at a connection reads, and writes, before the others have their turn.
+/// Number of bytes that a connection reads, and writes, before the other connections have their turn.
 const TURN: usize = 2 << 20;
 
 /// Memory that is to be sent.
@@ -25,21 +25,21 @@ pub(super) struct Span {
     pub(super) done: Ongoing,
 }
 
-/// A frame on its way out.
+/// An outgoing frame.
 struct Frame {
     head: [u8; HEAD],
-    /// None of a frame that is its head alone.
+    /// `None` for a frame that has only a header.
     piece: Option<Span>,
 }
 
-/// Memory that a piece of a payload is to come to.
+/// Posted memory for a chunk of a payload.
 struct Post {
     to: *mut u8,
     length: usize,
     done: Ongoing,
 }
 
-/// What follows the head that was read last.
+/// The body of the frame whose header was read last.
 enum Body {
     Control {
         bytes: Vec<u8>,
@@ -47,33 +47,33 @@ enum Body {
     },
     Data {
         post: Post,
-        /// Bytes that the frame has; the post has room for them.
+        /// Number of bytes of the frame; the posted memory has room for them.
         length: usize,
         have: usize,
     },
 }
 
 pub(super) struct Connection {
-    /// None while it is being made.
+    /// `None` while the connection is pending.
     stream: Option<TcpStream>,
-    /// Control messages and clearances, which go first.
+    /// Control messages and clearances, which are sent first.
     first: VecDeque<Frame>,
-    /// Pieces that have been cleared.
+    /// Chunks that have been cleared.
     then: VecDeque<Frame>,
-    /// Pieces that have not, by tag.
+    /// Chunks that have not been cleared, by tag.
     offered: HashMap<i32, VecDeque<Span>>,
-    /// Clearances by tag that came before their pieces.
+    /// Number of clearances that arrived before their chunks, by tag.
     cleared: HashMap<i32, usize>,
-    /// The frame that is being written, and how far it has come.
+    /// The frame that is being written, and the number of bytes written.
     writing: Option<(Frame, usize)>,
-    /// Why nothing more can be written; what the other end has said before is still read.
+    /// The error after which nothing more can be written; data that the other end sent before is still read.
     unwritable: Option<Error>,
-    /// Bytes read ahead: those in `begin..end` are still to be looked at.
+    /// Read-ahead buffer; the bytes in `begin..end` have not been processed.
     ahead: Box<[u8]>,
     begin: usize,
     end: usize,
     reading: Option<Body>,
-    /// Memory for pieces, by tag, in the order in which they come.
+    /// Posted memory for chunks, by tag, in the order of their arrival.
     posted: HashMap<i32, VecDeque<Post>>,
 }
 
@@ -89,7 +89,7 @@ fn foreign(what: String) -> Error {
     Error::new(ErrorKind::InvalidData, format!("{what}: do all ranks run the same build?"))
 }
 
-/// Takes the first entry of a tag's queue, and the queue when it was the last.
+/// Removes the first entry of a tag's queue, and the queue itself if that was the last entry.
 fn take<T>(queues: &mut HashMap<i32, VecDeque<T>>, tag: i32) -> Option<T> {
     let queue = queues.get_mut(&tag)?;
     let first = queue.pop_front();
@@ -100,7 +100,7 @@ fn take<T>(queues: &mut HashMap<i32, VecDeque<T>>, tag: i32) -> Option<T> {
 }
 
 impl Connection {
-    /// One that is being made: what is said waits for [`Connection::connect`].
+    /// Creates a pending connection: messages wait for [`Connection::connect`].
     pub(super) fn pending() -> Self {
         Self {
             stream: None,
@@ -129,7 +129,7 @@ impl Connection {
         self.first.push_back(Frame { head: head(CONTROL, 0, piece.length), piece: Some(piece) });
     }
 
-    /// Sends a piece of a payload once it is cleared.
+    /// Sends a chunk of a payload once it is cleared.
     pub(super) fn offer(&mut self, tag: i32, piece: Span) {
         match self.cleared.get_mut(&tag) {
             Some(early) => {
@@ -147,7 +147,7 @@ impl Connection {
         self.then.push_back(Frame { head: head(DATA, tag, piece.length), piece: Some(piece) });
     }
 
-    /// Has a piece of a payload come to `to`, and says so to its sender.
+    /// Posts the memory at `to` for a chunk of a payload, and clears the chunk at its sender.
     pub(super) fn post(&mut self, tag: i32, to: *mut u8, length: usize, done: Ongoing) {
         self.posted.entry(tag).or_default().push_back(Post { to, length, done });
         self.first.push_back(Frame { head: head(CLEAR, tag, length), piece: None });
@@ -158,7 +158,7 @@ impl Connection {
         let _ = self.stream.as_ref().map(|stream| stream.shutdown(how));
     }
 
-    /// Ends what was to be sent: nobody is there to receive it. What was to be received never comes.
+    /// Ends all pending sends, as there is no receiver. Pending receives never end.
     pub(super) fn give_up(&mut self) {
         let frames = self.first.drain(..).chain(self.then.drain(..)).chain(self.writing.take().map(|(frame, _)| frame));
         let offered = self.offered.drain().flat_map(|(_, pieces)| pieces);
@@ -167,18 +167,18 @@ impl Connection {
         }
     }
 
-    /// Writes and reads what can be now, and hands over the control messages that have come.
+    /// Writes and reads as much as possible now, and passes received control messages to `hear`.
     ///
     /// # Errors
     ///
-    /// Why nothing more will come.
+    /// The error after which nothing more can be received.
     pub(super) fn turn(&mut self, hear: impl FnMut(Vec<u8>)) -> Result<()> {
-        // Taken and put back: a pending one has nothing to write to.
+        // Taken and put back. A pending connection has no stream.
         let Some(stream) = self.stream.take() else { return Ok(()) };
         if self.unwritable.is_none()
             && let Err(error) = self.write(&stream)
         {
-            // The other end may have said why; its words are read to their end.
+            // The other end may have sent the reason, so its data is read to the end.
             self.give_up();
             self.unwritable = Some(error);
         }
@@ -202,10 +202,10 @@ impl Connection {
             let length = frame.piece.as_ref().map_or(0, |piece| piece.length);
             let head = &frame.head[(*at).min(HEAD)..];
             let in_piece = at.saturating_sub(HEAD);
-            // Not more at once than a turn has, so that what comes in is looked at.
+            // At most one turn's bytes per write, so that incoming data is processed too.
             let rest = (length - in_piece).min(TURN);
             let body = match &frame.piece {
-                // SAFETY: what is left of the piece, which stays as it is until it is said to have ended (`Link::send`);
+                // SAFETY: the rest of the chunk, which stays unchanged until the end of its send is reported (`Link::send`);
                 // `in_piece` is at most its length.
                 Some(piece) => unsafe { std::slice::from_raw_parts(piece.bytes.add(in_piece), rest) },
                 None => &[],
@@ -255,8 +255,8 @@ impl Connection {
                 }
                 Some(Body::Data { post, length, have }) => {
                     let ready = had.min(*length - *have);
-                    // SAFETY: the rest of the frame fits what was posted, which is nobody else's (`Link::receive`); what was
-                    // read ahead lies elsewhere.
+                    // SAFETY: the rest of the frame fits the posted memory, which nobody else accesses (`Link::receive`) and
+                    // which does not overlap the read-ahead buffer.
                     unsafe {
                         let to = post.to.add(*have);
                         std::ptr::copy_nonoverlapping(self.ahead.as_ptr().add(self.begin), to, ready);
@@ -283,7 +283,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Reads ahead, and takes that off what is left of the turn; whether anything has come.
+    /// Fills the read-ahead buffer, and subtracts the bytes from `left`; returns `true` if any were available.
     fn fill(&mut self, stream: &TcpStream, left: &mut usize) -> Result<bool> {
         if self.begin == self.end {
             (self.begin, self.end) = (0, 0);
@@ -292,14 +292,14 @@ impl Connection {
             (self.begin, self.end) = (0, self.end - self.begin);
         }
         let room = &mut self.ahead[self.end..];
-        // SAFETY: the room is a part of this connection's own buffer.
+        // SAFETY: `room` is a part of this connection's own buffer.
         let more = unsafe { socket::read(stream, room.as_mut_ptr(), room.len())? };
         self.end += more.unwrap_or(0);
         *left = left.saturating_sub(more.unwrap_or(0));
         Ok(more.is_some())
     }
 
-    /// Begins with a frame whose head has come.
+    /// Processes the header of a frame.
     fn open(&mut self, kind: u32, tag: i32, length: usize) -> Result<()> {
         match kind {
             CONTROL if length <= LONGEST => {

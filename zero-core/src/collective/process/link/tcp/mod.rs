@@ -1,17 +1,17 @@
-//! A link of sockets: one connection to each rank that something is said to, without blocking.
+//! A link over nonblocking sockets, with one connection to each rank that this one communicates with.
 //!
-//! What goes over a connection are frames: a head of 16 bytes (kind, tag, length) and, but for `Clear`, that many bytes.
+//! A connection carries frames: a header of 16 bytes (kind, tag, length) followed, except for `Clear`, by that many bytes.
 //!
-//! * `Control`: a control message. It goes before pieces of payloads that wait, and is taken whenever it comes.
-//! * `Clear`: the receiver has posted memory for one piece under the tag.
-//! * `Data`: a piece of a payload. It is sent only when it is cleared, so that the receiver takes it from the socket straight
-//!   to where it belongs, at once. A piece that nobody has posted would stop all that comes behind it, and what stops there
-//!   may be just what its receiver waits for: the answer to a read.
+//! * `Control`: a control message. It is sent before waiting chunks of payloads, and is received at any time.
+//! * `Clear`: the receiver has posted memory for one chunk under the tag.
+//! * `Data`: a chunk of a payload. It is sent only after it is cleared, so that the receiver can read it from the socket at once
+//!   and directly to its destination. A chunk without posted memory would block everything behind it, possibly the very message
+//!   that its receiver waits for: the answer to a read.
 //!
-//! So a connection is always read to its end, by a rank that is itself full of unsent bytes too, and ranks that send each
-//! other more than any buffer holds go on.
+//! So every connection can always be read, even by a rank with many unsent bytes, and ranks that send each other more than any
+//! buffer holds make progress.
 //!
-//! Progress is made in [`Link::next_message`], which looks at every connection.
+//! Progress is made in [`Link::next_message`], which checks every connection.
 
 mod connection;
 mod socket;
@@ -28,10 +28,10 @@ use super::{Channel, Heard, Link};
 use crate::collective::error::LinkError;
 use connection::{Connection, Span};
 
-/// How long the ends of a connection wait for one another once all is said.
+/// Longest time that the ends of a connection wait for one another after the last message.
 const CLOSE: Duration = Duration::from_secs(2);
 
-/// Bytes of a send or receive that has ended; none before.
+/// Number of bytes of a send or receive; `None` until it has ended.
 #[derive(Debug, Clone, Default)]
 pub(in super::super) struct Ongoing(Rc<Cell<Option<usize>>>);
 
@@ -41,26 +41,26 @@ impl Ongoing {
     }
 }
 
-/// What there is between this rank and another.
+/// State of the connection between this rank and another.
 enum Line {
-    /// Nothing yet; of this rank itself, nothing ever.
+    /// No connection yet; for this rank itself, never one.
     Absent,
-    /// A connection, which may still be in the making.
+    /// A connection, which may still be pending.
     Open(Box<Connection>),
     /// A connection that has ended.
     Ended,
 }
 
 pub(in super::super) struct TcpLink {
-    /// By rank.
+    /// Indexed by rank.
     lines: Vec<Line>,
     heard: VecDeque<Heard>,
-    /// What connects with those to whom nothing has been said yet; none where all are connected.
+    /// Connects with further ranks on first use; `None` if all ranks are connected.
     dial: Option<Dial>,
 }
 
 impl TcpLink {
-    /// Over connections that are there, by rank, and more that `dial` will make.
+    /// Creates a link over existing connections, indexed by rank, and those that `dial` will make.
     pub(in super::super) fn new(streams: Vec<Option<TcpStream>>, dial: Option<Dial>) -> Result<Self, LinkError> {
         let failed = |error: io::Error| LinkError { call: "set_nonblocking", reason: error.to_string() };
         let open = |stream: Option<TcpStream>| {
@@ -71,7 +71,7 @@ impl TcpLink {
         Ok(Self { lines: streams.into_iter().map(open).collect::<Result<_, _>>()?, heard: VecDeque::new(), dial })
     }
 
-    /// Writes and reads what can be now.
+    /// Writes and reads as much as possible now.
     fn progress(&mut self) {
         while let Some((peer, outcome)) = self.dial.as_ref().and_then(Dial::next) {
             let connected = match (outcome, &mut self.lines[peer]) {
@@ -92,7 +92,7 @@ impl TcpLink {
         }
         for peer in 0..self.lines.len() {
             let Line::Open(connection) = &mut self.lines[peer] else { continue };
-            // What a peer has said before its end is heard first.
+            // Messages that a peer sent before its end are delivered first.
             let ended = connection.turn(|bytes| self.heard.push_back(Heard::Message { from: peer, bytes })).err();
             if let Some(end) = ended {
                 self.end(peer, format!("its connection ended: has its process, or its machine, ended? ({end})"));
@@ -107,7 +107,7 @@ impl TcpLink {
         self.heard.push_back(Heard::Lost { peer, reason });
     }
 
-    /// The connection with a rank, which is begun if there is none; none if it has ended.
+    /// Returns the connection with a rank, after starting one if there was none; `None` if it has ended.
     fn line(&mut self, peer: usize) -> Option<&mut Connection> {
         if let (Line::Absent, Some(dial)) = (&self.lines[peer], &self.dial) {
             dial.to(peer);
@@ -127,7 +127,7 @@ impl Link for TcpLink {
         let done = Ongoing::default();
         let piece = Span { bytes: bytes.as_ptr(), length: bytes.len(), done: done.clone() };
         match (self.line(to), channel) {
-            // Nobody is there to receive it.
+            // There is no receiver.
             (None, _) => done.end(piece.length),
             (Some(connection), Channel::Control) => connection.say(piece),
             (Some(connection), Channel::Data) => connection.offer(tag, piece),
@@ -137,7 +137,7 @@ impl Link for TcpLink {
 
     unsafe fn receive(&mut self, from: usize, tag: i32, to: *mut u8, length: usize) -> Result<Ongoing, LinkError> {
         let done = Ongoing::default();
-        // What a rank that has gone has not sent never comes.
+        // Nothing more comes from a rank whose connection has ended.
         if let Some(connection) = self.line(from) {
             connection.post(tag, to, length, done.clone());
         }
@@ -155,8 +155,8 @@ impl Link for TcpLink {
         Ok(self.heard.pop_front())
     }
 
-    /// Everything has been written when this is called: tells the others so, and waits a moment for their ends, so that none
-    /// finds its last words refused.
+    /// Must be called after everything has been written. Notifies the others, and waits briefly for their ends, so that none
+    /// has its last messages refused.
     fn close(mut self) -> Result<(), LinkError> {
         let end = Instant::now() + CLOSE;
         for line in &self.lines {

@@ -16,13 +16,13 @@ fn links() -> (TcpLink, TcpLink) {
     (a, TcpLink::new(vec![Some(there), None], None).unwrap())
 }
 
-/// Sends bytes that the caller keeps.
+/// Sends bytes that the caller keeps alive.
 fn send(link: &mut TcpLink, channel: Channel, to: usize, tag: i32, bytes: &[u8]) -> Ongoing {
     // SAFETY: every test here keeps its bytes until its link is dropped.
     unsafe { link.send(channel, to, tag, bytes).unwrap() }
 }
 
-/// Receives into memory that the caller keeps.
+/// Receives into memory that the caller keeps alive.
 fn receive(link: &mut TcpLink, from: usize, tag: i32, to: &mut [u8]) -> Ongoing {
     // SAFETY: as in `send`; no test looks at the memory before the receive has ended.
     unsafe { link.receive(from, tag, to.as_mut_ptr(), to.len()).unwrap() }
