@@ -364,6 +364,9 @@ where
 pub fn stack_bytes() -> usize {
     const LEAST: u64 = 16 << 20;
     const MOST: u64 = 1 << 30;
+    if cfg!(miri) {
+        return LEAST as usize; // Miri has no getrlimit.
+    }
     let limit = rustix::process::getrlimit(rustix::process::Resource::Stack).current.unwrap_or(LEAST);
     let asked = std::env::var("RUST_MIN_STACK").ok().and_then(|bytes| bytes.parse::<u64>().ok());
     asked.unwrap_or(0).max(limit.clamp(LEAST, MOST)) as usize
