@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What crosses a slow link, and what a step takes then: two "machines" with two ranks each, as network namespaces of this one, and
-between them a link that tc holds to a rate, and that takes a time each way.
+"""Measures traffic and step time over a slow link. Two "machines" with two ranks each are network namespaces of this machine; tc limits
+the rate of the link between them, and --delay adds a latency each way.
 
   bench/across.py --zero target/release/zero [--model gpt2] [--seq 64] [--batch 1] [--steps 4] [--rounds 2] [--rate 1gbit] [--delay 0.2]
 
-As root; takes iproute2, and /dev/net/tun for the delay: frames of up to 64 KiB are read from one end, and written to the other when
-their time has come (kernels without netem have that too). A run per row and round, in turn; bf16, stage 3, AdamW, random text. Bytes are those that the first machine's
-link has received, a step (kernel's count, so with headers and whatever else crosses), time the median of a step after the first.
-The machine's cores are shared by all four ranks: what a step computes is the same in all rows.
+Run as root. Needs iproute2, and /dev/net/tun for the delay: frames of up to 64 KiB are read from one end and written to the other
+after the delay (this also works on kernels without netem). There is one run per row and round, in turn; bf16, stage 3, AdamW, random
+text. Bytes per step are those that the first machine's link receives (counted by the kernel, including headers and other traffic).
+Time is the median step after the first. All four ranks share the machine's cores, so a step computes the same in all rows.
 """
 import argparse, collections, ctypes, errno, fcntl, json, os, random, secrets, select, signal, statistics, struct, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -33,11 +33,11 @@ parser.add_argument("--batch", type=int, default=1)
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--rounds", type=int, default=2)
 parser.add_argument("--rate", default="1gbit")
-parser.add_argument("--delay", type=float, default=0.0, help="milliseconds, each way")
-parser.add_argument("--rows", help="only these, by number from 0: 0,1,5")
+parser.add_argument("--delay", type=float, default=0.0, help="latency in milliseconds, each way")
+parser.add_argument("--rows", help="run only these rows, numbered from 0, such as 0,1,5")
 args = parser.parse_args()
 if os.geteuid() != 0:
-    sys.exit("error: network namespaces take root: run as root")
+    sys.exit("error: network namespaces need root: run as root")
 
 
 def ip(*words):
@@ -91,11 +91,11 @@ def build():
             try:
                 relay(ready)
             except Exception as error:
-                print(f"error: the link has ended: {error}", file=sys.stderr)
+                print(f"error: the link failed: {error}", file=sys.stderr)
             os._exit(1)
         os.close(ready)
         if not os.read(told, 1):
-            sys.exit("error: no device that delays: is /dev/net/tun there?")
+            sys.exit("error: cannot create a TUN device for the delay: check that /dev/net/tun exists")
     else:
         ip("link", "add", "eth0", "netns", PREFIX + "n0", "type", "veth", "peer", "name", "eth0", "netns", PREFIX + "n1")
     for number, host in enumerate(HOSTS, 1):

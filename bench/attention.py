@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Forward and backward pass of causal attention on the CPU, ours beside PyTorch's scaled_dot_product_attention, in turn.
+"""Forward and backward pass of causal attention on the CPU, compared with PyTorch's scaled_dot_product_attention, in alternating runs.
 
   bench/attention.py --python VENV/bin/python [--tokens 256,1024,4096] [--batch 4] [--threads 2] [--rounds 3]
 
-fp32, 12 heads of 64, queries, keys and values side by side in one array as a GPT-2 block leaves them, and their gradients so too.
-Medians over rounds of each run's median; PYTHON has torch.
+fp32, 12 heads of 64, queries, keys and values (and their gradients) packed in one array, as in a GPT-2 block.
+Prints medians over rounds of each run's median. --python must have torch.
 """
 import argparse, statistics, subprocess
 from pathlib import Path

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Whether two builds of the GPT-2 program train to the same bits: losses and norms of every step, over ranks, stages, precisions,
-# engines and tiers. For changes that are to change nothing: `bench/bits.sh OLD NEW [MODEL...]`; exits with 1 if a run differs.
-# RANKS='1 2' and ENGINES=threads in the environment take some of it.
+# Checks that two builds of the GPT-2 program train bit-identically: losses and norms of every step, over ranks, stages, precisions,
+# engines and tiers. For changes that must not change results: `bench/bits.sh OLD NEW [MODEL...]`; exits with 1 if a run differs.
+# RANKS='1 2' and ENGINES=threads in the environment select a subset.
 set -euo pipefail
 old=$(realpath "$1") new=$(realpath "$2")
 shift 2
@@ -47,8 +47,8 @@ for model in "${models[@]}"; do
           for tier in "${tiers[@]}"; do
             case="$model, $ranks $engine, stage $stage, $dtype, on disk: $tier"
             args=(--model "$model" --steps 3 --seq 32 --clip 1 --stage "$stage" --dtype "$dtype" --offload "$tier")
-            a=$(run "$old" old "$engine" "$ranks" "${args[@]}") || { echo "$case: OLD fails"; cat "$work"/old/log*; exit 2; }
-            b=$(run "$new" new "$engine" "$ranks" "${args[@]}") || { echo "$case: NEW fails"; cat "$work"/new/log*; exit 2; }
+            a=$(run "$old" old "$engine" "$ranks" "${args[@]}") || { echo "$case: OLD failed"; cat "$work"/old/log*; exit 2; }
+            b=$(run "$new" new "$engine" "$ranks" "${args[@]}") || { echo "$case: NEW failed"; cat "$work"/new/log*; exit 2; }
             runs=$((runs + 1))
             if [ "$a" != "$b" ] || [ -z "$a" ]; then
               odd=$((odd + 1))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Compares two revisions: seconds to build the main job (release) and a program of 20 lines on `ZeroEngine` (dev) from nothing, and the
-# time of a step. `bench/build.sh OLD NEW`; CRATES=1 prints the crates that took longest. Run nothing else meanwhile.
+# Compares two revisions: seconds of a clean build of the main job (release) and of a 20-line program on `ZeroEngine` (dev), and the time
+# per step. `bench/build.sh OLD NEW`; CRATES=1 prints the slowest crates. Run nothing else at the same time.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export CARGO_INCREMENTAL=0
@@ -70,7 +70,7 @@ for revision in "$1" "$2"; do
   crates=$(cd "$work/program" && cargo tree --edges normal --prefix none | sed 's/ (\*)$//' | sort -u | wc -l)
   (cd "$work/program" && CARGO_TARGET_DIR=$work/small-$revision cargo run --quiet)
   rm -rf "$work/small-$revision" "$work/program"
-  echo "$revision: main job $main s, program of 20 lines $small s, of $crates crates"
+  echo "$revision: main job $main s, 20-line program $small s, $crates crates"
   [ -z "${CRATES:-}" ] || python3 - "$work/main-$revision/cargo-timings/cargo-timing.html" <<'PYTHON'
 import json, re, sys
 

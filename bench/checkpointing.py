@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Activation checkpointing beside PyTorch's on the same model, in turn, as a table: what it costs in time and saves in memory.
+"""Compares activation checkpointing with PyTorch's on the same model, in alternating runs: its cost in time and its saving in memory.
 
   bench/checkpointing.py --venv DIR --zero target/release/zero [--model gpt2] [--seq 1024] [--batch 4] [--rounds 3] [--only ours]
 
 DIR is a virtual environment with torch and transformers. Both train GPT-2 without dropout, fp32, AdamW, in one process with two
-threads on the same random rows. What is offloaded goes to the disk of TMPDIR. Time is the median of a step after the first; memory the process's peak RSS. The peer is
-transformers' GPT2LMHeadModel with gradient_checkpointing_enable(use_reentrant=False) and PyTorch's fused attention (sdpa).
+threads on the same random rows. Offloaded inputs go to the disk of TMPDIR. Time is the median step after the first; memory is the process's peak RSS.
+The peer is transformers' GPT2LMHeadModel with gradient_checkpointing_enable(use_reentrant=False) and PyTorch's fused attention (sdpa).
 """
 import argparse, json, os, random, statistics, subprocess, tempfile
 from pathlib import Path

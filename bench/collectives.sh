@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# All-gather and reduce-scatter of 100 MB between two ranks: the threads engine, the MPI engine (Open MPI's mpirun), MPI's own
-# collectives and gloo, in turn, beside a plain copy of as many bytes, and the ratios to gloo and to MPI's own.
-#   bench/collectives.sh [PYTHON [TURNS]]      a python with torch, default python3; 5 turns
-# GB/s count the whole tensor once. Exit codes: 0; 1 if a run failed; 2 without torch or mpirun.
+# Measures all-gather and reduce-scatter of 100 MB between two ranks: the threads engine, the MPI engine (Open MPI's mpirun), MPI's own
+# collectives and gloo, in alternating runs. Also prints a plain copy of the same size, and the ratios to gloo and to MPI's own.
+#   bench/collectives.sh [PYTHON [TURNS]]      a Python with torch (default python3); 5 turns
+# GB/s count the full tensor once. Exit codes: 0; 1 if a run failed; 2 without torch or mpirun.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${1:-python3} turns=${2:-5}
-"$python" -c 'import torch.distributed' 2>/dev/null || { echo "error: $python has no torch: name one that has" >&2; exit 2; }
+"$python" -c 'import torch.distributed' 2>/dev/null || { echo "error: $python has no torch: pass a Python that has it" >&2; exit 2; }
 command -v mpirun >/dev/null || { echo 'error: mpirun is missing: apt-get install openmpi-bin' >&2; exit 2; }
 cargo build --release --quiet -p zero-core --features mpi --example process_rates
 results=$(mktemp) own=$(mktemp)

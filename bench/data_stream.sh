@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains on a file of tokens that is larger than memory is to be: `bench/data_stream.sh [GB]` (10) writes GB of random token ids
-# into the current folder's .data-stream, trains GPT-2 tiny on it, shuffled, and prints the highest memory of the process beside
-# that of the same run on a small file. Exits with 1 if the difference is a GiB or more.
+# Checks that memory does not grow with the size of the data: `bench/data_stream.sh [GB]` (default 10) writes GB of random token ids to
+# .data-stream in the current folder, trains GPT-2 tiny on it, shuffled, and prints the peak memory of the process and that of the same
+# run on a small file. Exits with 1 if the difference is 1 GiB or more.
 set -euo pipefail
 gb=${1:-10}
 work=.data-stream
@@ -26,7 +26,7 @@ for name in small large; do
   begin=$(date +%s)
   "$zero" train --model tiny --data "$work/$name.safetensors" --shuffle --batch 8 --steps 50 --ranks 2 --json \
     --out "$work/$name" >"$work/$name.json" 2>"$work/$name.log" || { cat "$work/$name.log"; exit 1; }
-  echo "$name: $(du -h --apparent-size "$work/$name.safetensors" | cut -f1), $(($(date +%s) - begin)) s in all"
+  echo "$name: $(du -h --apparent-size "$work/$name.safetensors" | cut -f1), $(($(date +%s) - begin)) s in total"
 done
 python3 - "$work" <<'PY'
 import json, sys

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The front for Burn 0.22 beside that for 0.21: the same GPT-2, rows and AdamW, in turn (old new old new ...), as a table.
+"""Compares training with Burn 0.22 and with Burn 0.21: the same GPT-2, rows and AdamW, in alternating runs (old new old new ...).
 
   cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features trainer --example gpt2)
   bench/fronts.py --python PYTHON [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
 
-PYTHON has torch and transformers; it makes the weights once, into --dir. Work is ranks:stage:rows of a step over all ranks; rows
-have 256 random tokens; ranks are threads, which share two CPUs. Speed is the median step, of which the first two do not count, seen from outside: the time from one step's line to the
-next, which covers all that a rank does or waits for. Memory is the peak RSS of the process.
-Losses of the two must agree: within 1e-6, in bf16 within 1 %, as gradients are added up in another type.
+PYTHON needs torch and transformers; it creates the weights once, in --dir. --work is ranks:stage:rows, with the rows per step of all
+ranks. Rows have 256 random tokens; ranks are threads that share two CPUs. Speed is the median step after the first two, measured from
+outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of the process.
+The losses of both must agree within 1e-6, in bf16 within 1 %, because gradients accumulate in another type.
 """
 import argparse, array, json, os, random, re, select, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -29,7 +29,7 @@ parser.add_argument("--old", type=Path, default=ROOT / "target/release/examples/
 parser.add_argument("--new", type=Path, default=ROOT / "zero-param/target/release/examples/gpt2")
 args = parser.parse_args()
 for program in (args.old, args.new):
-    program.is_file() or sys.exit(f"error: {program} is not there: build it as the head of this file says")
+    program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
 folder = args.dir / args.model
 weights(args.python, folder)
 

@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""Generation beside transformers, and with weights on a disk under a hard limit of memory, in turn, as a table.
+"""Compares generation with transformers, or measures it with weights on a disk under a hard memory limit.
 
   bench/generate.py --venv DIR --zero target/release/zero [--model gpt2] [--batches 1,8] [--new 64] [--rounds 3]
   bench/generate.py --venv DIR --zero ... --model gpt2-xl --limit-mib 2048 --swap DIR --new 6
   bench/generate.py --venv DIR --zero ... --model qwen2.5-32b --part 0.05 --limit-mib 8192 --swap DIR --new 6 --options='--quantize int4'
 
-DIR is a virtual environment with torch and transformers, as bench/peer.sh makes. Weights are random, made once into --dir.
-Both take two threads, fp32, the same prompts of 16 tokens, greedy, with a cache of keys and values. A token's time is the
-difference between a run of few and of many tokens over the difference of tokens: starting, loading and reading the prompts are
-not in it. With --limit-mib, the process is in a memory cgroup (root), parameters are kept in --swap, and tokens must be those of
-a run without a limit, if the model fits in this machine's memory; the disk's bandwidth is that of reading a file of 4 GiB in --swap around
-the page cache, on READERS threads, and the rate of a run is what its process read of disks for a token in a token's time. A Qwen2.5 has
-bfloat16 shards, of which --part is random and the rest holes (bench/random_llama.py); without it they take the disk whole.
+DIR is a virtual environment with torch and transformers, such as bench/peer.sh creates. Weights are random and are created once, in
+--dir. Both sides use two threads, fp32, the same prompts of 16 tokens, greedy decoding and a KV cache. The time per token is the
+difference between a run of many and a run of few tokens, divided by the difference in tokens, so it excludes startup, loading and the
+prompts. With --limit-mib, the process runs in a memory cgroup (needs root) and keeps parameters in --swap. Its tokens must equal those
+of a run without a limit, if the model fits in this machine's memory. The disk's bandwidth is measured by reading a 4 GiB file in --swap
+with READERS threads, bypassing the page cache; a run's rate is the bytes that its process reads from disks per token, divided by the
+time per token. Of each bfloat16 shard of a Qwen2.5, the fraction --part is random and the rest is a hole (bench/random_llama.py).
 """
 import argparse, json, mmap, os, resource, shutil, subprocess, sys, time
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +42,7 @@ parser.add_argument("--venv", type=Path, required=True)
 parser.add_argument("--zero", type=Path, required=True)
 parser.add_argument("--model", choices=[*SIZES, *random_llama.SIZES], default="gpt2")
 parser.add_argument("--dir", type=Path, default=Path("target/generate"))
-parser.add_argument("--batches", help="prompts at once [default: 1,8; with --limit-mib 1,16]")
+parser.add_argument("--batches", help="prompts per batch [default: 1,8; with --limit-mib 1,16]")
 parser.add_argument("--new", type=int, default=64)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--limit-mib", type=int)
@@ -51,7 +51,7 @@ parser.add_argument("--part", type=float, default=1.0)
 parser.add_argument("--options", default="", help="more options of zero generate, such as '--quantize int4'")
 args = parser.parse_args()
 if not args.zero.is_file():
-    sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
+    sys.exit(f"error: {args.zero} does not exist: build it with cargo build --release --bin zero")
 folder, python = args.dir / args.model, args.venv / "bin/python"
 if args.model in SIZES:
     weights(python, folder)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Trains a GPT-2 under a hard limit on the memory of the whole process (page cache included), with model state on a disk, and
-# prints each step's loss and time and the highest use of memory.
+# Trains a GPT-2 with model state on a disk under a hard limit on the memory of the process (including page cache). Prints the loss and
+# time of each step, and the peak memory.
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
 #   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
 #   bench/limited.sh 6144 gpt2-xl 1 /mnt/fast --seq 1024 --batch 8 --ranks 1 --memory 6GiB --lr 2e-6
-#   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example of that name)
-# The limit is a memory cgroup's (version 1 or 2), which takes root. Exit codes: the run's own; 2 without a cgroup.
+#   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example tiled_linear)
+# The limit is set by a memory cgroup (version 1 or 2), which needs root. Exit codes: those of the run; 2 without a cgroup.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 limit=${1:-6144} model=${2:-gpt2-xl} steps=${3:-5} swap=${4:-.}
@@ -51,6 +51,6 @@ for line in lines:
     step = json.loads(line)
     print(f"step {step['step']}: loss {step['loss']:.4f}, {step['step_ms'] / 1e3:.1f} s, "
           f"peak RSS {max(rank['peak_rss_bytes'] for rank in step['ranks']) >> 20} MiB")
-print(f"limit {limit} MiB, highest use of the cgroup {peak >> 20} MiB")
+print(f"limit {limit} MiB, peak memory of the cgroup {peak >> 20} MiB")
 PYTHON
 exit $status

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""LoRA beside whole fine-tuning, and beside PEFT with DeepSpeed ZeRO-3 and offload, on two CPUs, in turn, as a table.
+"""Compares LoRA with full fine-tuning, and with PEFT on DeepSpeed ZeRO-3 with offload, on two CPUs, in alternating runs.
 
   bench/lora.py --venv DIR --zero target/release/zero [--model gpt2] [--quantize nf4] [--rounds 3] [--only ours]
 
-DIR is a virtual environment with torch, transformers, peft and deepspeed. Weights are random, made once into --dir. All train GPT-2
-of the same size on the same random rows of SEQ tokens, one row a rank, 2 ranks of a thread each, stage 3, fp32, AdamW; LoRA of rank 8
-on c_attn. The peer offloads parameters and optimizer state to the host's memory, which on a CPU is where they are anyway.
-Speed is the median step after the first two: of ours by its own timer, of the peer the slowest rank's. Memory is the sum over
+DIR is a virtual environment with torch, transformers, peft and deepspeed. Weights are random and are created once, in --dir. All train
+GPT-2 of the same size on the same random rows of SEQ tokens: one row per rank, 2 ranks with one thread each, stage 3, fp32, AdamW, LoRA
+of rank 8 on c_attn. The peer offloads parameters and optimizer state to host memory, where they are on a CPU anyway.
+Speed is the median step after the first two: ours by its own timer, the peer's by its slowest rank. Memory is the sum over
 processes of the peak RSS over the RSS with everything imported (ours: just after the start).
 """
 import argparse, array, json, os, random, statistics, subprocess, sys, tempfile, time
@@ -21,15 +21,15 @@ parser.add_argument("--venv", type=Path, required=True)
 parser.add_argument("--zero", type=Path, required=True)
 parser.add_argument("--model", choices=SIZES, default="gpt2")
 parser.add_argument("--dir", type=Path, default=Path("target/lora"))
-parser.add_argument("--quantize", help="one more row: ours with the base in this format")
+parser.add_argument("--quantize", help="add a row: ours with the base quantized to this format")
 parser.add_argument("--seq", type=int, default=128)
 parser.add_argument("--steps", type=int, default=7)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--only", choices=["ours", "peer"])
-parser.add_argument("--no-whole", action="store_true", help="leave out the whole model, whose training takes 16 bytes a parameter")
+parser.add_argument("--no-whole", action="store_true", help="skip full fine-tuning, which takes 16 bytes per parameter")
 args = parser.parse_args()
 if not args.zero.is_file():
-    sys.exit(f"error: {args.zero} is not there: build it with cargo build --release --bin zero")
+    sys.exit(f"error: {args.zero} does not exist: build it with cargo build --release --bin zero")
 folder, python, ranks, warmup = args.dir / args.model, args.venv / "bin/python", 2, 2
 quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PATH": f"{args.venv / 'bin'}:{os.environ['PATH']}"}
 weights(python, folder)

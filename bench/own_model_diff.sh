@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The change from a plain Burn program to one on the trainer, with ranks, stages, resume, evaluation and report: the diff, and how
-# many lines it removes and adds.
+# Prints the diff from a plain Burn program to one on the trainer, with ranks, stages, resume, evaluation and report, and the number of
+# removed and added lines.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 code() { grep -v '^ *//' "$1" | sed 's#"\(\.\./\)*examples/data#"../data#; s#"\(\.\./\)*data#"../data#'; }

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""The main job (GPT-2 1.5B, fp32, 2 ranks at stage 3) with all of the optimizer's state on a disk, and with as much of it in memory as
-there is room for, in fp32 and with moments in bf16: seconds a step, in turn.
+"""Measures seconds per step of the main job (GPT-2 1.5B, fp32, 2 ranks at stage 3) with all optimizer state on a disk, and with as much
+of it in memory as fits, with moments in fp32 and in bf16, in alternating runs.
 
   bench/partial_offload.py --swap DIR [--rates 0,500] [--rounds 1] [--steps 4] [--model gpt2-xl] [--example BINARY] [options of the run]
 
-A rate holds the disk to so many MB/s in each direction, as root, by a control group (version 1 or 2); 0 leaves it as it is. The median
-is of the steps after the first, whose memory is fresh. With a rate the disk's share of those steps is told: of the time, in which a
-direction is at its rate (of each quarter of a second what went in the direction that had more, of what could have), and of what could
-have gone in the direction that had more on the whole.
+A rate above 0 limits the disk to that many MB/s in each direction, with a control group (version 1 or 2; needs root); 0 sets no limit.
+The median excludes the first step, which touches fresh memory. With a rate, two shares of the steps' time are printed:
+- how busy the disk was: for each quarter of a second, the bytes of the busier direction, relative to the limit
+- the total bytes of the direction with more traffic, relative to the limit
 """
 import argparse, json, os, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -46,7 +46,7 @@ class Throttle:
             else:
                 (self.group / "io.max").write_text(f"{number} rbps={rate} wbps={rate}")
         except OSError as error:
-            sys.exit(f"error: cannot hold the disk to a rate: {error}: run as root, or with --rates 0")
+            sys.exit(f"error: cannot limit the disk's rate: {error}: run as root, or with --rates 0")
 
     def moved(self):
         """Bytes read and written so far."""

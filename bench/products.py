@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""The products of a linear layer on the CPU, ours beside PyTorch's, in turn: result, gradient of x, gradient of the weight.
+"""Compares the matrix products of a linear layer on the CPU with PyTorch's, in alternating runs: result, gradients of x and of the weight.
 
   bench/products.py --python VENV/bin/python [--layers 256x768x2304,...] [--threads 2] [--rounds 3]
 
-fp32 and bf16, x of N x K and the weight of K x M, stored as a GPT-2 layer stores it. GFLOP/s: medians over rounds of each run's
-median; PYTHON has torch.
+fp32 and bf16, x of N x K and the weight of K x M, stored as in a GPT-2 layer. GFLOP/s are medians over rounds of each
+run's median. --python must have torch.
 """
 import argparse, statistics, subprocess
 from pathlib import Path

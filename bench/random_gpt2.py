@@ -1,4 +1,4 @@
-"""GPT-2 with random weights as a Hugging Face folder, without dropout: what the benchmarks here load where no weights are at hand."""
+"""Creates a GPT-2 with random weights and no dropout as a Hugging Face folder, for benchmarks without real weights."""
 import os, subprocess
 
 SIZES = {"mini": (6, 384, 6), "gpt2": (12, 768, 12), "gpt2-medium": (24, 1024, 16), "gpt2-large": (36, 1280, 20), "gpt2-xl": (48, 1600, 25)}

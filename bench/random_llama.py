@@ -1,6 +1,6 @@
-"""A Qwen2.5 with random weights in bfloat16 as a Hugging Face folder of one shard a layer, written without holding the model.
+"""Creates a Qwen2.5 with random bfloat16 weights as a Hugging Face folder with one shard per layer, without holding the model in memory.
 
-Disk: with `part` below 1, that part of each matrix is random and the rest are holes of the file, which read as zeros and take no space.
+With `part` below 1, that fraction of each matrix is random, and the rest is a hole in the file, which reads as zeros and takes no disk space.
 """
 import json, struct
 from pathlib import Path

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The stages side by side on this machine: runs the example at stages 0 to 3 in turn (0 1 2 3 0 1 2 3 ...) and prints the
-# README's table from the medians.
+# Compares the stages on this machine: runs the example at stages 0 to 3 in turn (0 1 2 3 0 1 2 3 ...) and prints a table
+# of the medians.
 #   bench/stages.sh [MODEL SEQ BATCH STEPS RANKS ROUNDS]      default: gpt2 128 1 6 2 3
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -29,5 +29,5 @@ for s, rs in by.items():
     peak = statistics.median(x["peak_rss_bytes"] for x in rs)
     print(f"| {s} | {speed[s]:.1f} | {speed[s] / speed[0]:.2f} | {mib(state)} | {state / formula:.3f} | {mib(r['wire_bytes_per_step'])} | {wire:.3f} | {mib(peak)} |")
 losses = {r["loss_last"] for r in runs}
-print(f"\nlast losses of all runs: {sorted(losses)}")
+print(f"\nfinal losses of all runs: {sorted(losses)}")
 PYTHON

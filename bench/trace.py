@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Adds up a trace of `gpt2_1_5b --trace FILE`: seconds per kind of operation, and how much communication was hidden.
+"""Summarizes a trace of `gpt2_1_5b --trace FILE`: seconds per kind of operation, and how much communication overlapped with compute.
 
     ./target/release/examples/gpt2_1_5b --model gpt2 --seq 256 --ranks 2 --stage 3 --steps 6 --trace trace.json
     bench/trace.py trace.json [--skip 2] [--gflops 190 --gbytes 55 --model gpt2 --seq 256 --batch 1]
 
-Times are per step and rank, without the time of spans inside a span, and without the first `--skip` steps. With the
-machine's measured rates (of one rank's threads), each kind gets its floor: operations over GFLOP/s, or bytes over GB/s.
+Times are per step and rank. They exclude nested spans and the first `--skip` steps. With the machine's measured rates
+(of one rank's threads), each kind gets a lower bound: operations / GFLOP/s, or bytes / GB/s.
 """
 import argparse, collections, json
 
@@ -82,7 +82,7 @@ def floors(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace")
-    parser.add_argument("--skip", type=int, default=2, help="steps at the beginning that do not count")
+    parser.add_argument("--skip", type=int, default=2, help="exclude this many first steps (default: 2)")
     parser.add_argument("--gflops", type=float, help="measured rate of matrix products of one rank's threads")
     parser.add_argument("--gbytes", type=float, help="measured memory bandwidth of one rank's threads")
     parser.add_argument("--model", choices=PRESETS, default="gpt2")
@@ -97,7 +97,7 @@ def main():
     starts = {r: sorted(b for name, span, b, *_ in every if span == "forward" and name.startswith(f"rank-{r}-compute")) for r in ranks}
     ends = {r: sorted(e for name, span, _, e, _ in every if span == "update" and name.startswith(f"rank-{r}-compute")) for r in ranks}
     if not ends or any(len(e) <= args.skip for e in ends.values()):
-        parser.error(f"the trace has {min(map(len, ends.values()), default=0)} steps, --skip leaves none")
+        parser.error(f"the trace has {min(map(len, ends.values()), default=0)} steps, and --skip excludes all of them")
     kinds, walls = collections.Counter(), []
     lines = []
     for r in ranks:
@@ -133,7 +133,7 @@ def main():
     if floor:
         total += f" {sum(floor.values()) * 1e3:.1f} | {wall / 1e6 / sum(floor.values()):.2f} |"
     print(total)
-    print("\n| rank | step, ms | communication, ms | hidden beside compute, ms | hidden | compute waited, ms |\n|---|---|---|---|---|---|")
+    print("\n| rank | step, ms | communication, ms | overlapped with compute, ms | hidden | compute waited, ms |\n|---|---|---|---|---|---|")
     print("\n".join(lines))
 
 

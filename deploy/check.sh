@@ -79,8 +79,8 @@ chmod +x "$work/bin/zero"
 launcher() {
     local code=0
     PATH=$work/bin:$PATH RUN=$work/run LAUNCHER_JOB=$1 CODE=$2 sh "$work/launcher" >"$work/log" 2>&1 || code=$?
-    [ "$code" = "$2" ] || fail "the launcher ended with $code, not $2"
-    [ "$(wc -l <"$work/run.calls")" = "$3" ] || fail "zero was called $(wc -l <"$work/run.calls") times, not $3"
+    [ "$code" = "$2" ] || fail "the launcher ended with exit code $code, expected $2"
+    [ "$(wc -l <"$work/run.calls")" = "$3" ] || fail "zero was called $(wc -l <"$work/run.calls") times, expected $3"
 }
 launcher a 1 1 # a failure is tried again,
 launcher a 2 2 # bad input
@@ -165,7 +165,7 @@ stop_slurm() {
     done
     return 0
 }
-start_slurm || fail 'Slurm does not start'
+start_slurm || fail 'cannot start Slurm'
 sinfo -N
 
 # In the place of `zero`. PLAN has a word for each attempt: the exit code of all ranks; `some`, of rank 1 alone, while the
@@ -196,12 +196,12 @@ job() {
     # shellcheck disable=SC2086 # options are words
     ZERO=$program RUN=$work/run timeout 120 sbatch ${options:-} --quiet --wait --chdir="$work" --output="$work/log" \
         "$here/slurm/zero.sbatch" "$@" || code=$?
-    [ "$code" = "$expected" ] || fail "the job ended with $code, not $expected"
-    [ "$(find "$logs" -name 'attempt-*' 2>/dev/null | wc -l)" = "$attempts" ] || fail "there are not $attempts attempts"
+    [ "$code" = "$expected" ] || fail "the job ended with exit code $code, expected $expected"
+    [ "$(find "$logs" -name 'attempt-*' 2>/dev/null | wc -l)" = "$attempts" ] || fail "expected $attempts attempts"
 }
 export PLAN GRACE=3 MAX_RESTARTS=2
 
-step 'slurm: the script as it is, on two nodes'
+step 'slurm: the unchanged script on two nodes'
 sbatch --test-only slurm/zero.sbatch
 PLAN='0' job "$work/stub" 0 1
 for rank in 0 1 2 3; do
@@ -211,21 +211,21 @@ done
 
 step 'slurm: a rank fails, and the next attempt does not'
 PLAN='75 0' job "$work/stub" 0 2 --model tiny
-grep -q 'train --model tiny ' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'arguments are not handed on'
+grep -q 'train --model tiny ' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'arguments are not passed on'
 grep -qx 'flight of 4' "$work/log" || fail 'flight records are not collected and read'
 
 step 'slurm: all attempts fail'
 PLAN='1 1 1 1' job "$work/stub" 1 3
 
-step 'slurm: bad input is not tried again, also where one rank alone says so'
+step 'slurm: bad input is not retried, even if only one rank reports it'
 PLAN='2 0' job "$work/stub" 2 1
 PLAN='some 0' job "$work/stub" 2 1
 
-step 'slurm: no program, no such wire-up'
+step 'slurm: missing program, unsupported PMI'
 PLAN='0' job "$work/nothing" 2 0 2>/dev/null
 PLAN='0' PMI=nothing job "$work/stub" 2 0 2>/dev/null
 
-step 'slurm: time is up, the job goes back into the queue and goes on'
+step 'slurm: at the time limit the job is requeued and resumes'
 rm -rf "$work/run"
 id=$(PLAN='wait 0' ZERO=$work/stub RUN=$work/run sbatch --parsable --chdir="$work" --output="$work/log" slurm/zero.sbatch)
 signalled=
@@ -246,11 +246,11 @@ done
 # A job that has ended is gone from the queue a little later than from the list.
 [ "$(scontrol show job "$id" | grep -oE 'JobState=\w+|Restarts=[0-9]+' | paste -sd' ')" = 'JobState=COMPLETED Restarts=1' ] ||
     fail "not requeued and completed: $(scontrol show job "$id")"
-[ -e "$work/run/logs/$id/attempt-1/rank-0.code" ] || fail 'there is no second turn'
-[ "$(find "$work/run" -name 'saved-*' | wc -l)" = 4 ] || fail 'not every rank was told to save'
-[ "$(cat "$work/run/logs/$id"/attempt-0/rank-*.code | sort -u)" = 138 ] || fail 'ranks did not end by USR1'
+[ -e "$work/run/logs/$id/attempt-1/rank-0.code" ] || fail 'there is no second attempt'
+[ "$(find "$work/run" -name 'saved-*' | wc -l)" = 4 ] || fail 'not every rank received the signal to save'
+[ "$(cat "$work/run/logs/$id"/attempt-0/rank-*.code | sort -u)" = 138 ] || fail 'not all ranks ended by USR1'
 
-step 'slurm: ranks that a signal has ended are not started again'
+step 'slurm: ranks that a signal ended are not restarted'
 PLAN='143 0' job "$work/stub" 143 1
 
 step 'slurm: ranks find each other'
@@ -271,9 +271,9 @@ mpicc -o "$work/ranks" "$work/ranks.c"
 # On a node by shared memory; across nodes by TCP: both nodes have this machine's name, and their ranks would take each
 # other's shared memory for their own.
 options='--nodes=1' job "$work/ranks" 0 1
-grep -qx 'rank 1 of 2, sum 1' "$work"/run/logs/*/attempt-0/rank-1.log || fail 'not on a node'
+grep -qx 'rank 1 of 2, sum 1' "$work"/run/logs/*/attempt-0/rank-1.log || fail 'ranks of one node do not find each other'
 OMPI_MCA_btl=self,tcp job "$work/ranks" 0 1
-grep -qx 'rank 3 of 4, sum 6' "$work"/run/logs/*/attempt-0/rank-3.log || fail 'not across nodes'
+grep -qx 'rank 3 of 4, sum 6' "$work"/run/logs/*/attempt-0/rank-3.log || fail 'ranks of different nodes do not find each other'
 grep '^attempt 0:' "$work/log"
 
 if [ -n "$zero" ]; then
@@ -292,8 +292,8 @@ if [ -n "$zero" ]; then
     options='--nodes=1 --ntasks-per-node=2 --cpus-per-task=1' job "$zero" 0 2 \
         --model tiny --data "$work/text" --stage 3 --steps 250 --seq 16 --batch 1
     wait
-    [ "$(wc -l <"$work/run/metrics.jsonl")" = 250 ] || fail 'metrics.jsonl has not 250 steps'
-    grep -h 'resumes from .*, step [12]00,' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'it began again'
+    [ "$(wc -l <"$work/run/metrics.jsonl")" = 250 ] || fail 'metrics.jsonl does not have 250 steps'
+    grep -h 'resumes from .*, step [12]00,' "$work"/run/logs/*/attempt-1/rank-0.log || fail 'the run did not resume from a checkpoint'
 
     step 'slurm: zero with bad input'
     options='--nodes=1 --ntasks-per-node=2 --cpus-per-task=1' job "$zero" 2 1 --model tiny --data "$work/nothing"

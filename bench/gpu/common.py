@@ -83,7 +83,7 @@ def listed(allowed, convert=str):
         names = [name.strip() for name in text.split(",") if name.strip()]
         wrong = [name for name in names if name not in map(str, allowed)]
         if wrong or not names:
-            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(map(str, allowed))}, with commas")
+            raise argparse.ArgumentTypeError(f"{text!r}: expected some of {', '.join(map(str, allowed))}, separated by commas")
         return [convert(name) for name in names]
 
     return parse
@@ -116,7 +116,7 @@ def write_rows(path, ids, seq):
     not used. Returns the number of rows."""
     rows = len(ids) // seq
     if rows == 0:
-        raise BadInput(f"{len(ids)} tokens make no row of {seq}: use a longer text or a smaller --seq")
+        raise BadInput(f"{len(ids)} tokens are too few for a row of {seq}: use a longer text or a smaller --seq")
     data = array.array("H", ids[: rows * seq])
     if sys.byteorder == "big":
         data.byteswap()
@@ -152,9 +152,9 @@ def read_rows(path):
             raise ValueError("it ends too early")
         ids.frombytes(body[begin:end])
         if len(ids) != rows * seq or rows == 0:
-            raise ValueError("its length is not that of its shape")
+            raise ValueError("its length does not match its shape")
     except (ValueError, KeyError, TypeError, EOFError) as error:
-        raise BadInput(f"{path} is no safetensors file with an integer tensor input_ids [rows, T] ({error}): "
+        raise BadInput(f"{path} is not a safetensors file with an integer tensor input_ids [rows, T] ({error}): "
                        "make one with bench/gpu/make_rows.py") from None
     if sys.byteorder == "big":
         ids.byteswap()
@@ -191,14 +191,14 @@ class Smi:
         self.process = None
         program = shutil.which("nvidia-smi")
         if program is None:
-            self.missing = "nvidia-smi is not there"
+            self.missing = "nvidia-smi not found"
             return self
         command = [program, "-i", "0", f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits",
                    "-lms", str(self.every_ms)]
         try:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         except OSError as error:
-            self.missing = f"nvidia-smi does not start: {error.strerror}"
+            self.missing = f"cannot start nvidia-smi: {error.strerror}"
             return self
         self.thread = threading.Thread(target=self._read, name="nvidia-smi")
         self.thread.start()
@@ -254,7 +254,7 @@ def machine():
     gpu = first_line("nvidia-smi", "-i", "0", "--query-gpu=name,driver_version,memory.total,power.limit,clocks.max.sm",
                      "--format=csv,noheader") if shutil.which("nvidia-smi") else None
     found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return {"gpu": gpu or "none that nvidia-smi tells of", "cpu": found[1] if found else "unknown",
+    return {"gpu": gpu or "none reported by nvidia-smi", "cpu": found[1] if found else "unknown",
             "cores": len(os.sched_getaffinity(0)), "load": f"{os.getloadavg()[0]:.2f}"}
 
 
@@ -264,7 +264,7 @@ def program(path):
     """The path of an executable, absolute."""
     found = Path(path)
     if not found.is_file():
-        raise BadInput(f"{path} is not there: build it (bench/gpu/README.md), or name another with --ours")
+        raise BadInput(f"{path} does not exist: build it (bench/gpu/README.md), or name another with --ours")
     if not os.access(found, os.X_OK):
         raise BadInput(f"{path} cannot be executed: chmod +x {path}")
     return found.resolve()
@@ -281,7 +281,7 @@ def watched(command, timeout, look=None, env=None):
             process = subprocess.Popen([str(part) for part in command], stdout=stdout, stderr=stderr, env=env,
                                        start_new_session=True)
         except OSError as error:
-            raise BadInput(f"{command[0]} does not start: {error.strerror}") from None
+            raise BadInput(f"cannot start {command[0]}: {error.strerror}") from None
         late = False
         try:
             while process.poll() is None:
@@ -412,7 +412,7 @@ def json_lines(path):
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise BadInput(f"{path} has a line that is no JSON ({error}): expected what --out wrote") from None
+        raise BadInput(f"{path} has a line that is not JSON ({error}): expected a file written by --out") from None
 
 
 class Record:

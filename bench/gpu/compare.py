@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Ours and PyTorch on the same work on one GPU, in turn (pairs, several rounds), as tables: tokens/s, MFU, memory, ratios.
+"""Compares ours with PyTorch on the same work on one GPU, in pairs over several rounds: tokens/s, MFU, memory and ratios.
 
     bench/gpu/compare.py --ours target/release/examples/gpt2_1_5b --data rows-1024.safetensors --model gpt2-xl --batch 8
 
-What is the same for both: the model's shape and number of parameters, no dropout, no recomputation of activations, the
-token rows in their order, rows per micro-batch, micro-batches per step, AdamW's settings, learning rate. What PyTorch runs
-is in torch_gpt2.py: `autocast` (a) and `master` (b), each also with torch.compile (`+compile` the whole model, `+blocks` each
-block). The ratio that counts has the faster of (a) and (b) below it; a compiled one is told beside it.
-What ours does more: the gradient's norm, the check for overflow, and the loss read by the host, in every step.
+Both have the same model shape and number of parameters, no dropout, no activation checkpointing, the same token rows in
+the same order, rows per micro-batch, micro-batches per step, AdamW's settings, learning rate. torch_gpt2.py
+has PyTorch's variants: `autocast` (a) and `master` (b), each also with torch.compile (`+compile` the whole model, `+blocks` each
+block). The main ratio is to the faster of (a) and (b); the ratio to compiled variants is printed too.
+In every step, ours also computes the gradient norm, checks for overflow, and reads the loss back to the host.
 
-Speed: of the steps after the warm-up. Ours is the mean time between lines of metrics.jsonl, by the kernel's stamps, which
-has everything that a step does and waits for; PyTorch's is the median between two events on the GPU (on a CPU, the host's clock).
-A ratio is that of two runs next to each other; which one goes first changes with the round. After the first round only the
-fastest of (a), (b) and the fastest of all go on, unless --all-rounds.
-Memory: `taken` is what the driver says is taken of the GPU, by contexts and libraries too, at most in the run (ours) or at
-its end (PyTorch, whose allocator gives nothing back); `held` is what tensors held (ours rank 0's at the ends of steps, PyTorch's
-at its peak); `nvidia-smi` is the highest that it told of.
-Exit codes: 0; 1 if a run failed, the sides were unequal, or the ratio is below --floor; 2 for bad arguments.
+Speed: measured after the warm-up. Ours is the mean time between lines of metrics.jsonl, by the kernel's timestamps, which
+includes all work and waiting of a step; PyTorch's is the median between two events on the GPU (on a CPU, the host's clock).
+Ratios compare two consecutive runs; the order alternates between rounds. After the first round, only the faster of (a) and
+(b) and the fastest variant run again, unless --all-rounds is given.
+Memory: `taken` is the GPU memory in use according to the driver, including contexts and libraries: the maximum of the run
+(ours) or the value at its end (PyTorch, whose allocator returns nothing); `held` is the memory of tensors (ours: rank 0 at the
+ends of steps; PyTorch: its peak); `nvidia-smi` is the maximum that it reported.
+Exit codes: 0; 1 if a run failed, the two sides did different work, or the ratio is below --floor; 2 for bad arguments.
 """
 
 import argparse
@@ -43,37 +43,37 @@ DEFAULTS = {"bf16": "autocast,master,autocast+compile", "fp32": "fp32,tf32"}
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", required=True, metavar="FILE", help="the built example gpt2_1_5b")
-    parser.add_argument("--data", required=True, metavar="FILE", help="rows of both (make_rows.py)")
-    parser.add_argument("--backend", choices=BACKENDS, default="cuda", help="ours (default: cuda)")
-    parser.add_argument("--device", choices=["cuda", "cpu"], help="PyTorch's (default: cuda, or cpu with --backend cpu)")
-    parser.add_argument("--python", default=sys.executable, help="the Python that has PyTorch (default: this one)")
+    parser.add_argument("--data", required=True, metavar="FILE", help="token rows for both (make_rows.py)")
+    parser.add_argument("--backend", choices=BACKENDS, default="cuda", help="backend of ours (default: cuda)")
+    parser.add_argument("--device", choices=["cuda", "cpu"], help="device of PyTorch (default: cuda, or cpu with --backend cpu)")
+    parser.add_argument("--python", default=sys.executable, help="a Python with PyTorch (default: this one)")
     parser.add_argument("--model", choices=PRESETS, default="gpt2-xl")
-    parser.add_argument("--batch", type=at_least(1), default=8, help="rows per micro-batch, of all ranks (default: 8)")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="rows per micro-batch over all ranks (default: 8)")
     parser.add_argument("--accumulation", type=at_least(1), default=1)
     parser.add_argument("--dtype", choices=VARIANTS, default="bf16")
-    parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ours (default: 0)")
-    parser.add_argument("--ranks", type=at_least(1), default=1, help="ours, sharing the GPU (default: 1)")
-    parser.add_argument("--threads", type=at_least(1), help="compute threads, of ours per rank, and of PyTorch on a CPU")
-    parser.add_argument("--variants", metavar="LIST", help=f"with commas; bf16: {', '.join(VARIANTS['bf16'])} (default: "
+    parser.add_argument("--stage", type=int, choices=range(4), default=0, help="ZeRO stage of ours (default: 0)")
+    parser.add_argument("--ranks", type=at_least(1), default=1, help="ranks of ours, which share the GPU (default: 1)")
+    parser.add_argument("--threads", type=at_least(1), help="compute threads: per rank for ours, and of PyTorch on a CPU")
+    parser.add_argument("--variants", metavar="LIST", help=f"PyTorch's variants, separated by commas; bf16: {', '.join(VARIANTS['bf16'])} (default: "
                         f"{DEFAULTS['bf16']}); fp32: {', '.join(VARIANTS['fp32'])} (default: {DEFAULTS['fp32']})")
     parser.add_argument("--impl", choices=["auto", "transformers", "plain"], default="auto", help="PyTorch's model")
     parser.add_argument("--rounds", type=at_least(1), default=3, help="default: 3")
-    parser.add_argument("--all-rounds", action="store_true", help="every variant in every round")
+    parser.add_argument("--all-rounds", action="store_true", help="run every variant in every round")
     parser.add_argument("--steps", type=at_least(3), default=25, help="default: 25")
-    parser.add_argument("--warmup", type=at_least(1), default=5, help="first steps that do not count (default: 5)")
+    parser.add_argument("--warmup", type=at_least(1), default=5, help="exclude this many first steps (default: 5)")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--peak-tflops", type=float, default=common.PEAK_TFLOPS,
-                        help=f"of the GPU in this type, for MFU (default: {common.PEAK_TFLOPS}, dense bf16)")
-    parser.add_argument("--floor", type=float, help="exit code 1 if ours / PyTorch is below")
-    parser.add_argument("--timeout", type=at_least(1), default=300, metavar="SECONDS", help="of one run (default: 300)")
-    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then: no pair is begun that would end later")
-    parser.add_argument("--out", metavar="FILE", help="every run as a JSON line")
+                        help=f"peak of the GPU in this type, for MFU (default: {common.PEAK_TFLOPS}, dense bf16)")
+    parser.add_argument("--floor", type=float, help="exit with code 1 if ours / PyTorch is below this ratio")
+    parser.add_argument("--timeout", type=at_least(1), default=300, metavar="SECONDS", help="limit of one run (default: 300)")
+    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="total limit: start no pair that would end later")
+    parser.add_argument("--out", metavar="FILE", help="write every run as a JSON line")
     args = parser.parse_args()
     args.device = args.device or ("cpu" if args.backend == "cpu" else "cuda")
     if args.warmup + 2 > args.steps:
         raise common.BadInput(f"--warmup {args.warmup} leaves too few of {args.steps} steps: at least 2 must count")
     if args.batch % args.ranks:
-        raise common.BadInput(f"--batch {args.batch} rows are not to be shared by {args.ranks} ranks: use a multiple")
+        raise common.BadInput(f"--batch {args.batch} rows cannot be split over {args.ranks} ranks: use a multiple")
     try:
         args.variants = common.listed(VARIANTS[args.dtype])(args.variants or DEFAULTS[args.dtype])
     except argparse.ArgumentTypeError as error:
@@ -144,7 +144,7 @@ def one(args, who, binary, begin):
         print(f"  {who}: FAILED: {result['error']}", flush=True)
     else:
         print(f"  {who}: {result['tokens_per_second']:,.0f} tokens/s, {result['step_ms']:.1f} ms a step, loss "
-              f"{result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, {result['wall_s']:.0f} s in all", flush=True)
+              f"{result['losses'][0]:.4f} to {result['losses'][-1]:.4f}, {result['wall_s']:.0f} s in total", flush=True)
     return result
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Makes the token rows if they are not there, and runs compare.py, whose options follow (compare.py --help):
-#   bench/gpu/compare.sh target/release/examples/gpt2_1_5b [SEQ] [OPTIONS...]         SEQ: tokens a row, default 1024
-# Rows of GPT-2's tokens where the crate tiktoken-rs is on the machine (it is where ours was built), else of bytes; in
-# ROWS, default target/gpu/rows-SEQ.safetensors. PYTHON names the Python that has PyTorch, default python3.
+# Creates the token rows if they do not exist, and runs compare.py with the given options (see compare.py --help):
+#   bench/gpu/compare.sh target/release/examples/gpt2_1_5b [SEQ] [OPTIONS...]         SEQ: tokens per row, default 1024
+# Rows have GPT-2's tokens if the crate tiktoken-rs is on the machine (it is where ours was built), else bytes. They are stored in
+# ROWS (default target/gpu/rows-SEQ.safetensors). PYTHON is a Python with PyTorch (default python3).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 if (($# == 0)) || [[ $1 = -h || $1 = --help ]]; then

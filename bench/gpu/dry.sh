@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What a GPU would be given, on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
-# nothing (dry/driver.c) checks and counts it. The compiler is fetched from PyPI once, to the target directory.
-#   bench/gpu/dry.sh kernels [--accept]  compiles every kernel of ours, and compares what each takes with dry/kernels.txt
-#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; xl), counts what a step asks of the GPU,
-#                                        and compares with bounds (dry/steps.py). STUB=: Burn's products are compiled too.
-#                                        --start: times the first step too, with and without kept kernels. PROGRAM=FILE: of this build
-#   bench/gpu/dry.sh run COMMAND...      any program there; DRY_OUT and other settings as in dry/driver.c
-# --accept writes down what came instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
+# Checks the work for a GPU on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
+# nothing (dry/driver.c) checks and counts it. The compiler is downloaded from PyPI once, into the target directory.
+#   bench/gpu/dry.sh kernels [--accept]  compiles all our kernels, and compares their resources with dry/kernels.txt
+#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; xl), counts the GPU operations of a step,
+#                                        and compares them with bounds (dry/steps.py). STUB=: compiles Burn's products too.
+#                                        --start: also times the first step, with and without cached kernels. PROGRAM=FILE: uses this build
+#   bench/gpu/dry.sh run COMMAND...      runs any program with this driver; for DRY_OUT and other settings see dry/driver.c
+# --accept stores the results instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 root=$(cd "$here/../.." && pwd)
@@ -66,7 +66,7 @@ kernels() {
     jobs+=($!)
   done
   for job in "${!jobs[@]}"; do
-    wait "${jobs[$job]}" || { head -c 20000 "$work/kernels/$job.log"; echo "a kernel does not compile: see above, or $work/kernels/$job.log"; exit 1; }
+    wait "${jobs[$job]}" || { head -c 20000 "$work/kernels/$job.log"; echo "cannot compile a kernel: see above, or $work/kernels/$job.log"; exit 1; }
   done
   python3 "$here/dry/kernels.py" --ptxas "$CUDA_PATH/bin/ptxas" --table "$here/dry/kernels.txt" "$@" "$work"/kernels/?/
 }
@@ -78,19 +78,19 @@ steps() {
   [[ -n ${PROGRAM:-} ]] || cargo build "${devices[@]}" --example gpt2_1_5b --quiet
   told=$(DRY_DEVICES=0 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
   if [[ $code != 2 || $told != *'the NVIDIA driver shows no GPU'* ]]; then
-    echo "a driver without a GPU: expected exit code 2 and that it shows none, got $code: $told"
+    echo "a driver without a GPU: expected exit code 2 and a message about the missing GPU, got $code: $told"
     exit 1
   fi
   # What others have taken of the memory is not known before: a tensor that has no room ends the run.
   code=0
   told=$(DRY_TAKEN=84900000000 DRY_STUB=matmul_ "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 --out "$work/steps/none" 2>&1) || code=$?
-  if [[ $code != 2 || $told != *'the device is out of memory ('*' MiB more were asked for'* ]]; then
-    echo "a device without room: expected exit code 2 and what would help, got $code: $told"
+  if [[ $code != 2 || $told != *'the device is out of memory ('*' MiB more were requested'* ]]; then
+    echo "a device without free memory: expected exit code 2 and a remedy, got $code: $told"
     exit 1
   fi
   code=0
   told=$(DRY_VERSION=12080 "$here/dry.sh" run "$program" --backend cuda --model tiny --steps 1 2>&1) || code=$?
-  if [[ $code != 2 || $told != *'the NVIDIA driver takes at most 12.8'* ]]; then
+  if [[ $code != 2 || $told != *'the NVIDIA driver supports at most 12.8'* ]]; then
     echo "a compiler newer than the driver: expected exit code 2 and both versions, got $code: $told"
     exit 1
   fi
@@ -108,7 +108,7 @@ steps() {
   code=0
   told=$(DRY_DEVICES=2 "$here/dry.sh" run "$program" --backend cuda --model tiny --ranks 2 --steps 1 --out "$work/steps/none" 2>&1) || code=$?
   if [[ $code != 2 || $told != *'2 ranks that are threads of one process cannot use 2 NVIDIA GPUs: start one process for each GPU'* ]]; then
-    echo "threads on several GPUs: expected exit code 2 and what to do instead, got $code: $told"
+    echo "threads on several GPUs: expected exit code 2 and a remedy, got $code: $told"
     exit 1
   fi
   DRY_STUB=${STUB-matmul_} python3 "$here/dry/steps.py" --run "$here/dry.sh run" --program "$program" --work "$work/steps" "$@"

@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# Sourced by the other scripts: where CUDA, NCCL and a Python with PyTorch are. Sets CUDA_PATH, LD_LIBRARY_PATH and PYTHON
-# where they are not set, and changes nothing else; `gpu_environment` prints what was found.
+# Sourced by the other scripts: finds CUDA, NCCL and a Python with PyTorch. Sets CUDA_PATH, LD_LIBRARY_PATH and PYTHON
+# if they are unset, and changes nothing else; `gpu_environment` prints the results.
 
 PYTHON=${PYTHON:-$(command -v python3 || true)}
 if [[ -z ${CUDA_PATH:-} ]]; then
@@ -57,7 +57,7 @@ gpu_environment() {
     nvidia-smi --query-gpu=name,driver_version,memory.total,memory.used,clocks.sm,clocks.max.sm,power.limit --format=csv,noheader |
       sed 's/^/GPU           /'
   else
-    echo "GPU           nvidia-smi is not there"
+    echo "GPU           nvidia-smi not found"
   fi
   echo "CUDA_PATH     ${CUDA_PATH:-not found}"
   local library

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Adds up the kernels of a profile: time by kernel, and how near the slowest ones come to the GPU's speed of light.
+"""Summarizes the kernels of a profile: time per kernel, and how close the slowest ones come to the GPU's speed of light.
 
-    bench/gpu/kernels.py --ncu ncu.csv --steps 3          what `ncu --csv --page raw|details` wrote
-    bench/gpu/kernels.py --nsys kernels.csv --steps 3     what `nsys stats --report cuda_gpu_kern_sum --format csv` wrote
-    bench/gpu/kernels.py --cubecl cubecl.log --steps 3    CubeCL's own log (profiling at the level medium): times only
+    bench/gpu/kernels.py --ncu ncu.csv --steps 3          output of `ncu --csv --page raw|details`
+    bench/gpu/kernels.py --nsys kernels.csv --steps 3     output of `nsys stats --report cuda_gpu_kern_sum --format csv`
+    bench/gpu/kernels.py --cubecl cubecl.log --steps 3    CubeCL's own log (profiling level medium): times only
 
-Of ncu's launches only the last whole step is counted, where the launches repeat from step to step; else all are divided by
---steps. Figures of several launches of a kernel are means weighted by their time.
-Exit codes: 0; 1 when there is nothing in the file; 2 for bad arguments.
+If ncu's launches repeat from step to step, only the last complete step counts; otherwise all launches are divided by --steps.
+Figures for several launches of a kernel are means weighted by time.
+Exit codes: 0; 1 when the file has no kernels; 2 for bad arguments.
 """
 
 import argparse
@@ -187,9 +187,9 @@ def main():
     source.add_argument("--ncu", metavar="FILE")
     source.add_argument("--nsys", metavar="FILE")
     source.add_argument("--cubecl", metavar="FILE")
-    parser.add_argument("--steps", type=at_least(1), required=True, help="steps that were profiled")
-    parser.add_argument("--top", type=at_least(1), default=25, help="kernels in the table (default: 25)")
-    parser.add_argument("--step-ms", type=float, metavar="MS", help="what a step takes without a profiler, to tell how long the GPU is idle")
+    parser.add_argument("--steps", type=at_least(1), required=True, help="number of profiled steps")
+    parser.add_argument("--top", type=at_least(1), default=25, help="rows of the table (default: 25)")
+    parser.add_argument("--step-ms", type=float, metavar="MS", help="time of a step without a profiler, to compute the GPU's idle time")
     args = parser.parse_args()
     path = args.ncu or args.nsys or args.cubecl
     try:
@@ -203,7 +203,7 @@ def main():
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     if not kernels:
-        print(f"error: no kernel's time is in {path}", file=sys.stderr)
+        print(f"error: {path} has no kernel times", file=sys.stderr)
         return 1
     print_tables(kernels, how, args.top, args.step_ms)
     return 0

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Makes token rows that ours and PyTorch both read: a safetensors file with `input_ids` [rows, T], without a download.
+"""Writes token rows that ours and PyTorch both read, without a download: a safetensors file with `input_ids` [rows, T].
 
     bench/gpu/make_rows.py --seq 1024 --bpe ~/.cargo/registry/src/*/tiktoken-rs-*/assets/r50k_base.tiktoken rows.safetensors
 
-With --bpe FILE (a table in tiktoken's format, such as the one in the crate tiktoken-rs), GPT-2's own tokens; the text must
-then be ASCII, where Python's `re` splits words as GPT-2 does. Without, a token per byte (ids 0 to 255): the work of a step
-is the same, but few tokens are drawn. With --random N, N rows drawn evenly from the whole vocabulary, of no text.
+With --bpe FILE (a table in tiktoken's format, such as the one in the crate tiktoken-rs), rows have GPT-2's own
+tokens; the text must then be ASCII, because only there Python's `re` splits words as GPT-2 does. Without --bpe, each byte is a
+token (ids 0 to 255): a step does the same work, but with few different tokens. With --random N, writes N rows of uniformly
+random tokens from the full vocabulary.
 """
 
 import argparse
@@ -29,7 +30,7 @@ def read_ranks(path):
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise BadInput(f"{path} is no table in tiktoken's format ({error}): expected base64 and an id on each line") from None
+        raise BadInput(f"{path} is not a tiktoken table ({error}): expected base64 and an id on each line") from None
 
 
 def merged(word, ranks):
@@ -62,16 +63,16 @@ def encode(text, ranks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("out", type=Path, help="the file to write; its name must end in .safetensors")
+    parser.add_argument("out", type=Path, help="output file; its name must end in .safetensors")
     parser.add_argument("--seq", type=at_least(2), default=1024, help="tokens per row (default: 1024)")
     parser.add_argument("--text", type=Path, default=TEXT, help="default: examples/data/tinyshakespeare.txt")
-    parser.add_argument("--bpe", type=Path, metavar="FILE", help="GPT-2's table of tokens, r50k_base.tiktoken")
-    parser.add_argument("--random", type=at_least(1), metavar="N", help="N rows of random tokens instead of a text")
+    parser.add_argument("--bpe", type=Path, metavar="FILE", help="GPT-2's token table, r50k_base.tiktoken")
+    parser.add_argument("--random", type=at_least(1), metavar="N", help="write N rows of random tokens instead of a text")
     args = parser.parse_args()
     if args.out.suffix != ".safetensors":
-        raise BadInput(f"{args.out}: the name must end in .safetensors, by which ours knows it")
+        raise BadInput(f"{args.out}: the name must end in .safetensors; ours detects the format by it")
     if args.random and args.bpe:
-        raise BadInput("--random draws tokens and --bpe reads a text: leave one out")
+        raise BadInput("--random and --bpe exclude each other: remove one")
     if args.random:
         source, kind = random.Random(0), "random tokens"
         ids = [source.randrange(VOCABULARY) for _ in range(args.random * args.seq)]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Memory of the device at every stage, with 1 rank and with 2 that share it, and whether it grows after step 3.
+"""Measures device memory at every stage, with 1 rank and with 2 ranks that share the device, and checks that it stops growing after step 3.
 
     bench/gpu/memory.py --ours target/release/examples/gpt2_1_5b --backend cuda --model gpt2 --dtype fp32
 
-Per run: what rank 0's tensors hold at the ends of steps (`device_bytes_in_use`) beside ZeRO's formula for its model state,
-what is taken of the device (`device_bytes_reserved`: on an NVIDIA GPU by all its users, on others by rank 0), and the most
-that nvidia-smi told of, asked all the while. Then the curves.
-A run fails when `device_bytes_reserved` of any step after the third is above that of the third, or nvidia-smi's figure is
-above its first one after the third step (--settled, --tolerance-mib). Another user of the GPU makes it fail too.
-Exit codes: 0; 1 when memory grew, a run failed or was not run; 2 for bad arguments.
+For each run: the memory of rank 0's tensors at the ends of steps (`device_bytes_in_use`) next to ZeRO's formula for its model
+state, the used device memory (`device_bytes_reserved`: on an NVIDIA GPU of all processes, on others of rank 0), and the maximum
+that nvidia-smi reported while polled. Then the curves.
+A run fails if `device_bytes_reserved` of any step after the third exceeds that of the third, or if nvidia-smi's value exceeds its
+first one after the third step (--settled, --tolerance-mib). Another process on the GPU can make a run fail too.
+Exit codes: 0; 1 when memory grew, a run failed or was skipped; 2 for bad arguments.
 """
 
 import argparse
@@ -33,14 +33,14 @@ def parse_arguments():
     parser.add_argument("--batch", type=at_least(1), default=2, help="rows per rank (default: 2)")
     parser.add_argument("--seq", type=at_least(2), default=128, help="default: 128")
     parser.add_argument("--data", metavar="FILE", help="default: the program's own text")
-    parser.add_argument("--tolerance-mib", type=float, default=0.0, help="growth that is allowed (default: 0)")
-    parser.add_argument("--poll-ms", type=at_least(20), default=100, help="between nvidia-smi's figures (default: 100)")
-    parser.add_argument("--timeout", type=at_least(1), default=240, metavar="SECONDS", help="of one run (default: 240)")
-    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then; what was not run fails")
-    parser.add_argument("--out", metavar="FILE", help="every run's curve as a JSON line")
+    parser.add_argument("--tolerance-mib", type=float, default=0.0, help="allowed growth (default: 0)")
+    parser.add_argument("--poll-ms", type=at_least(20), default=100, help="polling interval of nvidia-smi (default: 100)")
+    parser.add_argument("--timeout", type=at_least(1), default=240, metavar="SECONDS", help="limit of one run (default: 240)")
+    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="total limit; runs that do not start in time fail")
+    parser.add_argument("--out", metavar="FILE", help="write every run's curve as a JSON line")
     args = parser.parse_args()
     if args.settled >= args.steps:
-        raise BadInput(f"--settled {args.settled} leaves no step of {args.steps} to look at")
+        raise BadInput(f"--settled {args.settled} leaves no step of {args.steps} to check")
     if args.seq > PRESETS[args.model][3]:
         raise BadInput(f"--seq {args.seq} is more than {args.model}'s {PRESETS[args.model][3]} positions")
     return args
@@ -130,9 +130,9 @@ def main():
               "nvidia-smi, most", f"no growth after step {args.settled}"], rows)
     print_curves(args, runs)
     if missing:
-        print(f"nvidia-smi was not heard: {missing}")
+        print(f"nvidia-smi gave no values: {missing}")
     elif runs:
-        print(f"nvidia-smi was heard {min(run['smi_after_settled'] for run in runs.values())} times or more after step "
+        print(f"nvidia-smi gave values {min(run['smi_after_settled'] for run in runs.values())} times or more after step "
               f"{args.settled} of each run")
     print(f"{len(rows) - failed} of {len(rows)} hold")
     return 1 if failed else 0

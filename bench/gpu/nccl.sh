@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Runs zero-core's example nccl_check on one GPU: the checks with a world of one, and the ways in which a start can go wrong,
-# each of which must end in its time with its exit code and a message.
+# Runs zero-core's example nccl_check on one GPU: the checks with world size 1, and all ways in which a start can fail.
+# Each failure must end in time, with the expected exit code and message.
 #   bench/gpu/nccl.sh BINARY [MIB]         MIB: size for the rates, default 256
-# The example's own codes: 0 all is well, 1 a check failed, 2 something has to be set up differently, 75 another rank is late.
-# Exit codes: 0; 1 when a case ended otherwise; 2 for bad arguments.
+# Exit codes of the example: 0 success, 1 a check failed, 2 the setup must be changed, 75 another rank is late.
+# Exit codes: 0; 1 when a case ended differently; 2 for bad arguments.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 if (($# < 1)) || [[ $1 = -h || $1 = --help ]]; then
@@ -28,7 +28,7 @@ judge() {
   if [[ $2 != "$4" ]] || ! grep -qE -- "$3" "$output"; then
     word=FAILED failed=$((failed + 1))
   fi
-  printf '%-6s %-52s exit code %s (expected %s, saying "%s"), %s s\n' "$word" "$1" "$4" "$2" "$3" "$5"
+  printf '%-6s %-52s exit code %s (expected %s, with "%s"), %s s\n' "$word" "$1" "$4" "$2" "$3" "$5"
   sed 's/^/         /' "$output"
 }
 
@@ -42,21 +42,21 @@ expect() {
 
 expect "one rank, no environment" 0 "abort at the deadline" 120 "$binary" "$size"
 expect "one rank, as torchrun sets it" 0 "abort at the deadline" 120 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$binary" 8
-expect "an argument that is no number" 2 "expected a number" 20 "$binary" many
-expect "RANK is no number" 2 "RANK: expected" 20 env RANK=x WORLD_SIZE=2 "$binary"
+expect "an argument that is not a number" 2 "expected a number" 20 "$binary" many
+expect "RANK is not a number" 2 "RANK: expected" 20 env RANK=x WORLD_SIZE=2 "$binary"
 expect "RANK without WORLD_SIZE" 2 "WORLD_SIZE: expected" 20 env RANK=0 "$binary"
-expect "RANK beyond the world" 2 "RANK: expected" 20 env RANK=3 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$binary"
+expect "RANK not below WORLD_SIZE" 2 "RANK: expected" 20 env RANK=3 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$port "$binary"
 expect "no MASTER_ADDR" 2 "MASTER_ADDR: expected" 20 env RANK=0 WORLD_SIZE=2 "$binary"
-expect "MASTER_PORT is no port" 2 "MASTER_PORT: expected" 20 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 "$binary"
-expect "no device to see" 2 "device|CUDA_VISIBLE_DEVICES|GPU" 60 env CUDA_VISIBLE_DEVICES= "$binary" 8
+expect "MASTER_PORT is not a port" 2 "MASTER_PORT: expected" 20 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=0 "$binary"
+expect "no visible device" 2 "device|CUDA_VISIBLE_DEVICES|GPU" 60 env CUDA_VISIBLE_DEVICES= "$binary" 8
 # Of several GPUs a process has the one of its place; the only one that it sees is its own, whatever its place.
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 if ((gpus > 1)); then
-  expect "a device that is not there" 2 "no device $gpus" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK="$gpus" "$binary" 8
+  expect "a device that does not exist" 2 "no GPU $gpus" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK="$gpus" "$binary" 8
 else
-  expect "the only device, at another place" 0 "abort at the deadline" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=7 "$binary" 8
+  expect "the only device, with another LOCAL_RANK" 0 "abort at the deadline" 60 env RANK=0 WORLD_SIZE=1 LOCAL_RANK=7 "$binary" 8
 fi
-expect "rank 0 of 2, the other does not come" 75 rank 60 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 1)) "$binary" 8 5
+expect "rank 0 of 2, rank 1 does not start" 75 rank 60 env RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 1)) "$binary" 8 5
 expect "rank 1 of 2, nobody listens" 75 rank 60 env RANK=1 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 2)) "$binary" 8 5
 
 # Two ranks that both choose the one GPU, which NCCL does not take.
@@ -64,15 +64,15 @@ begin=$SECONDS other=$(mktemp)
 env RANK=1 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 3)) timeout -k 5 60 "$binary" 8 20 >"$other" 2>&1 &
 second=$!
 env RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=$((port + 3)) timeout -k 5 60 "$binary" 8 20 >"$output" 2>&1
-judge "two ranks on one GPU, rank 0" 2 "have both chosen" $? $((SECONDS - begin))
+judge "two ranks on one GPU, rank 0" 2 "both use the GPU" $? $((SECONDS - begin))
 wait "$second"
 code=$?
 cp "$other" "$output"
 rm -f "$other"
-judge "two ranks on one GPU, rank 1" 2 "have both chosen" "$code" $((SECONDS - begin))
+judge "two ranks on one GPU, rank 1" 2 "both use the GPU" "$code" $((SECONDS - begin))
 
 if ldconfig -p 2>/dev/null | grep -q libnccl; then
-  echo "–      no libnccl: not tried, the loader's cache has one"
+  echo "–      no libnccl: skipped, because the loader's cache has one"
 else
   # The driver's folders stay, those with NCCL go.
   without=""
@@ -81,5 +81,5 @@ else
   done
   expect "no libnccl" 2 "libnccl cannot be used" 60 env LD_LIBRARY_PATH="$without" "$binary" 8
 fi
-echo "$((cases - failed)) of $cases cases ended as they must"
+echo "$((cases - failed)) of $cases cases ended as expected"
 exit $((failed > 0))

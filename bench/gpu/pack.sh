@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a machine without a GPU: builds all that bench/gpu/queue.sh runs, compiles its kernels ahead, and packs target/gpu-bin.tar.xz.
+# On a machine without a GPU: builds everything that bench/gpu/queue.sh runs, compiles its kernels, and packs target/gpu-bin.tar.xz.
 #   bench/gpu/pack.sh [--quick]
-# In the archive: release programs (gpt2_1_5b, zero, nccl_check), test programs (t_*), fixtures, rows of tokens, the CPU's losses for
-# parity.py, and kernels.tgz, the PTX of all kernels of these runs, compiled by NVIDIA's compiler under the dry driver (dry.sh).
-# --quick packs gpt2_1_5b alone, with the kernels of the smallest preset: to try the scripts. Exit codes: 0; 1 when a step failed or the archive
+# The archive has release programs (gpt2_1_5b, zero, nccl_check), test programs (t_*), fixtures, rows of tokens, the CPU's losses for
+# parity.py, and kernels.tgz: the PTX of all kernels of these runs, compiled by NVIDIA's compiler with the dry driver (dry.sh).
+# --quick packs only gpt2_1_5b with the kernels of the smallest preset, to try the scripts. Exit codes: 0; 1 when a step failed or the archive
 # is larger than 50 MiB; 2 for bad arguments.
 set -euo pipefail
 case ${1:-} in
@@ -21,24 +21,24 @@ mkdir -p "$bin" "$warm"
 say() { printf '== %s (%s s)\n' "$1" "$SECONDS"; }
 
 say "programs"
-cargo build --release --quiet --features cuda -p zero-examples --example gpt2_1_5b
-cp "$target/release/examples/gpt2_1_5b" "$bin"
-if [[ -z $quick ]]; then
-  cargo build --release --quiet --features cuda -p zero-train-cli --bin zero
-  cargo build --release --quiet --features nccl -p zero-core --example nccl_check
+# One set of packages and features for all, so that every crate is compiled once.
+packages=(-p zero-examples -p zero-train-cli -p zero-core -p zero-ops -p zero-tests -p zero-burn)
+packages+=(--features zero-examples/cuda,zero-train-cli/cuda,zero-core/nccl,zero-ops/cuda,zero-tests/cuda,zero-burn/cuda)
+if [[ -n $quick ]]; then
+  cargo build --release --quiet "${packages[@]}" --example gpt2_1_5b
+else
+  cargo build --release --quiet "${packages[@]}" --example gpt2_1_5b --example nccl_check --bin zero
   cp "$target/release/zero" "$target/release/examples/nccl_check" "$bin"
-  tests() { # PACKAGE TARGETS...: test programs by their targets' names, as t_NAME
-    cargo test --release --quiet --no-run --features cuda -p "$@" --message-format=json | python3 -c '
+  say "test programs"
+  names=(cube_operations cube_optim devices laws_device)
+  cargo test --release --quiet --no-run "${packages[@]}" --lib "${names[@]/#/--test=}" --message-format=json | python3 -c '
 import json, shutil, sys
 for line in sys.stdin:
     message = json.loads(line)
-    if message.get("reason") == "compiler-artifact" and message["profile"]["test"] and message.get("executable"):
-        shutil.copy(message["executable"], sys.argv[1] + "/t_" + message["target"]["name"].replace("-", "_"))' "$bin"
-  }
-  tests zero-ops --lib --test cube_operations --test cube_optim
-  tests zero-tests --test devices
-  tests zero-burn --test laws_device
+    if message.get("reason") == "compiler-artifact" and message["profile"]["test"] and message["target"]["name"] in sys.argv[2:]:
+        shutil.copy(message["executable"], sys.argv[1] + "/t_" + message["target"]["name"])' "$bin" zero_ops "${names[@]}"
 fi
+cp "$target/release/examples/gpt2_1_5b" "$bin"
 strip "$bin"/*
 mkdir "$bin/fixtures"
 cp -r tests/fixtures/gpt2_tiny "$bin/fixtures"
@@ -72,5 +72,5 @@ say "archive"
 tar -C "$bin" -c . | xz -T2 -6 --lzma2=preset=6,dict=192MiB >"$archive"
 tar -tvJf "$archive" | awk '{ printf "%10.1f MiB  %s\n", $3 / 1048576, $6 }' | sort -rn | head -n 30
 bytes=$(stat -c %s "$archive")
-printf 'target/gpu-bin.tar.xz: %.1f MiB, of programs built in all in %s s\n' "$(awk "BEGIN { print $bytes / 1048576 }")" "$SECONDS"
+printf 'target/gpu-bin.tar.xz: %.1f MiB, built in %s s\n' "$(awk "BEGIN { print $bytes / 1048576 }")" "$SECONDS"
 ((bytes <= most)) || { echo "error: the archive is larger than 50 MiB: leave out t_laws_device for this slot" >&2; exit 1; }

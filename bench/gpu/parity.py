@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Losses on a device against the CPU backend's of the same run, at every stage, with 1 rank and with 2 that share the device.
+"""Compares the losses on a device with those of the CPU backend, at every stage, with 1 rank and with 2 ranks that share the device.
 
     bench/gpu/parity.py --ours target/release/examples/gpt2_1_5b --backend cuda
     bench/gpu/parity.py --ours target/debug/examples/gpt2_1_5b --backend vulkan --model tiny --dtypes fp32
 
-Initial weights are drawn on the host, and rows come in the same order, so both train the same model on the same tokens.
-- fp32: every step's loss, of 20, within 1e-4 relative of the CPU's at the same stage and number of ranks (--fp32-bound).
-- bf16: every step's loss within 1 % of the CPU's fp32 curve (--bf16-bound).
-Prints a table and, at its end, the curves of the worst run of each type. Exit codes: 0 when all hold; 1 when one is out of
-bounds, failed or was not run; 2 for bad arguments.
+Initial weights are drawn on the host, and rows have the same order, so both train the same model on the same tokens.
+- fp32: the loss of each of 20 steps must be within 1e-4 (relative) of the CPU's at the same stage and world size (--fp32-bound).
+- bf16: the loss of each step must be within 1 % of the CPU's fp32 loss (--bf16-bound).
+Prints a table, and then the curves of the worst run of each type. Exit codes: 0 when all hold; 1 when a run is out of bounds,
+failed or was skipped; 2 for bad arguments.
 """
 
 import argparse
@@ -36,10 +36,10 @@ def parse_arguments():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--fp32-bound", type=float, default=1e-4, help="largest relative difference (default: 1e-4)")
     parser.add_argument("--bf16-bound", type=float, default=1e-2, help="default: 1e-2")
-    parser.add_argument("--timeout", type=at_least(1), default=180, metavar="SECONDS", help="of one run (default: 180)")
-    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="end by then; what was not run fails")
-    parser.add_argument("--jobs", type=at_least(1), default=1, help="runs at a time, all on the one device (default: 1)")
-    parser.add_argument("--out", metavar="FILE", help="every run as a JSON line")
+    parser.add_argument("--timeout", type=at_least(1), default=180, metavar="SECONDS", help="limit of one run (default: 180)")
+    parser.add_argument("--budget", type=at_least(1), metavar="SECONDS", help="total limit; runs that do not start in time fail")
+    parser.add_argument("--jobs", type=at_least(1), default=1, help="number of concurrent runs on the one device (default: 1)")
+    parser.add_argument("--out", metavar="FILE", help="write every run as a JSON line")
     parser.add_argument("--cpu-from", metavar="FILE", help="take the CPU's losses from the --out of a run with the same options, where there are "
                         "some, in place of running them")
     args = parser.parse_args()

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
-"""The product of zero-ops/src/cube/product/hopper.cu beside cuBLAS (PyTorch's) on a Hopper GPU: results, then TFLOP/s in turn.
+"""Compares the matrix product of zero-ops/src/cube/product/hopper.cu with PyTorch's cuBLAS on a Hopper GPU: results, then TFLOP/s.
 
-    bench/gpu/products.py                      compiles the kernel by NVRTC, as CubeCL does, without the program around it
-    bench/gpu/products.py --compile-only DIR   on a machine without a GPU: writes the PTX of every variant there
+    bench/gpu/products.py                      compiles the kernel with NVRTC, as CubeCL does, without the program
+    bench/gpu/products.py --compile-only DIR   on a machine without a GPU: writes the PTX of every variant to DIR
 
-Results are compared with products in fp64, for what a model's passes use of layouts and additions and every width of tiles, at sizes that
-tiles do not divide. Rates are
-of the width that `columns_of_tiles` of hopper.rs takes; those of the other widths are told beside it.
+Results are compared with products in fp64, for all layouts and additions of a model's passes and for every tile width, at sizes that
+tiles do not divide. Rates are for the width that `columns_of_tiles` in hopper.rs chooses, followed by those of the other widths.
 Exit codes: 0; 1 when a result is wrong; 2 for bad arguments, or without PyTorch, CUDA or a Hopper GPU.
 """
 
@@ -39,7 +38,7 @@ SMALL = [(128, 256, 64), (64, 128, 16), (256, 512, 512), (1000, 776, 200), (136,
 
 def checked(code, call):
     if code:
-        raise BadInput(f"{call} answers {code}: this needs a Hopper GPU, its driver and CUDA's libraries")
+        raise BadInput(f"{call} returned {code}: this needs a Hopper GPU, its driver and CUDA's libraries")
 
 
 def library(*patterns):
@@ -171,7 +170,7 @@ def main():
     try:
         import torch
     except ImportError as error:
-        raise BadInput(f"PyTorch is missing ({error}): run this with the Python that has it") from None
+        raise BadInput(f"PyTorch is missing ({error}): run this with a Python that has it") from None
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise BadInput("this kernel is for GPUs of compute capability 9 (H100, H200), and PyTorch sees none")
     kernels, wrong, worst = Kernels(torch, args.include), 0, {}

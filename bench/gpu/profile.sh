@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Profiles a few steps of ours on a GPU: kernels by time, and the three slowest beside the GPU's speed of light, in OUT/kernels.txt.
+# Profiles a few steps of ours on a GPU. Writes kernels by time, and the three slowest relative to the GPU's speed of light, to OUT/kernels.txt.
 #   bench/gpu/profile.sh BINARY OUT [ROWS.safetensors]
-# The model has GPT-2 1.5B's width, heads and vocabulary but LAYERS blocks (default 4), so that ncu, which runs a kernel several
-# times, sees whole steps in a minute or two: shapes are those of the whole model, shares of the head and of its blocks are not.
-# From the environment: LAYERS, WIDTH and HEADS (1600, 25), BATCH (8), STEPS (3), STAGE (0), DTYPE (bf16), MAX launches that ncu looks at (6000), LIMIT
-# seconds of each attempt (240), TOOLS in the order they are tried ("ncu nsys cubecl").
-# - ncu: times and speed of light. Where it is refused the counters, nsys, and then CubeCL's own timer: times only.
-# Clocks are left alone (--clock-control none). Exit codes: 0; 1 when no tool gave anything; 2 for bad arguments.
+# The model has GPT-2 1.5B's width, heads and vocabulary but LAYERS blocks (default 4), so that ncu, which runs each kernel
+# several times, finishes complete steps in a minute or two: shapes are those of the full model, but the head's share of the time is not.
+# Environment variables: LAYERS, WIDTH and HEADS (1600, 25), BATCH (8), STEPS (3), STAGE (0), DTYPE (bf16), MAX launches that ncu profiles (6000), LIMIT
+# seconds per attempt (240), TOOLS in the order in which they are tried ("ncu nsys cubecl").
+# ncu gives times and speed of light. If it may not read the counters, nsys and then CubeCL's own timer give times only.
+# Clocks do not change (--clock-control none). Exit codes: 0; 1 when no tool gave results; 2 for bad arguments.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 if (($# < 2)); then
@@ -17,9 +17,9 @@ binary=$1 out=$2 rows=${3:-}
 layers=${LAYERS:-4} width=${WIDTH:-1600} heads=${HEADS:-25} batch=${BATCH:-8} steps=${STEPS:-3} stage=${STAGE:-0} dtype=${DTYPE:-bf16} most=${MAX:-6000} limit=${LIMIT:-240}
 backend=${BACKEND:-cuda}
 [[ -x $binary ]] || { echo "error: $binary cannot be executed: build it (bench/gpu/README.md)" >&2; exit 2; }
-[[ -z $rows || -f $rows ]] || { echo "error: $rows is not there: make it with bench/gpu/make_rows.py" >&2; exit 2; }
+[[ -z $rows || -f $rows ]] || { echo "error: $rows does not exist: create it with bench/gpu/make_rows.py" >&2; exit 2; }
 for number in "$layers" "$width" "$heads" "$batch" "$steps" "$most" "$limit"; do
-  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: '$number': LAYERS, WIDTH, HEADS, BATCH, STEPS, MAX and LIMIT are numbers from 1" >&2; exit 2; }
+  [[ $number =~ ^[1-9][0-9]*$ ]] || { echo "error: '$number': expected LAYERS, WIDTH, HEADS, BATCH, STEPS, MAX and LIMIT to be whole numbers of at least 1" >&2; exit 2; }
 done
 # shellcheck source=bench/gpu/env.sh
 . "$here/env.sh"
@@ -68,7 +68,7 @@ with_ncu() {
   echo "ncu ($ncu), exit code $code: $(grep -hE '==(ERROR|WARNING)==' "$work/ncu.csv" "$work/ncu.out" 2>/dev/null | tail -n 3)" \
     "$(tail -n 1 "$work/tables.err")"
   grep -qhE 'ERR_NVGPUCTRPERM' "$work/ncu.csv" "$work/ncu.out" 2>/dev/null &&
-    echo "ncu is refused the counters: they take root, or the driver's option NVreg_RestrictProfilingToAdminUsers=0"
+    echo "ncu may not read the performance counters: run as root, or set the driver option NVreg_RestrictProfilingToAdminUsers=0"
   return 1
 }
 
@@ -85,7 +85,7 @@ try_nsys() {
   timeout -k 5 "$limit" "$nsys" profile -t cuda -s none --cpuctxsw=none -f true -o "$work/nsys" "${command[@]}" --steps "$steps" >"$work/nsys.out" 2>&1
   timeout -k 5 120 "$nsys" stats --report cuda_gpu_kern_sum --format csv "$work/nsys.nsys-rep" >"$work/nsys.csv" 2>>"$work/nsys.out"
   "$PYTHON" "$here/kernels.py" --nsys "$work/nsys.csv" --steps "$steps" --step-ms "$step_ms" >"$work/tables" 2>/dev/null && return
-  echo "nsys ($nsys) gave nothing: $(tail -n 2 "$work/nsys.out")"
+  echo "nsys ($nsys) gave no results: $(tail -n 2 "$work/nsys.out")"
   return 1
 }
 
@@ -103,7 +103,7 @@ try_cubecl() {
 }
 
 for tool in ${TOOLS:-ncu nsys cubecl}; do
-  [[ $tool =~ ^(ncu|nsys|cubecl)$ ]] || { echo "error: TOOLS has '$tool': expected some of ncu nsys cubecl" >&2; exit 2; }
+  [[ $tool =~ ^(ncu|nsys|cubecl)$ ]] || { echo "error: TOOLS has '$tool': expected some of: ncu nsys cubecl" >&2; exit 2; }
   if "try_$tool" >"$work/why"; then
     { cat "$work/why"; echo "by $tool:"; cat "$work/tables"; } >>"$out/kernels.txt"
     cat "$out/kernels.txt"
@@ -111,5 +111,5 @@ for tool in ${TOOLS:-ncu nsys cubecl}; do
   fi
   tee -a "$out/kernels.txt" <"$work/why"
 done
-echo "error: no profiler gave kernels' times; $out/kernels.txt says what was missing" >&2
+echo "error: no profiler gave kernel times; see $out/kernels.txt for the reasons" >&2
 exit 1

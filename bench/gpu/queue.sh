@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On the machine with the GPU: one call of the queue that shows what the code does there.
-#   bench/gpu/queue.sh CALL OUT        CALL: 1, 1b, 2, 2b, 3 or 3b (README.md says what each shows)
-# Unpacks target/gpu-bin.tar.xz (pack.sh) to /tmp/zero-gpu (WORK). A step is ended at its limit and at the call's (LIMIT, in seconds). After each step OUT has
-# what there is so far: log.txt, summary.txt, runs.jsonl, parity.jsonl, memory.jsonl, ncu.csv and caches.tgz, at most 8 files. Changes no
-# setting of the GPU. Exit codes: 0; 1 when a step failed, was ended or left out; 2 for bad arguments.
+# On the machine with the GPU: runs one call of the queue, a group of tests and measurements.
+#   bench/gpu/queue.sh CALL OUT        CALL: 1, 1b, 2, 2b, 3 or 3b (README.md describes them)
+# Unpacks target/gpu-bin.tar.xz (pack.sh) to /tmp/zero-gpu (WORK). A step is killed at its limit and at the call's limit (LIMIT, in seconds).
+# After each step OUT has the results so far: log.txt, summary.txt, runs.jsonl, parity.jsonl, memory.jsonl, ncu.csv and caches.tgz, at most
+# 8 files. Changes no GPU settings. Exit codes: 0; 1 when a step failed, was killed or skipped; 2 for bad arguments.
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0" | head -n -1 >&2; exit 2; }
@@ -14,7 +14,7 @@ out=$(realpath "$2") work=${WORK:-/tmp/zero-gpu}
 bin=$work/bin
 archive=${ARCHIVE:-$here/../../target/gpu-bin.tar.xz}
 if [[ ! -d $bin ]]; then
-  [[ -f $archive ]] || { echo "error: $archive is not there: make it with bench/gpu/pack.sh" >&2; exit 2; }
+  [[ -f $archive ]] || { echo "error: $archive does not exist: create it with bench/gpu/pack.sh" >&2; exit 2; }
   mkdir -p "$bin" && tar -C "$bin" -xJf "$archive" && tar -C "$work" -xzf "$bin/kernels.tgz" || exit 2
 fi
 # shellcheck source=bench/gpu/env.sh
@@ -55,7 +55,7 @@ step() {
 # laws PROGRAM SECONDS JOBS [FILTER]: each test of a program is a process, so that many cores compile kernels; a line for each.
 laws() {
   local program=$bin/$1 each=$2 jobs=$3
-  [[ -x $program ]] || { echo "$program is not there"; return 1; }
+  [[ -x $program ]] || { echo "$program does not exist"; return 1; }
   "$program" --list 2>/dev/null | sed -n 's/: test$//p' | grep -vE 'compiled$|^rank$' | grep -E "${4:-.}" |
     xargs -P "$jobs" -I{} bash -c '
       begin=$SECONDS log=$(mktemp)
@@ -93,7 +93,7 @@ generate() { # The same greedy text by both.
 profile() { # MODEL: the time of every launch of the last of 3 steps
   local ncu
   ncu=$(gpu_profiler ncu)
-  [[ -n $ncu ]] || { echo "ncu is not there"; return 1; }
+  [[ -n $ncu ]] || { echo "ncu not found"; return 1; }
   "$ncu" --target-processes all --clock-control none --cache-control none --csv --page raw --print-units base --metrics gpu__time_duration.sum \
     --log-file "$out/ncu.csv" "$bin/gpt2_1_5b" --backend cuda --model "$1" --data "$bin/rows-1024.safetensors" --ranks 1 --stage 0 --batch 8 \
     --dtype bf16 --lr 1e-4 --steps 3 --offload none --decay-except nothing >/dev/null 2>"$work/ncu.err" || tail -n 3 "$work/ncu.err"
@@ -111,7 +111,7 @@ case $call in
 1) # Kernels: right, how fast, and where a step's time goes.
   run "environment" 40 environment
   run "tests of kernels" 100 'code=0; laws t_zero_ops 60 8 cube:: || code=1; laws t_cube_operations 60 8 || code=1; laws t_cube_optim 60 6 || code=1; exit $code'
-  step "products beside cuBLAS" 90 "$PYTHON" "$here/products.py" --include "${CUDA_PATH:-/usr/local/cuda}/include"
+  step "products compared with cuBLAS" 90 "$PYTHON" "$here/products.py" --include "${CUDA_PATH:-/usr/local/cuda}/include"
   run "124M" 130 'speed --model gpt2 --steps 40 --each 60 --runs ours,plain:master,plain:master:model,transformers:master,plain:autocast:model,ours'
   run "124M, 64 rows, as public figures" 45 'speed --model gpt2 --batch 64 --steps 10 --warmup 4 --each 40 --runs ours'
   run "1.5B, ours" 70 'speed --model gpt2-xl --steps 16 --warmup 6 --each 65 --runs ours'

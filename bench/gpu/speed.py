@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""One run each of ours and of PyTorch, in the order given, with a line as soon as each ends: for slots of minutes.
+"""Runs ours and PyTorch once each, in the given order, and prints a line as soon as a run ends: for short time slots.
 
     bench/gpu/speed.py --ours BIN --data ROWS --model gpt2 --runs ours,plain:master,plain:master:model,transformers:autocast,ours
 
-A PyTorch run is IMPL:PRECISION[:COMPILE] of torch_gpt2.py (plain or transformers; master or autocast; model or blocks). compare.py makes
-pairs over several rounds and tables of them.
-Ours has two times: between lines of metrics.jsonl (`ms`), and by its own timer (`own_ms`). `gap_ms` is the difference: what a step takes
-that its timer does not see. Exit codes: 0; 1 when a run failed; 2 for bad arguments.
+A PyTorch run is IMPL:PRECISION[:COMPILE] of torch_gpt2.py (plain or transformers; master or autocast; model or blocks). compare.py runs
+pairs over several rounds and prints tables.
+Ours has two times: between lines of metrics.jsonl (`ms`), and by its own timer (`own_ms`). `gap_ms` is the difference: the part of a
+step that its own timer misses. Exit codes: 0; 1 when a run failed; 2 for bad arguments.
 """
 
 import argparse
@@ -27,17 +27,17 @@ PARTS = ({"plain", "transformers"}, {"master", "autocast"}, {"model", "blocks"})
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ours", required=True, metavar="FILE", help="the built example gpt2_1_5b")
-    parser.add_argument("--data", required=True, metavar="FILE", help="rows of both (make_rows.py)")
-    parser.add_argument("--backend", choices=BACKENDS, default="cuda", help="ours (default: cuda)")
+    parser.add_argument("--data", required=True, metavar="FILE", help="token rows for both (make_rows.py)")
+    parser.add_argument("--backend", choices=BACKENDS, default="cuda", help="backend of ours (default: cuda)")
     parser.add_argument("--model", choices=PRESETS, default="gpt2", help="default: gpt2")
-    parser.add_argument("--runs", default="ours", help="with commas (default: ours)")
-    parser.add_argument("--batch", type=at_least(1), default=8, help="rows of a step (default: 8)")
+    parser.add_argument("--runs", default="ours", help="runs, separated by commas (default: ours)")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="rows per step (default: 8)")
     parser.add_argument("--steps", type=at_least(4), default=30, help="default: 30")
-    parser.add_argument("--warmup", type=at_least(1), default=8, help="first steps that do not count (default: 8)")
-    parser.add_argument("--each", type=at_least(5), default=90, metavar="SECONDS", help="of one run (default: 90)")
-    parser.add_argument("--peak-tflops", type=float, default=common.PEAK_TFLOPS, help=f"for MFU (default: {common.PEAK_TFLOPS})")
-    parser.add_argument("--with", dest="more", default="", metavar="OPTIONS", help="more options of ours, with spaces")
-    parser.add_argument("--out", metavar="FILE", help="a JSON line for each run, appended")
+    parser.add_argument("--warmup", type=at_least(1), default=8, help="exclude this many first steps (default: 8)")
+    parser.add_argument("--each", type=at_least(5), default=90, metavar="SECONDS", help="limit of one run (default: 90)")
+    parser.add_argument("--peak-tflops", type=float, default=common.PEAK_TFLOPS, help=f"peak of the GPU, for MFU (default: {common.PEAK_TFLOPS})")
+    parser.add_argument("--with", dest="more", default="", metavar="OPTIONS", help="more options of ours, separated by spaces")
+    parser.add_argument("--out", metavar="FILE", help="append a JSON line for each run")
     args = parser.parse_args()
     args.runs = args.runs.split(",")
     for who in args.runs:

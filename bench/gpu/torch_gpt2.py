@@ -1,19 +1,19 @@
 #!/usr/bin/env python3
-"""Trains GPT-2 with PyTorch on one device, on the rows that ours reads, and prints one JSON line.
+"""Trains GPT-2 with PyTorch on one device, on the same rows as ours, and prints one JSON line.
 
     bench/gpu/torch_gpt2.py --model gpt2-xl --data rows.safetensors --batch 8 --steps 20 [--master] [--compile model]
 
-The model is transformers' GPT2LMHeadModel with SDPA attention where transformers is installed, else the same architecture
-in plain PyTorch (--impl chooses); either way its number of parameters must be ours. No dropout, as in our presets; no
-recomputation of activations; fused AdamW with our defaults; next-token loss over all positions but the last of each row.
+The model is transformers' GPT2LMHeadModel with SDPA attention if transformers is installed, else the same architecture in
+plain PyTorch (see --impl); in both cases its number of parameters must equal ours. No dropout, as in our presets; no activation
+checkpointing; fused AdamW with our defaults; next-token loss over all positions but the last of each row.
 
-What "bf16" is:
-(a) by default `torch.autocast` in bf16 over fp32 weights, which are the masters: PyTorch's usual way;
-(b) with --master a model in bf16, whose gradients are copied to fp32 masters, which AdamW updates and which are copied back.
-With --dtype fp32 neither; --tf32 then lets the tensor cores round products to tf32.
+"bf16" means one of:
+(a) by default, `torch.autocast` in bf16 over fp32 weights (the master weights): PyTorch's usual way;
+(b) with --master, a bf16 model: gradients are copied to fp32 master weights, AdamW updates these, and they are copied back.
+With --dtype fp32 neither applies; --tf32 then lets tensor cores round products to tf32.
 
-Speed is of the median step after the warm-up. On a GPU a step ends at an event on its stream, and nothing waits for the
-GPU between steps, losses included: the fastest way to run PyTorch. MFU counts 6 N + 12 L T d operations a token.
+Speed is that of the median step after the warm-up. On a GPU a step ends at an event on its stream, and nothing waits for the
+GPU between steps, not even to read losses: the fastest way to run PyTorch. MFU counts 6 N + 12 L T d operations per token.
 """
 
 import argparse
@@ -37,25 +37,25 @@ def parse_arguments():
     parser.add_argument("--device", default="cuda", metavar="cuda|cpu", help="default: cuda")
     parser.add_argument("--batch", type=at_least(1), default=8, help="rows per micro-batch (default: 8)")
     parser.add_argument("--accumulation", type=at_least(1), default=1, help="micro-batches per step (default: 1)")
-    parser.add_argument("--seq", type=at_least(2), help="tokens per row; must be what the file has")
+    parser.add_argument("--seq", type=at_least(2), help="tokens per row; must match the file")
     parser.add_argument("--steps", type=at_least(2), default=20, help="default: 20")
-    parser.add_argument("--warmup", type=at_least(1), default=5, help="first steps that do not count (default: 5)")
+    parser.add_argument("--warmup", type=at_least(1), default=5, help="exclude this many first steps (default: 5)")
     parser.add_argument("--dtype", choices=["bf16", "fp32"], default="bf16")
-    parser.add_argument("--master", action="store_true", help="(b): a model in bf16 beside fp32 masters")
+    parser.add_argument("--master", action="store_true", help="(b): a bf16 model with fp32 master weights")
     parser.add_argument("--tf32", action="store_true", help="with --dtype fp32: products in tf32")
     parser.add_argument("--compile", choices=["none", "model", "blocks"], default="none",
                         help="torch.compile of the whole model, or of each block (compiles faster)")
     parser.add_argument("--impl", choices=["auto", "transformers", "plain"], default="auto")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help=f"for MFU (default: {PEAK_TFLOPS})")
+    parser.add_argument("--peak-tflops", type=float, default=PEAK_TFLOPS, help=f"peak of the GPU, for MFU (default: {PEAK_TFLOPS})")
     args = parser.parse_args()
     if args.warmup >= args.steps:
         raise BadInput(f"--warmup {args.warmup} leaves none of {args.steps} steps: use fewer, or more --steps")
     if args.master and args.dtype != "bf16":
-        raise BadInput("--master keeps fp32 masters of a bf16 model: it goes with --dtype bf16")
+        raise BadInput("--master keeps fp32 master weights of a bf16 model: it requires --dtype bf16")
     if args.tf32 and args.dtype != "fp32":
-        raise BadInput("--tf32 goes with --dtype fp32")
+        raise BadInput("--tf32 requires --dtype fp32")
     return args
 
 
@@ -130,7 +130,7 @@ def build(args, device):
             from transformers import GPT2LMHeadModel  # noqa: F401
             impl = "transformers"
         except ImportError as error:
-            print(f"warning: transformers cannot be used ({error}): the model is the plain one", file=sys.stderr)
+            print(f"warning: transformers cannot be used ({error}): using the plain model", file=sys.stderr)
             impl = "plain"
     torch.manual_seed(args.seed)
     try:
@@ -283,16 +283,16 @@ def main():
     rows = read_rows(args.data)
     _, _, seq = rows
     if args.seq not in (None, seq):
-        raise BadInput(f"--seq {args.seq}, but {args.data} has rows of {seq} tokens: leave --seq out, or make other rows")
+        raise BadInput(f"--seq {args.seq}, but {args.data} has rows of {seq} tokens: remove --seq, or write other rows")
     positions = PRESETS[args.model][3]
     if seq > positions:
-        raise BadInput(f"rows of {seq} tokens are longer than {args.model}'s {positions} positions: make shorter rows")
+        raise BadInput(f"rows of {seq} tokens are longer than {args.model}'s {positions} positions: write shorter rows")
     if max(rows[0]) >= VOCABULARY or min(rows[0]) < 0:
-        raise BadInput(f"{args.data} has ids outside of 0 to {VOCABULARY - 1}: it is of another tokenizer")
+        raise BadInput(f"{args.data} has ids outside of 0 to {VOCABULARY - 1}: it comes from another tokenizer")
     try:
         import torch
     except ImportError as error:
-        raise BadInput(f"PyTorch is missing ({error}): run this with the Python that has it") from None
+        raise BadInput(f"PyTorch is missing ({error}): run this with a Python that has it") from None
     try:
         device = torch.device(args.device)
     except RuntimeError as error:

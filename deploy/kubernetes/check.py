@@ -28,7 +28,7 @@ def mapping(loader, node):
     keys = [key for key, _ in pairs]
     twice = {key for key in keys if keys.count(key) > 1}
     if twice:
-        raise yaml.constructor.ConstructorError(None, None, f"twice: {sorted(twice)}", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, f"duplicate keys: {sorted(twice)}", node.start_mark)
     return dict(pairs)
 
 
@@ -56,7 +56,7 @@ def kubernetes(resource, where):
 def quantity(text):
     """A number of Kubernetes, such as 500m or 16Gi."""
     match = re.fullmatch(r"([0-9.]+)(m|Ki|Mi|Gi|Ti)?", str(text))
-    require(match, f"'{text}' is no quantity")
+    require(match, f"'{text}' is not a quantity")
     unit = {None: 1, "m": 1e-3, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}[match[2]]
     return float(match[1]) * unit
 
@@ -129,7 +129,7 @@ def broken(job):
 
     return [
         change("no launcher", "'Launcher' is a required", lambda job: job["spec"]["mpiReplicaSpecs"].pop("Launcher")),
-        change("a role that is not known", "'worker' was unexpected",
+        change("an unknown role", "'worker' was unexpected",
                lambda job: job["spec"]["mpiReplicaSpecs"].update(worker=replicas(job))),
         change("two launchers", "1 was expected", lambda job: replicas(job, "Launcher").update(replicas=2)),
         change("slotsPerWorker misspelt", "'slotsPerWorkers' was unexpected",
@@ -138,20 +138,20 @@ def broken(job):
                lambda job: job["spec"].update(slotsPerWorker="2")),
         change("cleanPodPolicy outside of runPolicy", "'cleanPodPolicy' was unexpected",
                lambda job: job["spec"].update(cleanPodPolicy="Running")),
-        change("no such cleanPodPolicy", "'Completed' is not one of",
+        change("an unknown cleanPodPolicy", "'Completed' is not one of",
                lambda job: job["spec"]["runPolicy"].update(cleanPodPolicy="Completed")),
         change("a negative backoffLimit", "less than the minimum",
                lambda job: job["spec"]["runPolicy"].update(backoffLimit=-1)),
         change("the older version", "'kubeflow.org/v2beta1' was expected",
                lambda job: job.update(apiVersion="kubeflow.org/v1")),
-        change("a name that is no host's", "does not match", lambda job: job["metadata"].update(name="Zero_GPT2")),
+        change("a name that is not a valid host name", "does not match", lambda job: job["metadata"].update(name="Zero_GPT2")),
         change("a template without spec", "'spec' is a required", lambda job: replicas(job)["template"].pop("spec")),
         change("a misspelt key of a container", "'volumeMount' was unexpected",
                lambda job: container(job).update(volumeMount=[])),
         change("a wrong type in a pod", "not of type",
                lambda job: container(job)["ports"][0].update(containerPort="ssh")),
         change("a container without name", "'name' is a required", lambda job: container(job).pop("name")),
-        change("a volume that is not there", "no volume for",
+        change("a missing volume", "no volume for",
                lambda job: replicas(job)["template"]["spec"]["volumes"].pop()),
         change("another claim", "has no claim", lambda job: replicas(job)["template"]["spec"]["volumes"][0]
                ["persistentVolumeClaim"].update(claimName="other")),
@@ -173,7 +173,7 @@ def main():
         try:
             check(changed, claim)
         except Wrong as error:
-            require(message in str(error), f"{what}: refused, but for another reason: {error}")
+            require(message in str(error), f"{what}: refused for another reason: {error}")
         else:
             raise Wrong(f"{what}: not refused")
     try:
@@ -181,8 +181,8 @@ def main():
     except yaml.constructor.ConstructorError:
         pass
     else:
-        raise Wrong("a key that is there twice: not refused")
-    print(f"mpijob.yaml and volume-claim.yaml hold; {len(cases) + 1} broken ones are refused")
+        raise Wrong("a duplicate key: not refused")
+    print(f"mpijob.yaml and volume-claim.yaml are valid; {len(cases) + 1} broken variants are refused")
 
 
 try:

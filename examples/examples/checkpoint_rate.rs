@@ -118,7 +118,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let [save, write, load, read] = seconds.map(median);
             let rate = |seconds: f64| bytes as f64 / seconds / 1e9;
             let mib = (bytes / ranks as u64) >> 20;
-            println!("{preset}, {ranks} ranks with a file of {mib} MiB each, medians of {rounds} rounds in turn");
+            println!("{preset}, {ranks} ranks with a file of {mib} MiB each, medians of {rounds} alternating rounds");
             println!(
                 "save  {:6.2} GB/s, plain write and sync {:6.2} GB/s: {:.3}",
                 rate(save),

@@ -45,7 +45,7 @@ fn move_all(file: &SwapFile, pool: &BufferPool, bytes: usize, write: bool) -> Re
     let mut flying = std::collections::VecDeque::new();
     for part in region.parts(pool.buffer_bytes()) {
         if flying.len() == pool.count() {
-            let ticket: zero_core::offload::Ticket = flying.pop_front().expect("it is full");
+            let ticket: zero_core::offload::PendingTransfer = flying.pop_front().expect("it is full");
             ticket.wait(LIMIT)?;
         }
         let mut buffer = pool.take(LIMIT)?;
@@ -113,11 +113,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             let all = (elements * RANKS) as f64;
             let ratios = (0..rounds).map(|round| updates[round] / (writes[round] + reads[round])).collect();
             let (update, write, read, ratio) = (median(updates), median(writes), median(reads), median(ratios));
-            println!("{all} parameters on {RANKS} ranks, medians of {rounds} rounds in turn");
-            println!("disk, written in order    {:6.2} GB/s", 12.0 * all / write / 1e9);
-            println!("disk, read in order       {:6.2} GB/s", 16.0 * all / read / 1e9);
-            println!("update                    {:6.2} GB/s of its 28 bytes a parameter", 28.0 * all / update / 1e9);
-            println!("update / reading and writing its bytes one after the other: {ratio:.3}");
+            println!("{all} parameters on {RANKS} ranks, medians of {rounds} alternating rounds");
+            println!("disk, sequential write    {:6.2} GB/s", 12.0 * all / write / 1e9);
+            println!("disk, sequential read     {:6.2} GB/s", 16.0 * all / read / 1e9);
+            println!("update                    {:6.2} GB/s at 28 bytes per parameter", 28.0 * all / update / 1e9);
+            println!("update time / time to write and then read its bytes: {ratio:.3}");
         }
         Ok(())
     });

@@ -57,7 +57,8 @@ fn scale(array: &mut [f32]) -> f64 {
 
 fn main() {
     let number = |at: usize, default: usize| {
-        std::env::args().nth(at).map_or(default, |text| text.parse().expect("a whole number of millions, or of rounds"))
+        let integer = "expected an integer: millions of parameters, or rounds";
+        std::env::args().nth(at).map_or(default, |text| text.parse().expect(integer))
     };
     let (elements, rounds) = (number(1, 32) * 1_000_000, number(2, 9));
     let config = ZeroConfig::new(Stage::OptimizerState);
@@ -85,11 +86,12 @@ fn main() {
         let bandwidth = |bytes: usize, seconds: f64| (bytes * elements) as f64 / seconds / 1e9;
         let (ours, floor, theirs) = (median(ours), median(floor), median(theirs));
         let (memory, fused, burns) = (bandwidth(8, floor), bandwidth(28, ours), bandwidth(28, theirs));
-        println!("{elements} parameters, medians of {rounds} rounds in turn, {} threads", rayon::current_num_threads());
+        let threads = rayon::current_num_threads();
+        println!("{elements} parameters, medians of {rounds} alternating rounds, {threads} threads");
         println!("memory, one array scaled in place  {memory:6.2} GB/s");
-        println!("fused AdamW                        {fused:6.2} GB/s, {:.3} of that", fused / memory);
+        println!("fused AdamW                        {fused:6.2} GB/s, {:.3} of the memory rate", fused / memory);
         println!(
-            "Burn's AdamW                       {burns:6.2} GB/s; the fused one is {:.1} times as fast",
+            "Burn's AdamW                       {burns:6.2} GB/s; fused AdamW is {:.1} times as fast",
             theirs / ours
         );
         Ok(())

@@ -196,10 +196,7 @@ fn everything_is_reported() {
 fn configs_and_options_must_agree() {
     let config = fixture("configs/deepspeed_zero3.json");
     let config = config.to_str().unwrap();
-    refused(
-        &["--model", "tiny", "--config", config, "--stage", "2"],
-        "says 3; leave the option out, or change the file",
-    );
+    refused(&["--model", "tiny", "--config", config, "--stage", "2"], "sets 3; omit the option, or change the file");
     refused(&["--model", "tiny", "--config", config, "--ranks", "3"], "train_batch_size");
     refused(&["--model", "tiny", "--config", "absent.json"], "absent.json");
     let dir = tempfile::tempdir().unwrap();
@@ -250,9 +247,9 @@ fn bad_options_are_refused() {
     refused(&["--model", "tiny", "--rank", "2"], "unexpected argument '--rank'");
     refused(&["--model", "tiny", "--backend", "tpu"], "invalid value 'tpu'");
     let to_host = ["--model", "tiny", "--offload", "optimizer", "--offload-to", "host"];
-    refused(&to_host, "--offload-to host: expected disk: the cpu backend computes in the host's memory");
+    refused(&to_host, "--offload-to host: expected disk: the cpu backend computes in host memory");
     if cfg!(not(feature = "cuda")) {
-        let expected = "--backend cuda: this program was built without it: build it with `--features cuda`";
+        let expected = "--backend cuda: this program was built without this backend: build it with `--features cuda`";
         refused(&["--model", "tiny", "--backend", "cuda"], expected);
     }
     refused(&["--model", "gpt2-10b", "--offload", "none", "--memory", "20GiB"], "does not fit");
@@ -325,8 +322,8 @@ fn an_adapter_learns_who_speaks() {
     for part in [
         "2 at stage 3",
         "of which 18432 are trained",
-        "Offload: optimizer state in the host's memory",
-        "Offload: parameters in the host's memory",
+        "Offload: optimizer state in host memory",
+        "Offload: parameters in host memory",
         "train_epoch_loss  train_ppl",
         "epoch 1, train, host",
         "epoch 1, eval, host",
@@ -384,7 +381,7 @@ fn an_adapter_learns_who_speaks() {
     for ended in processes(&["--work", "none"]) {
         let told = String::from_utf8_lossy(&ended.stderr);
         assert!(ended.status.code() == Some(2), "{told}");
-        assert!(told.contains("none/base: is not there: run this example once without a launcher"), "{told}");
+        assert!(told.contains("none/base: does not exist: run this example once without a launcher"), "{told}");
     }
     assert!(!dir.path().join("none").exists());
 }

@@ -140,8 +140,8 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         // A single rank may reduce it in place, whichever parameter it belongs to.
         let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
             stop(
-                "a gradient came for a parameter that zero_burn::module::prepare has not seen: call prepare on the \
-                 whole model before its first forward pass"
+                "got a gradient for a parameter that was not prepared: call zero_burn::module::prepare on the whole \
+                 model before its first forward pass"
                     .into(),
             );
         };

@@ -111,8 +111,7 @@ impl Fill<'_> {
             Fill::Data(data) => sign_bytes(data.as_bytes()),
             Fill::Value(value) => value.elem::<f64>().to_bits(),
             Fill::Elements(_) | Fill::Random(_) => stop(
-                "only data and constants are loaded as optimizer state: draw nothing inside of zero_burn::load_state"
-                    .into(),
+                "zero_burn::load_state loads only data and constants: do not draw random values inside of it".into(),
             ),
         };
         let dims = shape.iter().map(|&dim| dim as u64);
@@ -153,7 +152,7 @@ impl Fill<'_> {
                 B::memory_persistent_allocations(device, data, |data| B::float_from_data(data, device))
             }
             Fill::Random(distribution) => {
-                let stream = stream.expect("only parameters are drawn");
+                let stream = stream.expect("only parameters are drawn at random");
                 let data = random::data(stream, range, distribution, shape, dtype);
                 B::float_from_data(data, device)
             }

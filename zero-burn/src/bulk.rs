@@ -21,14 +21,14 @@ use parking_lot::Mutex;
 use zero_core::ReduceOp;
 #[cfg(feature = "cuda")]
 use zero_core::accounting::WireKind;
-use zero_core::{Buffer, Called, Collective, CommError, Mesh, Pending, Request};
+use zero_core::{Buffer, Collective, CommError, Mesh, OperationCall, Pending, Request};
 #[cfg(feature = "cuda")]
 use zero_ops::Shared;
 
 use crate::config::Gathers;
 use crate::random::sign;
 #[cfg(feature = "cuda")]
-use crate::values::on_the_wire;
+use crate::values::wire_dtype;
 use crate::values::{buffer, data, read};
 
 /// The collective path: moves tensors between all ranks at once.
@@ -218,7 +218,7 @@ impl Bulk {
     /// Waits until all operations that the ranks have begun through host memory have ended. A collective.
     pub(crate) fn finish(&self) -> Result<(), CommError> {
         self.check()?;
-        self.comm.execute(Request::Barrier("the end of a rank")).map(drop)
+        self.comm.execute(Request::Barrier("before a rank ends")).map(drop)
     }
 
     /// Waits until every rank has come this far (`purpose`), and compares the calls of all ranks up to here.
@@ -238,15 +238,15 @@ impl Bulk {
         let all = main.execute_for(Request::AllGather(Buffer::U8(mine.clone())), purpose)?.into_u8();
         let told = |bytes: &[u8]| {
             let number = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
-            format!("called {number} so far, the last: {}", String::from_utf8_lossy(&bytes[16..]).trim_end())
+            format!("{number} collective(s), the last one {}", String::from_utf8_lossy(&bytes[16..]).trim_end())
         };
         match all.chunks_exact(TOLD).position(|other| other[..16] != mine[..16]) {
             None => Ok(()),
             Some(other) => Err(CommError::Mismatch {
-                at: Called::new(self.comm.label(), here, self.comm.place().rank, told(&mine)),
+                at: OperationCall::new(self.comm.label(), here, self.comm.place().rank, told(&mine)),
                 other_rank: self.comm.members()[other],
                 other_op: format!(
-                    "{} (ranks that do not use the same parameters in the same order need ZeroConfig::gathers = OneSided)",
+                    "{} (if ranks use different parameters or another order, set ZeroConfig::gathers = OneSided)",
                     told(&all[other * TOLD..][..TOLD])
                 ),
             }),
@@ -320,7 +320,7 @@ impl Nccl {
         // All or none: creating a communicator is a collective, and sums must be rounded the same way everywhere.
         let lacks = u8::from(!zero_core::collective::nccl::is_there());
         if comm.all_reduce(Buffer::U8(vec![lacks]), ReduceOp::Max)?.into_u8() != [0] {
-            tracing::warn!("NCCL was not found on every rank: tensors go through the hosts' memory");
+            tracing::warn!("NCCL was not found on every rank: collectives go through host memory");
             return Ok(Vec::new());
         }
         let options = NcclOptions { deadline: comm.deadline(), ..NcclOptions::default() };
@@ -329,12 +329,12 @@ impl Nccl {
             Err(NcclError::Comm(error)) => return Err(error),
             // Every rank meets these errors by itself.
             Err(error @ (NcclError::Duplicate { .. } | NcclError::Versions { .. })) => {
-                tracing::warn!("tensors go through the hosts' memory: {error}");
+                tracing::warn!("collectives go through host memory: {error}");
                 return Ok(Vec::new());
             }
             Err(error) => {
                 return Err(CommError::Device {
-                    at: Called::new(comm.label(), 0, comm.place().rank, "making a communicator"),
+                    at: OperationCall::new(comm.label(), 0, comm.place().rank, "creating an NCCL communicator"),
                     reason: error.to_string().into(),
                 });
             }
@@ -365,7 +365,7 @@ impl Nccl {
     ) -> Result<Vec<Begun<B>>, Vec<B::FloatTensorPrimitive>> {
         use zero_core::collective::nccl::{Compute, DeviceSlice};
 
-        let types: Vec<zero_core::collective::DType> = inputs.iter().map(|input| on_the_wire(input.dtype())).collect();
+        let types: Vec<zero_core::collective::DType> = inputs.iter().map(|input| wire_dtype(input.dtype())).collect();
         let (comm, error, name) = (self.comm.clone(), self.error.clone(), name.to_owned());
         let begin = move |inputs: &[zero_ops::CudaSpan], outputs: &[zero_ops::CudaSpan]| {
             let slice =
@@ -465,7 +465,9 @@ mod tests {
             Ok(bulk.compare(&*comm, "before an update").unwrap_err().to_string())
         });
         for (rank, told) in told.unwrap().iter().enumerate() {
-            let last = |rank: usize| format!("called 2 so far, the last: all_gather of parameter {} [4, 4]", 2 + rank);
+            let last = |rank: usize| {
+                format!("called 2 collective(s), the last one all_gather of parameter {} [4, 4]", 2 + rank)
+            };
             assert!(told.contains(&last(rank)) && told.contains(&last(1 - rank)), "{told}");
             assert!(told.contains("gathers = OneSided"), "{told}");
         }

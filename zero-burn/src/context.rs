@@ -164,7 +164,7 @@ impl<B: Backend> Context<B> {
         let comm = groups.as_ref().map_or(run, |groups| groups.along[Axes::DATA].clone());
         let window = if is_flat { window } else { window.of_group(&*comm) };
         let (index, world) = (comm.rank(), comm.world());
-        let mesh = config.mesh(world).expect("it was validated");
+        let mesh = config.mesh(world).expect("the configuration was validated");
         let is_meshed = mesh.replicas() > 1;
         let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts() {
             true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, mesh, &device, config.gathers(world))?)),
@@ -237,10 +237,11 @@ impl<B: Backend> Context<B> {
         if CURRENT.with_borrow(Option::is_none) && RUNNING.lock().contains_key(&device.place()) {
             let thread = std::thread::current();
             stop(format!(
-                "a parameter of rank {} is made on thread {:?}, which the launch has not started: make the module on the thread that \
-                 runs the body, or call zero_burn::module::prepare on it before its parameters are used on a thread of your own",
+                "a parameter of rank {} was created on thread {:?}, which the launch did not start: create the module \
+                 on the thread that runs the body, or call zero_burn::module::prepare on it before your own threads \
+                 use its parameters",
                 device.rank(),
-                thread.name().unwrap_or("without a name")
+                thread.name().unwrap_or("unnamed")
             ));
         }
     }
@@ -254,10 +255,10 @@ impl<B: Backend> Context<B> {
             if !zero_ops::is_host::<B>() {
                 let thread = std::thread::current();
                 stop(format!(
-                    "a module of rank {} was prepared or trained on thread {:?}, which the launch has not started: on a device all work \
-                     of a rank is done by the thread that runs its body",
+                    "a module of rank {} was prepared or trained on thread {:?}, which the launch did not start: on a \
+                     device, prepare and train it on the thread that runs the rank's body",
                     context.rank.index,
-                    thread.name().unwrap_or("without a name")
+                    thread.name().unwrap_or("unnamed")
                 ));
             }
             context.become_this_threads(device.place());
@@ -326,7 +327,7 @@ impl<B: Backend> Context<B> {
             (_, Some(_)) => {
                 let whole = read_exact(cell, For::Own).unwrap_or_else(|error| raise(error));
                 // Optimizers replace their state immediately, so wait until every rank has read it.
-                context.barrier("after reading a gradient or optimizer state out");
+                context.barrier("after reading a gradient or optimizer state");
                 whole
             }
             (_, None) => context.gather_nameless(cell),
@@ -438,8 +439,8 @@ impl<B: Backend> Context<B> {
             let is_collected = self.step.passes.lock().made == 0;
             if let Some(&slot) = self.step.foreign.lock().keys().next().filter(|_| !is_collected) {
                 stop(format!(
-                    "rank {} has no gradient for {} although other ranks have: call zero_burn::module::collect_grads on \
-                     the gradients before the optimizer's step",
+                    "rank {} has no gradient for {}, but other ranks have one: call zero_burn::module::collect_grads \
+                     on the gradients before the optimizer's step",
                     self.rank.place.rank,
                     self.rank.parameters.slot(slot).map_or_else(|| "a parameter".into(), |slot| slot.to_string())
                 ));
@@ -553,7 +554,7 @@ impl<B: Backend> Context<B> {
             Some(Some(group)) => group.clone(),
             None if is_data => self.collective(),
             _ => stop(format!(
-                "the mesh has no axis {axis:?}: expected one of {:?}, or name it in ZeroConfig::axes",
+                "the mesh has no axis {axis:?}: expected one of {:?}; add it to ZeroConfig::axes",
                 self.rank.config.axes.names().collect::<Vec<_>>()
             )),
         }

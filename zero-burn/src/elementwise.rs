@@ -455,11 +455,11 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
     }
     if !shard.is_parameter() && shard.cell.kind() != Kind::Average {
         stop(format!(
-            "a reduced gradient or optimizer state of shape {:?} meets an ordinary tensor in {op}, which differs from rank to \
-             rank: pass every gradient through zero_burn::module::collect_grads before accumulating or stepping, and \
-             load optimizer records inside zero_burn::load_state. What a program does to a collected gradient is done to a piece: \
-             scalars, masks (a product, mask_fill), clipping and other gradients can be used; for anything else read the whole with \
-             zero_burn::gathered, or set it by ZeroEngine::set_full_gradient",
+            "{op} combines a reduced gradient or optimizer state of shape {:?} with an ordinary tensor, which differs \
+             from rank to rank: pass every gradient through zero_burn::module::collect_grads before accumulating or \
+             stepping, and load optimizer records inside zero_burn::load_state. A collected gradient is a shard: it \
+             supports scalars, masks (a product, mask_fill), clipping and other gradients; for anything else, use \
+             ZeroEngine::full_gradient and set_full_gradient",
             shard.views.shape().as_slice()
         ));
     }

@@ -67,13 +67,13 @@ pub fn write<A: ZeroAutodiff, M: AutodiffModule<A>>(
 ) -> (M, Vec<Gathered>) {
     let context = Context::<A::Base>::current();
     if root >= context.rank.world {
-        stop(format!("the values of rank {root} were asked for, but there are {} ranks, from 0", context.rank.world));
+        stop(format!("cannot take values from rank {root}: there are {} ranks, numbered from 0", context.rank.world));
     }
     let mut written = Vec::with_capacity(parameters.len());
     for Gathered { meta, values } in parameters {
         let expected: usize = meta.shape.iter().product();
         if values.len() != expected {
-            stop(format!("{} has {expected} elements, but {} values were left in its place", meta.path, values.len()));
+            stop(format!("parameter {}: expected {expected} values, got {}", meta.path, values.len()));
         }
         written.push(Gathered { meta, values: context.broadcast(Buffer::F32(values), root).into_f32() });
     }
@@ -139,8 +139,8 @@ impl Edits {
             if let Some(lost) = changed.iter().zip(counts).position(|(changed, counts)| changed > counts) {
                 let counted = root.map_or("no rank's".into(), |root| format!("only rank {root}'s"));
                 stop(format!(
-                    "rank {} has changed the values of {} while they were gathered, but {counted} changes are kept: name the \
-                     rank that changes parameters as modify_on_rank",
+                    "rank {} changed the gathered values of {}, but {counted} changes are kept: pass the rank that \
+                     changes parameters as modify_on_rank",
                     first + rank,
                     found[lost].meta.path
                 ));

@@ -90,10 +90,10 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
 /// # Panics
 ///
 /// If the mesh has no such axis, or if a parameter has been drawn before. The launcher reports the error.
-pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
+pub fn sharded_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
     let context = Context::<A::Base>::current();
     if axes.contains(&Axes::DATA) {
-        stop("cut_along: the data axis is ZeroConfig's to cut: expected other axes of the mesh".into());
+        stop("sharded_along: expected axes of the mesh other than data, along which ZeroConfig shards".into());
     }
     let groups: Vec<_> = axes.iter().map(|axis| context.group(axis)).collect();
     if groups.iter().all(|group| group.world() == 1) {
@@ -105,7 +105,7 @@ pub fn cut_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
         let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor else { return };
         if cell.drawn().is_some_and(|drawn| drawn.part != Some(part)) {
             let path = meta.path;
-            stop(format!("parameter {path:?} was drawn before cut_along: call it on a module that was just made"));
+            stop(format!("parameter {path:?} was initialized before sharded_along: call it on a newly created module"));
         }
     };
     of_part(part, || walk::visit::<A, M>(module, look));
@@ -137,8 +137,9 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
             && cell.drawn().is_some_and(|drawn| drawn.part.is_none())
         {
             stop(format!(
-                "parameter {:?} was drawn the same at every place of the mesh {}: tell what it is, a part of a whole with \
-                 module::cut_along when it is made, or the same at every place with module::replicated_along",
+                "parameter {:?} was initialized with the same values at every place of the mesh {}: if it is a part of \
+                 a full parameter, call module::sharded_along on the newly created module; if not, call \
+                 module::replicated_along",
                 meta.path, context.rank.config.axes
             ));
         }

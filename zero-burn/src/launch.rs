@@ -39,9 +39,9 @@ pub enum LaunchError<E: Display + Debug> {
     Process(Failed<E>),
     /// An MPI launcher has started this process as one of several, but this program was built without MPI.
     #[error(
-        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
-         would train a copy of its own: build it with `--features mpi`, start it with torchrun's variables instead, or start \
-         it alone, with ranks that are threads"
+        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so \
+         each process would train its own copy: build it with `--features mpi`, start it with torchrun's variables, or \
+         start a single process whose ranks are threads"
     )]
     WithoutMpi {
         /// Its rank.
@@ -53,7 +53,7 @@ pub enum LaunchError<E: Display + Debug> {
     },
     /// The program asked for another number of ranks than were started.
     #[error(
-        "{asked} ranks were asked for, but {started} processes were started (by {variable}): each of them is one rank"
+        "{asked} ranks were requested, but {started} processes were started (by {variable}): each process is one rank"
     )]
     World {
         /// The number that the program asked for.
@@ -167,8 +167,8 @@ fn cache_kernels<B: Backend>(options: &LaunchOptions) {
         && let Err(why) = zero_ops::devices::cache_kernels()
     {
         eprintln!(
-            "warning: compiled kernels are not kept ({why}): every start compiles them again; set XDG_CACHE_HOME to a folder that can \
-             be written, or say --no-kernel-cache (LaunchOptions::kernel_cache)"
+            "warning: compiled kernels are not cached ({why}), so every start compiles them again: set XDG_CACHE_HOME \
+             to a writable folder, or pass --no-kernel-cache (LaunchOptions::kernel_cache)"
         );
     }
     let _ = options;
@@ -280,5 +280,5 @@ fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
     // The rank runs on a worker of its own pool, so that what it computes in parallel stays inside the pool, whose
     // threads are joined before the rank ends.
     pool.build_scoped(|thread| thread.run(), |pool| pool.install(|| stream.executes(rank_body)))
-        .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"))
+        .unwrap_or_else(|error| panic!("cannot start {threads} compute thread(s): {error}"))
 }

@@ -13,7 +13,7 @@ use burn_backend::ops::FloatTensorOps;
 use burn_backend::{Backend, BackendTypes, TensorMetadata};
 use burn_std::DType;
 use zero_core::window::Key;
-use zero_core::{Called, CommError};
+use zero_core::{CommError, OperationCall};
 
 pub use crate::autodiff::ZeroAutodiff;
 use crate::autodiff::from_rank_0;
@@ -23,7 +23,7 @@ use crate::cell::slot::Slot;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
 use crate::experts;
-pub use crate::grads::{cut_along, first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient};
+pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient, sharded_along};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::{sign, sign_bytes};
 use crate::reduce::Phase;
@@ -170,11 +170,11 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         if let Some(other) = signatures.chunks_exact(8).position(|rank| rank != signature.to_le_bytes()) {
             let mine = format!("prepare on a module of {places} parameters");
             raise(CommError::Mismatch {
-                at: Called::new("parameters", 0, context.rank.place.rank, mine),
+                at: OperationCall::new("parameters", 0, context.rank.place.rank, mine),
                 other_rank: context.rank.window.in_run(other),
                 other_op:
                     "prepare on a module whose parameters have other shapes or were created in another order (build \
-                           the same model on every rank, and touch none of its parameters before)"
+                           the same model on every rank, and do not use its parameters before)"
                         .into(),
             });
         }
@@ -383,19 +383,19 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
 ///
 /// DeepSpeed and PyTorch call this `no_sync`: several backward passes cost one reduction, at the price of a full set of fp32 gradients on
 /// every rank.
-pub struct HeldGrads<A: ZeroAutodiff> {
+pub struct UnreducedGrads<A: ZeroAutodiff> {
     context: Arc<Context<A::Base>>,
     /// Sums by the parameter's number.
     sums: BTreeMap<u64, Leftover<A::Base>>,
 }
 
-impl<A: ZeroAutodiff> Default for HeldGrads<A> {
+impl<A: ZeroAutodiff> Default for UnreducedGrads<A> {
     fn default() -> Self {
         Self { context: Context::current(), sums: BTreeMap::new() }
     }
 }
 
-impl<A: ZeroAutodiff> HeldGrads<A> {
+impl<A: ZeroAutodiff> UnreducedGrads<A> {
     /// Returns whether nothing is held.
     pub fn is_empty(&self) -> bool {
         self.sums.is_empty()
@@ -430,7 +430,7 @@ impl<A: ZeroAutodiff> HeldGrads<A> {
     }
 }
 
-impl<A: ZeroAutodiff> Drop for HeldGrads<A> {
+impl<A: ZeroAutodiff> Drop for UnreducedGrads<A> {
     fn drop(&mut self) {
         self.sums.values().for_each(|(_, sum)| self.context.rank.count_unreduced(-bytes_of::<A::Base>(sum)));
     }
@@ -481,14 +481,14 @@ fn leftovers<A: ZeroAutodiff, M: Module<A>>(
         };
         let Some(slot) = walk::slot_of(context, id, tensor.as_ref()) else {
             stop(format!(
-                "a gradient came for parameter {id} that zero_burn::module::prepare has not seen: call prepare on the \
+                "got a gradient for parameter {id}, which was not prepared: call zero_burn::module::prepare on the \
                  whole model before its first forward pass"
             ));
         };
         if !numbers.insert(slot.index) {
             stop(format!(
-                "gradients came for parameter {id} and for another one that is on the same tensor: call \
-                 zero_burn::module::prepare on the whole model, which gives each its own"
+                "got gradients for parameter {id} and for another parameter with the same tensor: call \
+                 zero_burn::module::prepare on the whole model, which gives each parameter its own tensor"
             ));
         }
         found.push((slot, dense));

@@ -45,7 +45,7 @@ impl Mover {
         #[cfg(feature = "cuda")]
         if let Some(ordinal) = zero_ops::devices::cuda_ordinal::<B>(device) {
             let copies = Copies::open(ordinal, deadline)
-                .inspect_err(|error| tracing::warn!("what is offloaded moves in step with what is computed: {error}"));
+                .inspect_err(|error| tracing::warn!("offload transfers do not overlap with computation: {error}"));
             return Self { copies: copies.ok() };
         }
         let _ = (device, deadline);
@@ -80,7 +80,7 @@ impl Mover {
             && data.num_elements() > 0
             && let Some((made, span)) = Shared::<B>::uninit_on_cuda(device, shape.clone(), data.dtype)
         {
-            assert_eq!(span.elements, data.num_elements(), "data of another size than its shape");
+            assert_eq!(span.elements, data.num_elements(), "data and shape differ in size");
             let copied = match who {
                 // SAFETY: the memory is new, so that nobody uses it before this has returned, and as large as the data; after
                 // an error it is given up, and the data too (below).

@@ -3,7 +3,7 @@
 //! experts and back ([Lepikhin et al. 2020](https://arxiv.org/abs/2006.16668)).
 //!
 //! Parameters are drawn the same at every place of such an axis. Declare those that are split with
-//! [`module::cut_along`](crate::module::cut_along), and the others with [`module::replicated_along`](crate::module::replicated_along).
+//! [`module::sharded_along`](crate::module::sharded_along), and the others with [`module::replicated_along`](crate::module::replicated_along).
 //!
 //! All operations wait for the other ranks of their group within a pass, in the backward pass under the lock of the rank's own graph. That
 //! is sound for ranks that are threads, too: the lock is taken only by this rank, and by ranks that have ended a pass before it (Burn's
@@ -53,7 +53,10 @@ pub fn reduce_from<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Gro
 pub fn all_to_all<B: GroupBackend, const D: usize>(x: Tensor<B, D>, group: &Group) -> Tensor<B, D> {
     let (rows, places) = (x.dims()[0], group.world());
     if !rows.is_multiple_of(places) {
-        stop(format!("all_to_all: expected rows that the {places} ranks of {} divide, got {rows}", group.label()));
+        stop(format!(
+            "all_to_all: expected a number of rows divisible by the {places} ranks of {}, got {rows}",
+            group.label()
+        ));
     }
     in_group(x, group, Exchange::AllToAll)
 }

@@ -39,7 +39,7 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
         },
         |meta, (own, cell), _| {
             let cell = again.entry((meta.id, cell.key)).or_insert_with(|| {
-                let mut word = || words.next().expect("ranks with the same modules have drawn as many parameters");
+                let mut word = || words.next().expect("ranks with the same modules draw the same number of parameters");
                 let (seed, birth) = (word(), word());
                 drawn_again(&cell, &Drawn { seed, birth, ..own })
             });

@@ -30,7 +30,7 @@ use burn_backend::Backend;
 
 use zero_core::Request;
 use zero_core::checkpoint::{Check, CheckpointError, Found, Manifest, find_latest_together};
-use zero_core::collective::{self, Difference, Failed};
+use zero_core::collective::{self, Difference, RankError};
 
 use crate::config::ZeroConfig;
 use crate::context::Context;
@@ -159,7 +159,7 @@ pub fn local_main_process_first<B: Backend, R>(f: impl FnOnce() -> R) -> R {
 /// });
 /// assert_eq!(told.unwrap(), ["the disk is full", "rank 0: the disk is full"]);
 /// ```
-pub fn try_main_process_first<B: Backend, R, E: Display>(f: impl FnOnce() -> Result<R, E>) -> Result<R, Failed<E>> {
+pub fn try_main_process_first<B: Backend, R, E: Display>(f: impl FnOnce() -> Result<R, E>) -> Result<R, RankError<E>> {
     try_first::<B, R, E>(is_main_process::<B>(), f)
 }
 
@@ -170,13 +170,13 @@ pub fn try_main_process_first<B: Backend, R, E: Display>(f: impl FnOnce() -> Res
 /// Same as [`try_main_process_first`].
 pub fn try_local_main_process_first<B: Backend, R, E: Display>(
     f: impl FnOnce() -> Result<R, E>,
-) -> Result<R, Failed<E>> {
+) -> Result<R, RankError<E>> {
     try_first::<B, R, E>(is_local_main_process::<B>(), f)
 }
 
-fn try_first<B: Backend, R, E: Display>(is_first: bool, f: impl FnOnce() -> Result<R, E>) -> Result<R, Failed<E>> {
+fn try_first<B: Backend, R, E: Display>(is_first: bool, f: impl FnOnce() -> Result<R, E>) -> Result<R, RankError<E>> {
     let collective = Context::<B>::current().everyone();
-    collective::first_then(&*collective, is_first, f).unwrap_or_else(|error| raise(error))
+    collective::run_first(&*collective, is_first, f).unwrap_or_else(|error| raise(error))
 }
 
 fn barrier<B: Backend>(purpose: &'static str) {

@@ -56,9 +56,9 @@ pub(crate) fn check<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::
         if let Some((odd, usual)) = odd_ranks(&hashes) {
             let names = |ranks: &[usize]| ranks.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             stop(format!(
-                "replicas differ before update {update}: parameter {path} {shape:?} of rank {} is not that of rank {}. \
-                 Change parameters on all ranks alike (zero_burn::gathered does), or resume from the last checkpoint \
-                 (found by check_replicas)",
+                "replicas differ before update {update}: parameter {path} {shape:?} of rank(s) {} differs from rank(s) \
+                 {}. Change parameters alike on all ranks (zero_burn::gathered does), or resume from the last \
+                 checkpoint (detected by check_replicas)",
                 names(&odd),
                 names(&usual)
             ));

@@ -12,7 +12,7 @@ use burn_backend::{Backend, Element, TensorData};
 use burn_std::{DType, Shape};
 use half::{bf16, f16};
 use zero_core::offload::{
-    BufferPool, DiskError, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket,
+    BufferPool, DiskError, PendingTransfer, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions,
 };
 
 use zero_ops::Shared;
@@ -169,11 +169,11 @@ impl OnDisk {
     /// Transfers the shard part by part, in order, with one part in flight per free buffer.
     fn transfer(
         &self,
-        mut start: impl FnMut(Region, SwapBuffer) -> Result<Ticket, DiskError>,
+        mut start: impl FnMut(Region, SwapBuffer) -> Result<PendingTransfer, DiskError>,
         mut end: impl FnMut(&SwapBuffer),
     ) -> Result<(), DiskError> {
         let (pool, limit) = (&self.disk.pool, self.disk.settings.limit);
-        let mut flying: VecDeque<Ticket> = VecDeque::new();
+        let mut flying: VecDeque<PendingTransfer> = VecDeque::new();
         for part in self.region.parts(pool.buffer_bytes()) {
             let buffer = loop {
                 match (pool.try_take_many(1), flying.pop_front()) {

@@ -32,9 +32,9 @@ pub(crate) fn stop(message: String) -> ! {
 /// Ends the rank with an error about a parameter that another rank or launch has built.
 pub(crate) fn stop_foreign(shape: &Shape) -> ! {
     stop(format!(
-        "a model with a parameter of shape {:?} was used here that was built outside of this launch, or by another of its \
-         ranks: build it inside of the function that launch runs, on the device that this is given; to bring values along, \
-         save a record of the model outside and load it inside",
+        "a model with a parameter of shape {:?} was built outside of this launch, or by another of its ranks: build it \
+         inside of the function that launch runs, on the device that the function gets; to bring values along, save a \
+         record of the model outside and load it inside",
         shape.as_slice()
     ))
 }

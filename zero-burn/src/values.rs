@@ -68,13 +68,13 @@ pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
         Buffer::F64(values) => TensorData::new(values, shape),
         Buffer::F16(values) => TensorData::new(values, shape),
         Buffer::Bf16(values) => TensorData::new(values, shape),
-        Buffer::U8(_) => stop("floats were sent between ranks, and bytes came".into()),
+        Buffer::U8(_) => stop("expected floats from another rank, got bytes".into()),
     }
 }
 
 /// Returns data as a buffer to be sent.
 pub(crate) fn buffer(data: TensorData) -> Buffer {
-    const TYPES: &str = "a tensor's data is of the type that it says";
+    const TYPES: &str = "a tensor's data has its declared type";
     match data.dtype {
         DType::F32 => Buffer::F32(data.into_vec().expect(TYPES)),
         DType::F64 => Buffer::F64(data.into_vec().expect(TYPES)),
@@ -99,7 +99,7 @@ pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
 }
 
 /// Returns the type as collectives know it.
-pub(crate) fn on_the_wire(dtype: DType) -> zero_core::collective::DType {
+pub(crate) fn wire_dtype(dtype: DType) -> zero_core::collective::DType {
     match dtype {
         DType::F16 => zero_core::collective::DType::F16,
         DType::BF16 => zero_core::collective::DType::Bf16,

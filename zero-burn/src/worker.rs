@@ -27,7 +27,7 @@ impl<J: Send + 'static> Worker<J> {
             let thread = std::thread::Builder::new()
                 .name(self.name.clone())
                 .spawn(move || stream.executes(|| body(inbox)))
-                .expect("the operating system gives a thread to a rank that it gave one");
+                .expect("cannot start a worker thread of a rank");
             *self.jobs.lock() = Some(jobs);
             *self.thread.lock() = Some(thread);
         });

@@ -22,8 +22,8 @@ use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 use zero_core::offload::{
-    Access, AioOptions, BufferPool, DiskError, EngineChoice, Item, Part, PipelineOptions, PoolOptions, Region,
-    SwapBuffer, SwapDir, SwapFile, SwapFileOptions, Ticket, pipeline,
+    Access, AioOptions, BufferPool, DiskError, EngineChoice, Item, Part, PendingTransfer, PipelineOptions, PoolOptions,
+    Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions, pipeline,
 };
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -97,7 +97,7 @@ fn raw(
 
 /// Moves every region once, with as many in flight as the pool has buffers, and returns the seconds.
 fn through_engine(file: &SwapFile, pool: &BufferPool, regions: &[Region], write: bool) -> Result<f64, DiskError> {
-    let mut flying = std::collections::VecDeque::<Ticket>::new();
+    let mut flying = std::collections::VecDeque::<PendingTransfer>::new();
     let start = Instant::now();
     for region in regions {
         if flying.len() == pool.count() {

@@ -117,7 +117,7 @@ wire_kinds! {
     reduce_scatter ReduceScatter "Reduce-scatters.";
     all_reduce AllReduce "All-reduces.";
     broadcast Broadcast "Broadcasts (nothing on the root).";
-    gather Gather "Gathers to one rank (on others what they hand on).";
+    gather Gather "Gathers to one rank (on the others, the data that they forward).";
     all_to_all AllToAll "All-to-alls.";
 }
 

@@ -97,7 +97,7 @@ impl Copies {
         let device = Device::open(ordinal).map_err(failed)?;
         let lacking = NEEDED.into_iter().find(|symbol| !has(symbol));
         if let Some(symbol) = lacking.or((!device.context_events).then_some("cuCtxRecordEvent")) {
-            let reason = format!("the driver has no {symbol}: update it to one of CUDA 12.5 or newer");
+            let reason = format!("the driver has no {symbol}: update it to the driver of CUDA 12.5 or newer");
             return Err(CopyError { what: "copying", device: ordinal, reason });
         }
         let stream = || Stream::new(&device, false).map_err(failed);
@@ -139,12 +139,11 @@ impl Copies {
             code = lock();
         }
         checked("cuMemHostAlloc", code).map_err(|error| {
-            let reason = format!(
-                "{error} (of {wanted} bytes); lower what is kept in the host's memory, or ulimit -l allows less"
-            );
+            let reason = format!("{error} (for {wanted} bytes); offload less to host memory, or raise `ulimit -l`");
             self.failed(WHAT, reason)
         })?;
-        let block = NonNull::new(block.cast::<u8>()).ok_or_else(|| self.failed(WHAT, "the driver gave no address"))?;
+        let block =
+            NonNull::new(block.cast::<u8>()).ok_or_else(|| self.failed(WHAT, "the driver returned no address"))?;
         Ok(self.pinned(Block(block), bytes, wanted))
     }
 
@@ -270,7 +269,8 @@ impl Copies {
             let waited = begin.elapsed();
             if waited >= self.deadline {
                 let reason = format!(
-                    "not done after {} ms: the device still computes what it was given before, or has failed; raise the deadline",
+                    "not finished after {} ms: the device is still busy with earlier work, or has failed; raise the \
+                     deadline",
                     waited.as_millis()
                 );
                 return Err(self.failed(what, reason));

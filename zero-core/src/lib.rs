@@ -31,7 +31,7 @@ pub mod random;
 mod stage;
 pub mod window;
 
-pub use collective::error::{Called, CommError, LaunchError, LinkError, RankFailure, StartError};
+pub use collective::error::{CommError, LaunchError, LinkError, OperationCall, RankFailure, StartError};
 pub use collective::{Buffer, Collective, Pending, ReduceOp, Request};
 pub use partition::{Axes, Mesh, Partition};
 pub use stage::{InvalidStage, Stage};

@@ -18,7 +18,7 @@ use parking_lot::{Condvar, Mutex};
 pub use crate::exposure::{Expose, Exposure, Key};
 
 use crate::CommError;
-use crate::collective::operation::At;
+use crate::collective::operation::OperationContext;
 use crate::collective::threads::{Run, ThreadComm};
 use crate::collective::{Buffer, Collective, DType};
 
@@ -90,7 +90,7 @@ impl<T> Clone for Window<T> {
 
 /// The result of a read.
 #[derive(Debug)]
-pub enum Seen<T> {
+pub enum ReadValue<T> {
     /// The value itself, from a rank of this process.
     Here(Arc<T>),
     /// The bytes that the owner, another process, exposes.
@@ -102,27 +102,27 @@ pub enum Seen<T> {
     },
 }
 
-impl<T> Seen<T> {
+impl<T> ReadValue<T> {
     /// Returns the value itself, if the ranks share memory.
     pub fn here(self) -> Option<Arc<T>> {
         match self {
-            Seen::Here(value) => Some(value),
-            Seen::Bytes { .. } => None,
+            ReadValue::Here(value) => Some(value),
+            ReadValue::Bytes { .. } => None,
         }
     }
 }
 
 /// A read in progress; there may be several at a time.
 #[must_use = "the value, or the error, is in `wait`"]
-pub struct Reading<'a, T>(Box<dyn FnOnce() -> Result<Seen<T>, CommError> + 'a>);
+pub struct PendingRead<'a, T>(Box<dyn FnOnce() -> Result<ReadValue<T>, CommError> + 'a>);
 
-impl<T> Reading<'_, T> {
+impl<T> PendingRead<'_, T> {
     /// Waits for the read, and returns its result.
     ///
     /// # Errors
     ///
     /// Same as [`Window::read`].
-    pub fn wait(self) -> Result<Seen<T>, CommError> {
+    pub fn wait(self) -> Result<ReadValue<T>, CommError> {
         (self.0)()
     }
 }
@@ -228,8 +228,8 @@ impl<T> Window<T> {
         }
     }
 
-    fn at<'a>(&self, seq: u64, op: &'a dyn core::fmt::Display) -> At<'a> {
-        At { group: "window", seq, rank: self.rank, op }
+    fn at<'a>(&self, seq: u64, op: &'a dyn core::fmt::Display) -> OperationContext<'a> {
+        OperationContext { group: "window", seq, rank: self.rank, op }
     }
 
     /// Checks that no rank has failed, so that waiting for something in this process can still succeed.
@@ -250,24 +250,24 @@ impl<T> Window<T> {
     /// # Errors
     ///
     /// [`CommError`] if the peer drops the version, fails, leaves, or does not publish within the deadline.
-    pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<Seen<T>, CommError> {
+    pub fn read(&self, peer: usize, key: Key, what: &dyn core::fmt::Display) -> Result<ReadValue<T>, CommError> {
         self.begin_read(peer, key, what).wait()
     }
 
     /// Starts a [`Window::read`].
-    pub fn begin_read<'a>(&'a self, peer: usize, key: Key, what: &'a dyn core::fmt::Display) -> Reading<'a, T> {
+    pub fn begin_read<'a>(&'a self, peer: usize, key: Key, what: &'a dyn core::fmt::Display) -> PendingRead<'a, T> {
         let peer = self.in_run(peer);
         if let Peers::Processes(remote) = &self.peers
             && peer != self.rank
         {
             let asking = remote.begin(peer, key, &what.to_string(), None);
-            return Reading(Box::new(|| {
+            return PendingRead(Box::new(|| {
                 let (tag, bytes) = asking.wait()?;
-                Ok(Seen::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
+                Ok(ReadValue::Bytes { tag, bytes: bytes.expect("the read was given no place for its bytes") })
             }));
         }
         // The lookup happens when the read is waited for: an earlier one gains nothing.
-        Reading(Box::new(move || self.read_here(peer, key, what).map(Seen::Here)))
+        PendingRead(Box::new(move || self.read_here(peer, key, what).map(ReadValue::Here)))
     }
 
     /// Reads from this process's board.
@@ -312,8 +312,13 @@ impl<T: Expose> Window<T> {
     /// # Panics
     ///
     /// If the ranks share memory (see [`Window::is_remote`]).
-    pub fn gather(&self, whole: Whole<'_>, key: Key, what: &dyn core::fmt::Display) -> Result<Buffer, CommError> {
-        let Whole { dtype, elements, tag, own, pieces } = whole;
+    pub fn gather(
+        &self,
+        whole: GatherRequest<'_>,
+        key: Key,
+        what: &dyn core::fmt::Display,
+    ) -> Result<Buffer, CommError> {
+        let GatherRequest { dtype, elements, tag, own, pieces } = whole;
         let bytes = elements * dtype.size();
         let mut ranges: Vec<Range<usize>> = pieces.iter().map(|(_, range)| range.clone()).collect();
         ranges.extend(own.map(|(begin, part)| begin..begin + part.len()));
@@ -322,11 +327,12 @@ impl<T: Expose> Window<T> {
         let mut covered = 0;
         let follows = |range: &Range<usize>| std::mem::replace(&mut covered, range.end) == range.start;
         if !ranges.iter().all(follows) || covered != bytes {
-            let (op, expected) = (format!("a gather of {what}"), format!("pieces that cover {bytes} bytes once"));
+            let (op, expected) =
+                (format!("a gather of {what}"), format!("shards that cover {bytes} bytes exactly once"));
             return Err(self.at(key.version, &op).shape((expected, format!("{ranges:?}"))));
         }
         let Peers::Processes(remote) = &self.peers else {
-            panic!("ranks that share memory read each other's pieces where they lie");
+            panic!("ranks that share memory read each other's shards in place");
         };
         let pieces: Vec<_> = pieces.iter().map(|(peer, range)| (self.in_run(*peer), range.clone())).collect();
         remote.gather((dtype, elements), tag, own, &pieces, key, &what.to_string())
@@ -335,7 +341,7 @@ impl<T: Expose> Window<T> {
 
 /// The array that [`Window::gather`] assembles.
 #[derive(Debug, Clone, Copy)]
-pub struct Whole<'a> {
+pub struct GatherRequest<'a> {
     /// Type of the array.
     pub dtype: DType,
     /// Number of its elements.

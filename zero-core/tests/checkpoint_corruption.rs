@@ -181,7 +181,7 @@ fn files_of_other_ranks_steps_and_saves_are_known_as_such() {
         zero_core::checkpoint::SafetensorsWriter::create(&file(&folder, 0), &Default::default(), tensors).unwrap();
     writer.write("a", &[1]).unwrap();
     writer.finish().unwrap();
-    assert!(the_problem(dir.path(), &folder).to_string().contains("does not name the"));
+    assert!(the_problem(dir.path(), &folder).to_string().contains("its metadata has no key 'rank'"));
 }
 
 /// Changes the manifest and updates its checksum.
@@ -282,7 +282,7 @@ fn a_folder_is_listed_and_the_choice_is_that_of_find_latest() {
     assert_eq!(remains, [(".latest-new", 5), (".pruned-step-00000001", 100), (".saving-step-00000030-1-2", 100)]);
 
     fs::write(dir.path().join("latest"), "step-00000077\n").unwrap();
-    assert!(agree().problem(dir.path()).unwrap().contains("names step-00000077, which is not there"));
+    assert!(agree().problem(dir.path()).unwrap().contains("names step-00000077, which does not exist"));
     fs::write(dir.path().join("latest"), "nonsense").unwrap();
     assert!(agree().problem(dir.path()).unwrap().contains("expected a name such as"));
     assert!(list(&dir.path().join("absent"), Check::Sizes).is_err());

@@ -96,7 +96,7 @@ fn a_second_save_into_the_folder_at_once_is_refused() {
     let lock = fs::File::options().write(true).open(dir.path().join(".lock")).unwrap();
     lock.lock().unwrap();
     let error = fails(dir.path(), |_| ());
-    assert!(error.contains("another save into") && error.contains("is going on"), "{error}");
+    assert!(error.contains("another save into") && error.contains("is in progress"), "{error}");
 }
 
 #[test]

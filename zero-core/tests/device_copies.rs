@@ -140,7 +140,7 @@ fn blocks() -> Result<(), CopyError> {
     assert_eq!((third.as_ptr(), third.len()), (address, 990_000));
     let error = copies.alloc(4_000_000).unwrap_err().to_string();
     assert!(
-        error.starts_with("page-locked memory on GPU 0: cuMemHostAlloc") && error.contains("lower what"),
+        error.starts_with("page-locked memory on GPU 0: cuMemHostAlloc") && error.contains("offload less"),
         "{error}"
     );
     drop((second, third));
@@ -173,7 +173,7 @@ fn what_is_given_later_comes_after_a_copy_that_nobody_waits_for() {
 fn a_copy_that_does_not_come_is_an_error() {
     let told = case("deadline", Shim::Full, &[]);
     assert!(
-        told.starts_with("a copy from the device on GPU 0: not done after 1") && told.contains("deadline"),
+        told.starts_with("a copy from the device on GPU 0: not finished after 1") && told.contains("deadline"),
         "{told}"
     );
 }
@@ -186,7 +186,10 @@ fn page_locked_blocks_are_kept_and_given_back() {
 #[test]
 fn what_is_missing_is_told() {
     let told = case("open", Shim::OldDriver, &[]);
-    assert_eq!(told, "copying on GPU 0: the driver has no cuCtxRecordEvent: update it to one of CUDA 12.5 or newer");
+    assert_eq!(
+        told,
+        "copying on GPU 0: the driver has no cuCtxRecordEvent: update it to the driver of CUDA 12.5 or newer"
+    );
     let told = case("open", Shim::Nothing, &[]);
     assert!(told.starts_with("copying on GPU 0: ") && told.contains("libcuda"), "{told}");
     let told = case("open", Shim::Full, &[("SHIM_DEVICES", "0")]);

@@ -346,7 +346,7 @@ fn a_path_that_will_not_do_is_refused_with_what_to_change() {
     let parent = tempfile::tempdir().unwrap();
     let missing = SwapDir::open(&parent.path().join("nvme0")).unwrap_err();
     assert!(matches!(missing, DiskError::Missing { .. }));
-    assert!(missing.to_string().contains("create it on the disk that is to be used, or correct nvme_path"));
+    assert!(missing.to_string().contains("create it on the disk to offload to, or correct nvme_path"));
     let file = parent.path().join("file");
     fs::write(&file, "").unwrap();
     assert!(matches!(SwapDir::open(&file), Err(DiskError::NotAFolder { .. })));
@@ -461,7 +461,7 @@ fn child_with_limited_files() {
     file.alloc(2 << 20).unwrap();
     let error = file.alloc(2 << 20).unwrap_err().to_string();
     assert!(
-        error.contains("would have 4.0 MiB, a process may have files of 3.0 MiB: raise the limit (ulimit -f)"),
+        error.contains("would grow to 4.0 MiB, above the limit of 3.0 MiB per file: raise the limit (ulimit -f)"),
         "{error}"
     );
 }

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 
 use offload_common::{LIMIT, pool, setup, small_blocks, ways};
 use proptest::prelude::*;
-use zero_core::offload::{AioOptions, DiskError, EngineChoice, Region, SwapFile, SwapFileOptions, Ticket};
+use zero_core::offload::{AioOptions, DiskError, EngineChoice, PendingTransfer, Region, SwapFile, SwapFileOptions};
 
 const LARGEST: usize = 200_000;
 const BUFFERS: usize = 4;
@@ -47,7 +47,7 @@ fn fill(bytes: &mut [u8], seed: u8) {
 }
 
 /// A transfer in flight, and what it must have read.
-type Flying = (Region, Ticket, Option<Vec<u8>>);
+type Flying = (Region, PendingTransfer, Option<Vec<u8>>);
 
 fn land(flying: Flying) {
     let (region, ticket, expected) = flying;

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use serde_json::json;
 
-use super::Cutting;
+use super::TokenizeOptions;
 use super::documents::{self, DataFile};
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
@@ -34,10 +34,10 @@ const HEADER: usize = 256;
 pub(super) fn open(
     source: &Path,
     files: &[DataFile],
-    cutting: &Cutting<'_>,
+    options: &TokenizeOptions<'_>,
     tokenizer: &Tokenizer,
 ) -> Result<TokenFile> {
-    let folder = match cutting.cache {
+    let folder = match options.cache {
         Some(folder) => folder.to_path_buf(),
         None => default_folder(source)?,
     };
@@ -51,8 +51,8 @@ pub(super) fn open(
         tokenizer.checksum,
         tokenizer.tokens(),
         tokenizer.end(),
-        cutting.field,
-        cutting.sentences,
+        options.field,
+        options.sentences,
     )
         .hash(&mut hasher);
     let stem = source.file_stem().unwrap_or_default().to_string_lossy();
@@ -65,7 +65,7 @@ pub(super) fn open(
         lock(&made, &aside)?;
         // Another process may have created it meanwhile.
         if !path.is_file() {
-            make(made, &aside, files, cutting, tokenizer)?;
+            make(made, &aside, files, options, tokenizer)?;
             std::fs::rename(&aside, &path).map_err(io("write", &path))?;
         } else {
             // Opened after that process had renamed its own: nobody writes this one.
@@ -79,8 +79,8 @@ fn default_folder(source: &Path) -> Result<PathBuf> {
     let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
     let cache = variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")));
     cache.map(|cache| cache.join("zero")).ok_or_else(|| {
-        let problem = "is large, so that its tokens are kept on a disk, but neither XDG_CACHE_HOME nor HOME is set: say where \
-                       with --token-cache DIR";
+        let problem = "is large, so its tokens are cached on disk, but neither XDG_CACHE_HOME nor HOME is set: choose \
+                       a folder with --token-cache DIR";
         wrong_data(source, problem)
     })
 }
@@ -96,8 +96,8 @@ fn lock(made: &File, path: &Path) -> Result<()> {
         if now != size {
             (size, since) = (now, Instant::now());
         } else if since.elapsed() > PATIENCE {
-            let problem = "is made by another process, which has not got on for ten minutes: end that, or use another \
-                           --token-cache";
+            let problem = "is being written by another process, which has made no progress for ten minutes: stop that \
+                           process, or use another --token-cache";
             return Err(wrong_data(path, problem));
         }
         std::thread::sleep(POLL);
@@ -105,10 +105,16 @@ fn lock(made: &File, path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn make(made: File, path: &Path, files: &[DataFile], cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<()> {
+fn make(
+    made: File,
+    path: &Path,
+    files: &[DataFile],
+    options: &TokenizeOptions<'_>,
+    tokenizer: &Tokenizer,
+) -> Result<()> {
     let bytes: u64 = files.iter().map(|file| file.bytes).sum();
     eprintln!(
-        "cutting {} of text into tokens, once, into {}",
+        "tokenizing {} of text into {} (once; later runs read this file)",
         zero_core::estimate::format_bytes(bytes),
         path.with_extension("safetensors").display()
     );
@@ -119,7 +125,7 @@ fn make(made: File, path: &Path, files: &[DataFile], cutting: &Cutting<'_>, toke
     out.write_all(&[b' '; HEADER]).map_err(&write)?;
     let narrow = tokenizer.tokens() <= usize::from(u16::MAX) + 1;
     let mut count = 0usize;
-    documents::encode(files, cutting.field, tokenizer, |ids| {
+    documents::encode(files, options.field, tokenizer, |ids| {
         count += ids.len();
         let mut ids = ids.iter();
         match narrow {
@@ -146,13 +152,14 @@ mod tests {
     fn it_is_made_once_and_again_when_the_text_has_changed() {
         let dir = tempfile::tempdir().unwrap();
         let (text, cache) = (dir.path().join("book.txt"), dir.path().join("cache"));
-        let cutting = Cutting { vocab_size: 50257, n_positions: 8, cache: Some(&cache), ..Cutting::default() };
+        let options =
+            TokenizeOptions { vocab_size: 50257, n_positions: 8, cache: Some(&cache), ..TokenizeOptions::default() };
         let ids = |content: &str| {
             std::fs::write(&text, content).unwrap();
-            let tokenizer = Tokenizer::find(&text, &cutting).unwrap();
+            let tokenizer = Tokenizer::find(&text, &options).unwrap();
             // At once, as ranks do.
             let opened = std::thread::scope(|scope| {
-                let open = || open(&text, &documents::files(&text).unwrap(), &cutting, &tokenizer).unwrap();
+                let open = || open(&text, &documents::files(&text).unwrap(), &options, &tokenizer).unwrap();
                 [0; 4].map(|_| scope.spawn(open)).map(|thread| thread.join().unwrap())
             });
             opened.map(|file| {

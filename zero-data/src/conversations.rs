@@ -14,7 +14,7 @@ use zero_models::loss::IGNORED_LABEL;
 
 use super::documents::{self, DataFile, Place, kind_of};
 use super::tokenizer::{ChatTemplate, MARK, Message, NO_TEMPLATE, Tokenizer};
-use super::{Cutting, Source, TokenBatch, check_ids, is_tokens};
+use super::{Source, TokenBatch, TokenizeOptions, check_ids, is_tokens};
 use crate::error::{Result, wrong_data};
 
 /// Default limit of tokens per row, the same as TRL's `max_length`.
@@ -117,13 +117,13 @@ pub struct Conversations {
     ends: Vec<usize>,
     longest: usize,
     held_out: usize,
-    left_out: usize,
+    skipped_rows: usize,
     tokenizer: Tokenizer,
 }
 
 impl Conversations {
-    /// Reads and tokenizes the rows of a file or folder. The first `cutting.seq` tokens of each row are kept. If none of
-    /// them has a label, the row is left out ([`left_out`](Self::left_out)).
+    /// Reads and tokenizes the rows of a file or folder. The first `options.seq` tokens of each row are kept. If none of
+    /// them has a label, the row is left out ([`skipped_rows`](Self::skipped_rows)).
     ///
     /// # Errors
     ///
@@ -133,15 +133,15 @@ impl Conversations {
         path: &Path,
         format: ChatFormat,
         loss_on: LossOn,
-        cutting: &Cutting<'_>,
+        options: &TokenizeOptions<'_>,
         tokenizer: Tokenizer,
     ) -> Result<Self> {
-        let seq = Some(cutting.seq.unwrap_or(LONGEST.min(cutting.n_positions)));
-        let seq = Cutting { seq, ..cutting.clone() }.row_length(2)?;
+        let seq = Some(options.seq.unwrap_or(LONGEST.min(options.n_positions)));
+        let seq = TokenizeOptions { seq, ..options.clone() }.row_length(2)?;
         let text = tokenizer.chat_template_text();
         // An error of the template is reported by the first row that needs it.
         let template = text.as_deref().map(|text| tokenizer.chat_template(text));
-        let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: cutting.vocab_size };
+        let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: options.vocab_size };
         let files = documents::files(path)?;
         let split = files.partition_point(|file| !file.is_held_out);
         let mut rows = Rows::default();
@@ -151,8 +151,8 @@ impl Conversations {
         let trained = rows.ends.len();
         if trained == 0 {
             let problem = format!(
-                "has no row with an answer in its first {seq} tokens, with the tokenizer of {}: expected prompts with completions, or \
-                 messages of the assistant, and a --seq that reaches them",
+                "has no row with an answer in its first {seq} tokens, as tokenized by {}: expected prompts with \
+                 completions, or messages of the assistant; if the answers start later, raise --seq",
                 tokenizer.whose()
             );
             return Err(wrong_data(path, problem));
@@ -161,19 +161,19 @@ impl Conversations {
             rows.read(file, format, &encoder)?;
         }
         let found = rows.ends.len() - trained;
-        if found == 0 && cutting.held_out != Some(0) && split < files.len() {
+        if found == 0 && options.held_out != Some(0) && split < files.len() {
             let problem = format!(
-                "has no row with an answer in its first {seq} tokens: expected some in the validation split; give a --seq that reaches \
-                 them, or --eval 0"
+                "has no row with an answer in its first {seq} tokens: expected at least one in the validation split; \
+                 raise --seq, or set --eval 0"
             );
             return Err(wrong_data(&files[split].path, problem));
         }
-        let held_out = if split == files.len() { 0 } else { documents::held_out(cutting.held_out, found)? };
+        let held_out = if split == files.len() { 0 } else { documents::held_out(options.held_out, found)? };
         rows.ends.truncate(trained + held_out);
         let begins = [0].into_iter().chain(rows.ends.iter().copied());
         let longest = begins.zip(&rows.ends).map(|(begin, end)| end - begin).max().unwrap_or(0);
-        let Rows { ids, counts, ends, left_out } = rows;
-        Ok(Self { ids, counts, ends, longest, held_out, left_out, tokenizer })
+        let Rows { ids, counts, ends, skipped_rows } = rows;
+        Ok(Self { ids, counts, ends, longest, held_out, skipped_rows, tokenizer })
     }
 
     /// Returns the number of rows.
@@ -187,8 +187,8 @@ impl Conversations {
     }
 
     /// Returns the number of rows that were left out because none of their tokens has a label.
-    pub fn left_out(&self) -> usize {
-        self.left_out
+    pub fn skipped_rows(&self) -> usize {
+        self.skipped_rows
     }
 
     /// Returns the number of tokens of the longest row.
@@ -254,7 +254,7 @@ struct Rows {
     ids: Vec<i32>,
     counts: Vec<bool>,
     ends: Vec<usize>,
-    left_out: usize,
+    skipped_rows: usize,
 }
 
 impl Rows {
@@ -271,7 +271,7 @@ impl Rows {
             for (ids, counts) in encoded? {
                 // The first token is not predicted.
                 if !counts.iter().skip(1).any(|counts| *counts) {
-                    self.left_out += 1;
+                    self.skipped_rows += 1;
                     continue;
                 }
                 self.ids.extend(ids.iter().map(|&id| id as i32));
@@ -304,7 +304,9 @@ impl Encoder<'_> {
     /// Returns a row's example, or describes the problem with the row.
     fn example(&self, format: ChatFormat, mut row: Map<String, Value>) -> Result<Example, String> {
         if let Some(name) = REFUSED.iter().find(|name| is_given(row.get(**name))) {
-            return Err(format!("has a \"{name}\", which is not read: make it part of the messages, or remove it"));
+            return Err(format!(
+                "has a \"{name}\" field, which is not supported: move its content into the messages, or remove it"
+            ));
         }
         let mut take = |name: &str| row.remove(name);
         Ok(match format {
@@ -317,8 +319,8 @@ impl Encoder<'_> {
                 }
                 (prompt, completion) => {
                     let [prompt, completion] = [prompt, completion].map(|value| got(value.as_ref()));
-                    let expected = "expected texts, or lists of messages";
-                    return Err(format!("its \"prompt\" {prompt}, and its \"completion\" {completion}: {expected}"));
+                    let expected = "expected two strings, or two lists of messages";
+                    return Err(format!("its \"prompt\" {prompt} and its \"completion\" {completion}: {expected}"));
                 }
             },
             ChatFormat::Alpaca => {
@@ -350,7 +352,7 @@ impl Encoder<'_> {
                     LossOn::Completions => template.render(prompt, true)?,
                 };
                 if !whole.starts_with(&before) {
-                    return Err(self.unstable("the prompt in another way when a completion follows", ""));
+                    return Err(self.unstable("the prompt differently when a completion follows", ""));
                 }
                 self.continued(&before, &whole, false)?
             }
@@ -385,12 +387,12 @@ impl Encoder<'_> {
     /// Returns the tokens of `whole`. Tokens that differ from those of `prompt` have a label, as in TRL. Documents get the
     /// tokens that begin and end one.
     fn continued(&self, prompt: &str, whole: &str, are_documents: bool) -> Result<Encoded, String> {
-        let begin = if are_documents { self.tokenizer.put_before() } else { &[] };
+        let begin = if are_documents { self.tokenizer.prefix_ids() } else { &[] };
         let encode = |text| Ok::<_, String>([begin, &self.tokenizer.encode(text)?].concat());
         let (before, mut ids) = (encode(prompt)?, encode(whole)?);
         if are_documents {
-            let problem = "the tokenizer has no token that ends a text: name it as eos_token in a tokenizer_config.json beside the \
-                           tokenizer";
+            let problem = "the tokenizer has no end-of-text token: set eos_token in a tokenizer_config.json next to \
+                           the tokenizer";
             let end = self.tokenizer.end().ok_or(problem)?;
             if ids.last() != Some(&end) {
                 ids.push(end);
@@ -404,7 +406,7 @@ impl Encoder<'_> {
     fn template(&self) -> Result<&ChatTemplate<'_>, String> {
         match &self.template {
             Some(template) => template.as_ref().map_err(String::clone),
-            None => Err(format!("holds messages, and {} {NO_TEMPLATE}", self.tokenizer.whose())),
+            None => Err(format!("holds messages, but {} {NO_TEMPLATE}", self.tokenizer.whose())),
         }
     }
 
@@ -430,8 +432,8 @@ impl Encoder<'_> {
             }
             if text != template.render(messages, false)? {
                 return Err(format!(
-                    "the chat template of {} changes text that it marks by {{% generation %}} (by a filter, for example): mark it where it is \
-                     written out, or use --loss-on all",
+                    "the chat template of {} changes the text inside {{% generation %}} (with a filter, for example): \
+                     put the tags where the final text is output, or use --loss-on all",
                     self.tokenizer.whose()
                 ));
             }
@@ -441,7 +443,7 @@ impl Encoder<'_> {
         for (at, _) in messages.iter().enumerate().filter(|(_, message)| message.role == "assistant") {
             let before = match template.render(&messages[..at], true) {
                 Err(_) if at == 0 => {
-                    return Err(self.unstable("no text before a message of the assistant that is the first", MARKS));
+                    return Err(self.unstable("no prompt for an assistant message that comes first", MARKS));
                 }
                 before => before?,
             };
@@ -450,7 +452,7 @@ impl Encoder<'_> {
                 false => &template.render(&messages[..=at], false)?,
             };
             if !(through.starts_with(&before) && text.starts_with(through)) {
-                return Err(self.unstable(&format!("message {at} in another way when others follow"), MARKS));
+                return Err(self.unstable(&format!("message {at} differently when others follow"), MARKS));
             }
             answers.push(before.len()..through.len());
         }
@@ -459,14 +461,15 @@ impl Encoder<'_> {
 
     fn unstable(&self, what: &str, remedy: &str) -> String {
         format!(
-            "the chat template of {} renders {what}, so that it does not tell which tokens are the assistant's: {remedy}use --loss-on all",
+            "the chat template of {} renders {what}, so the assistant's tokens cannot be identified: {remedy}use \
+             --loss-on all",
             self.tokenizer.whose()
         )
     }
 }
 
 /// Advice for a template that does not mark the assistant's tokens.
-const MARKS: &str = "put {% generation %} and {% endgeneration %} around these in the template, or ";
+const MARKS: &str = "put {% generation %} and {% endgeneration %} around them in the template, or ";
 
 /// Returns Alpaca's prompt, for models without a chat template, in Alpaca-LoRA's version:
 /// <https://github.com/tloen/alpaca-lora>.
@@ -488,13 +491,13 @@ fn is_given(value: Option<&Value>) -> bool {
 
 /// Describes a field, for error messages.
 fn got(value: Option<&Value>) -> String {
-    value.map_or("is not there".into(), |value| format!("is {}", kind_of(value)))
+    value.map_or("is missing".into(), |value| format!("is {}", kind_of(value)))
 }
 
 fn text(name: &str, value: Option<Value>) -> Result<String, String> {
     match value {
         Some(Value::String(text)) => Ok(text),
-        other => Err(format!("its \"{name}\" {}: expected a text", got(other.as_ref()))),
+        other => Err(format!("its \"{name}\" {}: expected a string", got(other.as_ref()))),
     }
 }
 
@@ -513,7 +516,7 @@ fn messages(name: &str, value: Option<Value>) -> Result<Vec<Message>, String> {
         };
         if let Some(key) = REFUSED_IN_MESSAGE.iter().find(|key| is_given(message.get(**key))) {
             return Err(problem(format!(
-                "has a \"{key}\", which is not read: make it part of the content, or remove it"
+                "has a \"{key}\" field, which is not supported: move it into the content, or remove it"
             )));
         }
         let keys = if message.contains_key("from") { ["from", "value"] } else { ["role", "content"] };

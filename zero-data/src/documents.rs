@@ -152,7 +152,7 @@ fn of_splits(folder: &Path) -> Result<Vec<(PathBuf, bool)>> {
     };
     if let Some(other) = of(Split::Train).find(|path| named(path) != named(&train)) {
         let [train, other] = [&train, &other].map(|path| within(path).display().to_string());
-        let problem = format!("has several sets to train on, {train} and {other}: give the folder or file of one");
+        let problem = format!("has several training sets, {train} and {other}: choose the folder or file of one");
         return Err(wrong_data(folder, problem));
     }
     let held_out = of(Split::Validation).map(|path| (path, true));
@@ -188,11 +188,11 @@ impl DataKind {
             Some("tsv") => Self::Csv(b'\t'),
             Some("parquet") if packing == Packing::None => Self::Parquet,
             Some(_) => {
-                let expected = "expected .txt or .md for text, .jsonl, .json, .csv or .tsv, each with or without .gz or .zst, \
+                let expected = "expected .txt, .md, .jsonl, .json, .csv or .tsv (optionally followed by .gz or .zst), \
                                 .parquet or .safetensors";
                 return Err(wrong_data(
                     path,
-                    format!("has an ending that is not known: {expected}; rename it if it is text"),
+                    format!("has an unknown file extension: {expected}; rename it to .txt if it is text"),
                 ));
             }
         };
@@ -224,12 +224,14 @@ pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     }
     match files.iter().find(|file| file.kind != files[0].kind) {
         Some(other) => {
-            let problem =
-                format!("is of another kind than {}: give a folder of one kind of files", files[0].path.display());
+            let problem = format!(
+                "is not in the same format as {}: use a folder with files of one format",
+                files[0].path.display()
+            );
             Err(wrong_data(&other.path, problem))
         }
         None if files.is_empty() => {
-            Err(wrong_data(path, "is an empty folder: expected files of text, .jsonl, .json, .csv or .parquet"))
+            Err(wrong_data(path, "is a folder without data files: expected text, .jsonl, .json, .csv or .parquet"))
         }
         None => Ok(files),
     }
@@ -247,13 +249,13 @@ pub(super) fn encode(
     let end = match tokenizer.end() {
         Some(end) if packs => Some(end),
         None if packs => {
-            let problem = "holds several documents, and the tokenizer has no token that ends one: name it as eos_token in a \
-                           tokenizer_config.json beside the tokenizer";
+            let problem = "holds several documents, but the tokenizer has no end-of-text token to separate them: set \
+                           eos_token in a tokenizer_config.json next to the tokenizer";
             return Err(wrong_data(&files[0].path, problem));
         }
         _ => None,
     };
-    let begin = tokenizer.put_before();
+    let begin = tokenizer.prefix_ids();
     for file in files {
         let is_text = file.kind == DataKind::Text;
         if is_text && !begin.is_empty() {
@@ -563,7 +565,7 @@ fn json_lines(mut lines: impl BufRead, path: &Path, expected: &str, each: EachVa
         }
         let place = Place { unit: "line", number };
         let value = parse_json(text)
-            .map_err(|error| place.wrong(path, &format!("is no JSON ({error}): expected {expected}")))?;
+            .map_err(|error| place.wrong(path, &format!("is not valid JSON ({error}): expected {expected}")))?;
         each(place, value)?;
     }
     Ok(())
@@ -581,7 +583,7 @@ fn json(file: &DataFile, expected: &str, each: EachValue<'_>) -> Result<()> {
     let rows = match parse_json(text) {
         Ok(Value::Array(rows)) => rows,
         Ok(_) => unreachable!("it begins with a bracket"),
-        Err(error) => return Err(wrong_data(path, format!("is no array of objects in JSON ({error})"))),
+        Err(error) => return Err(wrong_data(path, format!("is not a valid JSON array of objects ({error})"))),
     };
     rows.into_iter().enumerate().try_for_each(|(number, value)| each(Place { unit: "element", number }, value))
 }
@@ -595,9 +597,9 @@ fn json_row(mut value: Value, fields: &[FieldOf<'_>], labelled: bool) -> Result<
             None | Some(Value::Null) if *holds == Holds::TextOrNothing && labelled => None,
             Some(found) if *holds != Holds::Text && json_cell(&found, *holds).is_some() => json_cell(&found, *holds),
             found => {
-                let got = found.map_or("is not there".into(), |found| format!("is {}", kind_of(&found)));
+                let got = found.map_or("is missing".into(), |found| format!("is {}", kind_of(&found)));
                 let keys: Vec<_> = value.as_object().into_iter().flat_map(|object| object.keys()).collect();
-                let other = format!("name another key with --{option} (there are {keys:?})");
+                let other = format!("choose another key with --{option} (keys: {keys:?})");
                 return Err(format!("its \"{name}\" {got}: expected {}; {other}", expected(*holds)));
             }
         });
@@ -621,7 +623,7 @@ fn json_cell(value: &Value, holds: Holds) -> Option<Cell> {
 }
 
 fn bad_table(path: &Path, error: csv::Error) -> DataError {
-    wrong_data(path, format!("is no table that can be read ({error})"))
+    wrong_data(path, format!("cannot be read as a table ({error})"))
 }
 
 /// Returns the first record, which names the columns, and a reader of the others.
@@ -638,7 +640,7 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
     for FieldOf { name, option, .. } in fields {
         let Some(column) = header.iter().position(|column| column == *name) else {
             let all: Vec<&str> = header.iter().collect();
-            let problem = format!("has no column \"{name}\" (there are {all:?}): name one with --{option}");
+            let problem = format!("has no column \"{name}\" (columns: {all:?}): choose one with --{option}");
             return Err(wrong_data(path, problem));
         };
         columns.push(column);
@@ -665,9 +667,9 @@ fn csv_rows(file: &DataFile, delimiter: u8, fields: &[FieldOf<'_>], each: EachRo
 
 fn expected(holds: Holds) -> &'static str {
     match holds {
-        Holds::Text => "a text",
-        Holds::Label => "a text, a finite number, or a list of these",
-        Holds::TextOrNothing => "a text or a whole number",
+        Holds::Text => "a string",
+        Holds::Label => "a string, a finite number, or a list of these",
+        Holds::TextOrNothing => "a string or a whole number",
     }
 }
 
@@ -678,7 +680,7 @@ pub(super) fn kind_of(value: &Value) -> &'static str {
         Value::Null => "null or NaN",
         Value::Bool(_) => "a boolean",
         Value::Number(_) => "a number",
-        Value::String(_) => "a text",
+        Value::String(_) => "a string",
         Value::Array(items) if items.iter().any(Value::is_null) => "a list with null or NaN",
         Value::Array(_) => "a list",
         Value::Object(_) => "an object",
@@ -686,7 +688,7 @@ pub(super) fn kind_of(value: &Value) -> &'static str {
 }
 
 fn bad_parquet(path: &Path) -> impl Fn(ParquetError) -> DataError {
-    move |error| wrong_data(path, format!("is no Parquet that can be read ({error})"))
+    move |error| wrong_data(path, format!("cannot be read as Parquet ({error})"))
 }
 
 fn parquet(path: &Path) -> Result<SerializedFileReader<File>> {
@@ -736,7 +738,7 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
         if !schema.get_fields().iter().any(|column| fits(column)) {
             let what = if label { "labels" } else { "texts" };
             let problem =
-                format!("has no column \"{name}\" of {what} (there are {columns:?}): name one with --{option}");
+                format!("has no column \"{name}\" with {what} (columns: {columns:?}): choose one with --{option}");
             return Err(wrong_data(path, problem));
         }
     }
@@ -752,7 +754,7 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
                 other => {
                     let got = match other {
                         Field::Null => "null".into(),
-                        Field::Float(_) | Field::Double(_) => "a number with a fraction".into(),
+                        Field::Float(_) | Field::Double(_) => "a floating-point number".into(),
                         value => value.to_string(),
                     };
                     let problem = format!("its \"{name}\" is {got}: expected {}", expected(*holds));
@@ -846,10 +848,10 @@ mod tests {
     use parquet::schema::parser::parse_message_type;
 
     use super::*;
-    use crate::Cutting;
+    use crate::TokenizeOptions;
 
     fn gpt2() -> Tokenizer {
-        Tokenizer::find(Path::new("t"), &Cutting { vocab_size: 50257, ..Cutting::default() }).unwrap()
+        Tokenizer::find(Path::new("t"), &TokenizeOptions { vocab_size: 50257, ..TokenizeOptions::default() }).unwrap()
     }
 
     fn ids(path: &Path, field: Option<&str>) -> Result<Vec<u32>, String> {
@@ -896,7 +898,7 @@ mod tests {
         for (name, bytes) in [("cut.jsonl.gz", &gzip[..gzip.len() / 2]), ("cut.json.zst", &zstd[..zstd.len() / 2])] {
             assert!(write(name, bytes).unwrap_err().contains(name));
         }
-        assert!(write("a.parquet.gz", &gzip).unwrap_err().contains("has an ending that is not known"));
+        assert!(write("a.parquet.gz", &gzip).unwrap_err().contains("has an unknown file extension"));
     }
 
     #[test]
@@ -940,7 +942,7 @@ mod tests {
         // Several training sets are reported.
         write("train_gen-00000-of-2.jsonl", "g");
         let told = files(&folder).unwrap_err().to_string();
-        assert!(told.contains("has several sets to train on") && told.contains("train_gen-00000-of-2.jsonl"), "{told}");
+        assert!(told.contains("has several training sets") && told.contains("train_gen-00000-of-2.jsonl"), "{told}");
         std::fs::remove_file(folder.join("train_gen-00000-of-2.jsonl")).unwrap();
         // A file next to them without a split counts as much as they do.
         write("more.jsonl", "m");
@@ -959,14 +961,14 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("train.txt"), "Hello world Hello world Hello").unwrap();
         std::fs::write(dir.path().join("valid.txt"), "world world world world world").unwrap();
-        let cutting = Cutting { vocab_size: 50257, n_positions: 8, seq: Some(2), ..Cutting::default() };
+        let options = TokenizeOptions { vocab_size: 50257, n_positions: 8, seq: Some(2), ..TokenizeOptions::default() };
         let source = crate::Source::File(dir.path());
-        let rows = crate::TokenRows::load(&source, &cutting).unwrap();
+        let rows = crate::TokenRows::load(&source, &options).unwrap();
         let (hello, world) = (15496, 995);
         assert_eq!((rows.rows(), rows.held_out()), (4, 2));
         let all = rows.tokens(&[0, 1, 2, 3]).unwrap();
         assert_eq!(all, [hello, world, 18435, world, 6894, world, world, world]);
-        let one = crate::TokenRows::load(&source, &Cutting { held_out: Some(1), ..cutting }).unwrap();
+        let one = crate::TokenRows::load(&source, &TokenizeOptions { held_out: Some(1), ..options }).unwrap();
         assert_eq!((one.rows(), one.held_out()), (3, 1));
         assert_eq!(one.checksum(0..3).unwrap(), rows.checksum(0..3).unwrap());
         assert_eq!(one.tokens(&[2]).unwrap(), all[4..6]);
@@ -980,14 +982,14 @@ mod tests {
             .unwrap();
         assert_eq!(ids(&path, None).unwrap(), [15496, 995, 50256, 50256, 15496, 50256]);
         let told = ids(&path, Some("n")).unwrap_err();
-        assert!(told.contains("line 1: its \"n\" is a number: expected a text"), "{told}");
+        assert!(told.contains("line 1: its \"n\" is a number: expected a string"), "{told}");
         // A number that is NaN, and half a surrogate pair, in fields that are read and in fields that are not.
         let odd = "{\"text\": \"Hello world\", \"n\": NaN, \"m\": [-Infinity], \"s\": \"NaN \\ud83d\"}\n{\"text\": \"\\ud83dHello \\\\ud83d\"}";
         std::fs::write(&path, odd).unwrap();
         let cut = gpt2().encode("\u{fffd}Hello \\ud83d").unwrap();
         assert_eq!(ids(&path, None).unwrap(), [&[15496, 995, 50256], &cut[..], &[50256]].concat());
         std::fs::write(&path, "{\"text\": \"a\"}\n{\"text\"\n").unwrap();
-        assert!(ids(&path, None).unwrap_err().contains("line 2: is no JSON"));
+        assert!(ids(&path, None).unwrap_err().contains("line 2: is not valid JSON"));
 
         // A folder of texts: each is a document.
         for (name, text) in [("b.txt", "world"), ("a.txt", "Hello")] {
@@ -997,7 +999,7 @@ mod tests {
         assert_eq!(ids(&dir.path().join("texts"), None).unwrap(), [15496, 50256, 6894, 50256]);
         assert!(ids(dir.path(), None).is_err_and(|told| told.contains("line 2")));
         std::fs::write(dir.path().join("c.txt"), "x").unwrap();
-        assert!(ids(dir.path(), None).unwrap_err().contains("is of another kind than"));
+        assert!(ids(dir.path(), None).unwrap_err().contains("is not in the same format as"));
     }
 
     #[test]
@@ -1022,12 +1024,12 @@ mod tests {
         }
         assert_eq!(ids(&write("h.txt", "\u{feff}Hello world"), None).unwrap(), [15496, 995]);
         for (name, text, told) in [
-            ("i.csv", "body\nx\n", "has no column \"text\" (there are [\"body\"]): name one with --text-field"),
-            ("j.csv", "text,n\nx\n", "is no table that can be read"),
+            ("i.csv", "body\nx\n", "has no column \"text\" (columns: [\"body\"]): choose one with --text-field"),
+            ("j.csv", "text,n\nx\n", "cannot be read as a table"),
             ("k.json", "[{\"text\": 1}]", "element 0: its \"text\" is a number"),
-            ("l.json", "[1", "is no array of objects in JSON"),
-            ("m.bin", "x", "has an ending that is not known"),
-            ("n.zip", "x", "rename it if it is text"),
+            ("l.json", "[1", "is not a valid JSON array of objects"),
+            ("m.bin", "x", "has an unknown file extension"),
+            ("n.zip", "x", "rename it to .txt if it is text"),
         ] {
             let got = ids(&write(name, text), None).unwrap_err();
             assert!(got.contains(told) && got.contains(name), "{name}: {got}");
@@ -1053,9 +1055,9 @@ mod tests {
         writer.close().unwrap();
         assert_eq!(ids(&path, Some("body")).unwrap(), [15496, 995, 50256, 15496, 50256]);
         let told = ids(&path, None).unwrap_err();
-        assert!(told.contains("no column \"text\" of texts (there are [\"n\", \"body\"])"), "{told}");
+        assert!(told.contains("no column \"text\" with texts (columns: [\"n\", \"body\"])"), "{told}");
         std::fs::write(&path, "PAR1").unwrap();
-        assert!(ids(&path, None).unwrap_err().contains("is no Parquet that can be read"));
+        assert!(ids(&path, None).unwrap_err().contains("cannot be read as Parquet"));
     }
 
     #[test]
@@ -1085,7 +1087,7 @@ mod tests {
         };
         assert_eq!(read("tags", Holds::Label).unwrap(), ["[\"a\", \"b\"]", "[]", "[\"c\"]"]);
         assert_eq!(read("score", Holds::Label).unwrap(), ["0.1", "2.0", "NaN"]);
-        assert!(read("tags", Holds::TextOrNothing).unwrap_err().contains("has no column \"tags\" of labels"));
-        assert!(read("score", Holds::TextOrNothing).unwrap_err().contains("its \"score\" is a number with a fraction"));
+        assert!(read("tags", Holds::TextOrNothing).unwrap_err().contains("has no column \"tags\" with labels"));
+        assert!(read("score", Holds::TextOrNothing).unwrap_err().contains("its \"score\" is a floating-point number"));
     }
 }

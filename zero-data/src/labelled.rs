@@ -10,7 +10,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use zero_models::ProblemType;
 
-use super::Cutting;
+use super::TokenizeOptions;
 use super::documents::{self, Cell, FieldOf, Holds, WrongRow};
 use super::labels::{KnownHead, Labels, WrongLabels};
 use super::tokenizer::Tokenizer;
@@ -80,20 +80,21 @@ impl LabelledTexts {
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
-        cutting: &Cutting<'_>,
+        options: &TokenizeOptions<'_>,
         tokenizer: &Tokenizer,
         head: KnownHead<'_>,
     ) -> Result<Self> {
         let around = tokenizer.around(fields.second.is_some());
         let (Some(around), pad) = (around, tokenizer.pad()) else {
             let problem = format!(
-                "needs a tokenizer that puts tokens around a text: with {}, or with a post_processor in its tokenizer.json",
+                "needs a tokenizer that puts special tokens around a text: one with {}, or one with a post_processor \
+                 in its tokenizer.json",
                 SPECIAL.join(", ")
             );
             return Err(wrong_data(path, problem));
         };
         let marks = around.iter().map(Vec::len).sum::<usize>();
-        let seq = cutting.row_length(marks + 2)?;
+        let seq = options.row_length(marks + 2)?;
         let [before, behind @ ..] = around.map(|ids| ids.into_iter().map(|id| id as i32).collect::<Vec<_>>());
         let text = |name, option| FieldOf { name, option, holds: Holds::Text };
         let label = FieldOf { name: fields.label, option: "label-field", holds: Holds::Label };
@@ -101,7 +102,7 @@ impl LabelledTexts {
         asked.extend(fields.second.map(|name| text(name, "second-field")));
         // None of these may be missing.
         let whole = |row: documents::RowOf| row.into_iter().flatten().collect();
-        let (read, places, held_out) = documents::read_rows(path, &asked, cutting.held_out)?;
+        let (read, places, held_out) = documents::read_rows(path, &asked, options.held_out)?;
         let read: Vec<Vec<Cell>> = read.into_iter().map(whole).collect();
         let labels: Vec<&Cell> = read.iter().map(|row| &row[0]).collect();
         let wrong = |WrongLabels { row, problem }: WrongLabels| match row {
@@ -110,7 +111,7 @@ impl LabelledTexts {
         };
         let Labels { problem, names, targets } = Labels::of(&labels, head).map_err(wrong)?;
         let cut = |(row, (mut cells, target)): (usize, (Vec<Cell>, Vec<f64>))| -> Result<Row, WrongRow> {
-            let encode = |cell: Cell| tokenizer.encode_within(&cell.into_text(), cutting.vocab_size);
+            let encode = |cell: Cell| tokenizer.encode_within(&cell.into_text(), options.vocab_size);
             let texts = cells.drain(1..).map(encode).collect::<Result<Vec<_>, _>>();
             let mut texts = texts.map_err(|problem| WrongRow { row, problem })?;
             // Truncates the end of the longer text first, like transformers' `longest_first`.
@@ -133,8 +134,9 @@ impl LabelledTexts {
             let first = rows.first().map_or(0, count);
             if let Some(row) = rows.iter().position(|row| count(row) != first || first == 0) {
                 let problem = format!(
-                    "has {} of the model's eos_token_id {end} in its tokens, and the first row has {first}: expected the same number \
-                     in all rows, by a tokenizer that ends texts with it, and no text with it",
+                    "the model's eos_token_id {end} occurs {} time(s) in its tokens, and {first} time(s) in the first \
+                     row: expected the same number in all rows, at least 1; use a tokenizer that ends each text with \
+                     this token, and texts that do not contain it",
                     count(&rows[row])
                 );
                 return Err(places.wrong(WrongRow { row, problem }));

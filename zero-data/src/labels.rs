@@ -64,7 +64,7 @@ enum Kind {
 impl Kind {
     fn name(self) -> &'static str {
         match self {
-            Self::Text => "a text",
+            Self::Text => "a string",
             Self::Whole => "a whole number",
             Self::Fraction => "a number",
             Self::List => "a list",
@@ -111,10 +111,7 @@ impl Labels {
                 is_list == (outputs > 1) && numbers.len() == outputs && numbers.iter().all(|&x| (x as f32).is_finite())
             };
             numbers(cell).filter(fits).ok_or_else(|| {
-                of_row(
-                    *row,
-                    format!("has the label {cell}: expected {expected}, as the labels are those of a regression"),
-                )
+                of_row(*row, format!("has the label {cell}: expected {expected}, because the task is a regression"))
             })
         };
         let targets = values.iter().map(target).collect::<Result<_>>()?;
@@ -127,7 +124,7 @@ impl Labels {
         if kind != Kind::List {
             let (row, cell) = values[0];
             let problem = format!(
-                "has the label {cell}: expected a list of classes, as the head predicts several classes of a text \
+                "has the label {cell}: expected a list of classes, because the head predicts several classes per text \
                  (multi_label_classification)"
             );
             return Err(of_row(row, problem));
@@ -135,7 +132,7 @@ impl Labels {
         let lists: Vec<(usize, &[Cell])> = values.iter().filter_map(|(row, cell)| Some((*row, list(cell)?))).collect();
         let all: Vec<Value<'_>> = lists.iter().flat_map(|(row, items)| items.iter().map(|item| (*row, item))).collect();
         let Some(kind) = all.first().map(|_| kind_of(&all)).transpose()? else {
-            return Err("has empty lists as labels in all rows: expected some classes".into());
+            return Err("has an empty list as the label of every row: expected at least one class".into());
         };
         if kind == Kind::Fraction {
             let classes = if head.fresh { lists[0].1.len() } else { head.names.len() };
@@ -153,8 +150,8 @@ impl Labels {
         }
         let (names, numbers) = classes(&all, kind, head)?;
         if kind == Kind::Whole && names.len() == 2 && lists.iter().all(|(_, items)| items.len() == 2) {
-            return Err("has lists of two whole numbers as labels, and two classes, so that 0 and 1 may be numbers of classes or say whether a \
-                        text is of a class: expected 0.0 and 1.0 for each class, or names of classes"
+            return Err("has lists of two whole numbers as labels, and two classes, so 0 and 1 are ambiguous (class \
+                        numbers, or a flag for each class): write flags as 0.0 and 1.0, or classes by name"
                 .into());
         }
         let target = |(row, items): &(usize, &[Cell])| {
@@ -163,7 +160,8 @@ impl Labels {
                 let class = &mut target[numbers[text(item)]];
                 if *class == 1.0 && kind == Kind::Whole {
                     let problem = format!(
-                        "has the class {item} twice: expected each number of a class once; 0 or 1 for each class are written as 0.0 and 1.0"
+                        "has the class {item} twice: expected each class number at most once; if these are flags for \
+                         each class, write them as 0.0 and 1.0"
                     );
                     return Err(of_row(*row, problem));
                 }
@@ -182,8 +180,8 @@ impl Labels {
         let fractions = values.first().filter(|_| kind == Kind::Fraction && head.problem.is_none());
         if let Some((row, cell)) = values.iter().find(other).or(fractions) {
             let problem = format!(
-                "has the label {cell}, and the head predicts one of the classes {:?}: expected the name or the number of one, or another \
-                 problem_type in the model's config.json",
+                "has the label {cell}, but the head predicts one of the classes {:?}: expected the name or number of \
+                 one of them, or another problem_type in the model's config.json",
                 head.names
             );
             return Err(of_row(*row, problem));
@@ -242,7 +240,7 @@ fn kind_of(values: &[Value<'_>]) -> Result<Kind> {
             (all, own) => {
                 let kinds = [own.name(), all.name()];
                 let problem = format!(
-                    "has the label {cell}, which is {}, and a label before it is {}: expected one kind",
+                    "has the label {cell}, which is {}, but an earlier label is {}: expected labels of one type",
                     kinds[0], kinds[1]
                 );
                 return Err(of_row(*row, problem));
@@ -266,8 +264,7 @@ fn classes<'a>(
     // A table has no numbers, only texts.
     let are_whole = are_numbers || labels.iter().all(|label| label.parse::<i64>().is_ok());
     if let Some(label) = labels.iter().find(|label| are_whole && label.starts_with('-')) {
-        let problem =
-            format!("has the label {label}: expected numbers of classes from 0; leave out rows without a label");
+        let problem = format!("has the label {label}: expected class numbers from 0; remove rows without a label");
         return Err(of_row(row(label), problem));
     }
     let named = |label: &str| known.iter().position(|class| class == label);
@@ -295,7 +292,8 @@ fn classes<'a>(
     let is_other = |label: &&&str| (are_numbers || named(label).is_none()) && numbered(label).is_none();
     let other = labels.iter().find(is_other).or(labels.first()).expect("there is a label");
     let problem = format!(
-        "has the label {other:?}, and the model's classes are {known:?}: expected their names, or their numbers from 0"
+        "has the label {other:?}, but the model's classes are {known:?}: expected a class name, or a class number from \
+         0"
     );
     Err(of_row(row(other), problem))
 }
@@ -398,13 +396,13 @@ mod tests {
         let mixed = |more: Vec<Cell>| of(&[&a[..], &more].concat(), &[], true);
         told(
             mixed(texts(&["no"])),
-            "row 1 has the label \"no\", which is a text, and a label before it is a whole number",
+            "row 1 has the label \"no\", which is a string, but an earlier label is a whole number",
         );
-        told(mixed(list.clone()), "row 1 has the label [0], which is a list, and a label before it is a whole number");
+        told(mixed(list.clone()), "row 1 has the label [0], which is a list, but an earlier label is a whole number");
         let nested = lists([[a.clone(), texts(&["no"])].concat()]);
         told(
             of(&nested, &[], true),
-            "row 0 has the label \"no\", which is a text, and a label before it is a whole number",
+            "row 0 has the label \"no\", which is a string, but an earlier label is a whole number",
         );
     }
 
@@ -441,7 +439,7 @@ mod tests {
         // The head has classes.
         told(
             of(&fractions(&[0.5]), &["a", "b"], false),
-            "row 0 has the label 0.5, and the head predicts one of the classes",
+            "row 0 has the label 0.5, but the head predicts one of the classes",
         );
         told(of(&table(&["0.5"]), &["a", "b"], false), "another problem_type in the model's config.json");
     }
@@ -469,7 +467,7 @@ mod tests {
         // A fresh head with one label gets those of the lists.
         same(of(&by_number, &["score"], true), several, &["0", "1", "2"], &rows);
 
-        told(of(&by_name, &["a", "c"], false), "row 0 has the label \"b\", and the model's classes are");
+        told(of(&by_name, &["a", "c"], false), "row 0 has the label \"b\", but the model's classes are");
         told(
             of(&flags, &["x", "y"], false),
             "row 0 has the label [0.0, 0.0, 1.0]: expected 0.0 or 1.0 for each of the 2",
@@ -477,8 +475,8 @@ mod tests {
         told(of(&lists([fractions(&[0.0, 0.5])]), &[], true), "row 0 has the label [0.0, 0.5]: expected 0.0 or 1.0");
         // Integers that look like flags.
         told(of(&lists([wholes(&[0, 1, 1])]), &[], true), "row 0 has the class 1 twice");
-        told(of(&lists([wholes(&[0, 1]), wholes(&[1, 0])]), &[], true), "expected 0.0 and 1.0 for each class");
-        told(of(&lists([texts(&[])]), &[], true), "has empty lists as labels in all rows");
+        told(of(&lists([wholes(&[0, 1]), wholes(&[1, 0])]), &[], true), "write flags as 0.0 and 1.0");
+        told(of(&lists([texts(&[])]), &[], true), "has an empty list as the label of every row");
         told(
             for_problem(&texts(&["a"]), &["a", "b"], false, Some(several)),
             "row 0 has the label \"a\": expected a list",
@@ -486,7 +484,7 @@ mod tests {
         let given = Some(ProblemType::SingleLabelClassification);
         told(
             for_problem(&by_name, &["a", "b"], false, given),
-            "row 0 has the label [\"b\", \"a\"], and the head predicts one",
+            "row 0 has the label [\"b\", \"a\"], but the head predicts one",
         );
     }
 }

@@ -49,7 +49,7 @@ pub enum Source<'a> {
 
 /// Settings for splitting documents into rows of tokens.
 #[derive(Debug, Clone, Default)]
-pub struct Cutting<'a> {
+pub struct TokenizeOptions<'a> {
     /// Tokens per row. `None`: the length of the rows in a file of rows; else 128, or the model's positions if they are fewer.
     pub seq: Option<usize>,
     /// Size of the model's vocabulary.
@@ -72,7 +72,7 @@ pub struct Cutting<'a> {
     pub cache: Option<&'a Path>,
 }
 
-impl Cutting<'_> {
+impl TokenizeOptions<'_> {
     /// Returns the length of a row, or the greatest length: at least `least`, at most the model's positions.
     fn row_length(&self, least: usize) -> Result<usize> {
         let seq = self.seq.unwrap_or(DEFAULT_SEQ.min(self.n_positions));
@@ -120,7 +120,8 @@ fn check_ids(ids: &[u32], vocab_size: usize) -> std::result::Result<(), String> 
     match ids.iter().find(|id| **id as usize >= vocab_size) {
         None => Ok(()),
         Some(id) => Err(format!(
-            "holds token {id}, and the model has {vocab_size} tokens: expected a tokenizer, and a chat template, that were made for the model"
+            "contains token {id}, but the model has {vocab_size} tokens: use the tokenizer and the chat template that \
+             were made for the model"
         )),
     }
 }

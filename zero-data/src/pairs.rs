@@ -14,7 +14,7 @@ use zero_core::random::Draws;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
 use super::wordpiece::SPECIAL;
-use super::{Cutting, Source, is_tokens};
+use super::{Source, TokenizeOptions, is_tokens};
 use crate::error::{Result, wrong_data};
 
 /// `[CLS]` and two `[SEP]`.
@@ -73,20 +73,20 @@ pub struct PairBatch {
 }
 
 impl SentencePairs {
-    /// Tokenizes and checks a text. Each row has the length that `cutting` sets, or 128 tokens.
+    /// Tokenizes and checks a text. Each row has the length that `options` sets, or 128 tokens.
     ///
     /// # Errors
     ///
     /// [`DataError`](crate::DataError) if a file cannot be read or is too short, or the tokenizer is not the model's or not like BERT's.
-    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>, tokenizer: &Tokenizer) -> Result<Self> {
+    pub fn load(source: &Source<'_>, options: &TokenizeOptions<'_>, tokenizer: &Tokenizer) -> Result<Self> {
         let problem = |problem: String| Err(wrong_data(source.path(), problem));
         if matches!(source, Source::File(path) if is_tokens(path)) {
             return problem(
-                "is a file of token ids: expected text, in which sentences and documents can be told apart".into(),
+                "is a file of token ids: expected text, so that sentences and documents can be separated".into(),
             );
         }
-        let seq = cutting.row_length(MARKS + 2)?;
-        let (tokens, held_out) = Tokens::cut(source, cutting, tokenizer, seq - MARKS)?;
+        let seq = options.row_length(MARKS + 2)?;
+        let (tokens, held_out) = Tokens::cut(source, options, tokenizer, seq - MARKS)?;
         let [pad, _, cls, sep, mask] = SPECIAL.map(|token| tokenizer.id(token).map_or(-1, |id| id as i32));
         let special = Special { pad, cls, sep, mask };
         let going_on = tokenizer.going_on();
@@ -289,16 +289,16 @@ mod tests {
         words.dedup();
         let lines: String = SPECIAL.iter().chain(&words).map(|word| format!("{word}\n")).collect();
         std::fs::write(dir.path().join("vocab.txt"), lines).unwrap();
-        let cutting = Cutting {
+        let options = TokenizeOptions {
             seq: Some(seq),
             vocab_size: usize::MAX,
             n_positions: 512,
             tokenizer: Some(dir.path()),
             sentences: true,
-            ..Cutting::default()
+            ..TokenizeOptions::default()
         };
-        let tokenizer = Tokenizer::find(Path::new("text"), &cutting).unwrap();
-        (SentencePairs::load(&source, &cutting, &tokenizer).unwrap(), tokenizer)
+        let tokenizer = Tokenizer::find(Path::new("text"), &options).unwrap();
+        (SentencePairs::load(&source, &options, &tokenizer).unwrap(), tokenizer)
     }
 
     const MASKING: Masking = Masking { probability: 0.15, whole_words: false };
@@ -398,16 +398,16 @@ mod tests {
         let words = ["un", "##believ", "##think", "##able", "believ", "think"];
         let lines: String = SPECIAL.iter().chain(&words).map(|word| format!("{word}\n")).collect();
         std::fs::write(dir.path().join("vocab.txt"), lines).unwrap();
-        let cutting = Cutting {
+        let options = TokenizeOptions {
             seq: Some(40),
             vocab_size: 11,
             n_positions: 40,
             tokenizer: Some(dir.path()),
             sentences: true,
-            ..Cutting::default()
+            ..TokenizeOptions::default()
         };
-        let tokenizer = Tokenizer::find(Path::new("text"), &cutting).unwrap();
-        let pairs = SentencePairs::load(&Source::Text(&text, "text"), &cutting, &tokenizer).unwrap();
+        let tokenizer = Tokenizer::find(Path::new("text"), &options).unwrap();
+        let pairs = SentencePairs::load(&Source::Text(&text, "text"), &options, &tokenizer).unwrap();
         let masking = Masking { probability: 0.3, whole_words: true };
         let mut masked = 0;
         for seed in 0..100 {

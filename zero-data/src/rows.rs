@@ -6,7 +6,7 @@ use std::path::Path;
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
 use super::tokens::Tokens;
-use super::{Cutting, DEFAULT_SEQ, Source, is_tokens};
+use super::{DEFAULT_SEQ, Source, TokenizeOptions, is_tokens};
 use crate::error::{Result, wrong, wrong_data};
 
 /// Rows of token ids of equal length.
@@ -38,29 +38,29 @@ impl TokenRows {
     ///
     /// [`DataError`](crate::DataError) if a file cannot be read, holds too few tokens or a token outside of the vocabulary,
     /// or does not match the row length, or if the tokenizer is not the model's.
-    pub fn load(source: &Source<'_>, cutting: &Cutting<'_>) -> Result<Self> {
+    pub fn load(source: &Source<'_>, options: &TokenizeOptions<'_>) -> Result<Self> {
         if let Source::File(path) = *source
             && is_tokens(path)
         {
-            return Self::cut(path, (Tokens::File(TokenFile::open(path)?), 0), cutting);
+            return Self::cut(path, (Tokens::File(TokenFile::open(path)?), 0), options);
         }
-        let tokenizer = Tokenizer::find(source.path(), cutting)?;
-        let width = cutting.seq.unwrap_or(DEFAULT_SEQ.min(cutting.n_positions)).max(1);
-        let rows = Self::cut(source.path(), Tokens::cut(source, cutting, &tokenizer, width)?, cutting)?;
+        let tokenizer = Tokenizer::find(source.path(), options)?;
+        let width = options.seq.unwrap_or(DEFAULT_SEQ.min(options.n_positions)).max(1);
+        let rows = Self::cut(source.path(), Tokens::cut(source, options, &tokenizer, width)?, options)?;
         Ok(Self { tokenizer: Some(tokenizer), ..rows })
     }
 
-    fn cut(path: &Path, (tokens, held_out): (Tokens, usize), cutting: &Cutting<'_>) -> Result<Self> {
-        let Cutting { vocab_size, n_positions, .. } = *cutting;
+    fn cut(path: &Path, (tokens, held_out): (Tokens, usize), options: &TokenizeOptions<'_>) -> Result<Self> {
+        let TokenizeOptions { vocab_size, n_positions, .. } = *options;
         let problem = |problem: String| wrong_data(path, problem);
         let (found, own) = (tokens.len(), tokens.row_length());
-        if let (Some(seq), Some(own)) = (cutting.seq, own)
+        if let (Some(seq), Some(own)) = (options.seq, own)
             && seq != own
         {
             let expected = format!("{} has rows of {own} tokens: leave --seq out, or set it to {own}", path.display());
             return Err(wrong("seq", seq, expected));
         }
-        let seq = own.or(cutting.seq).unwrap_or(DEFAULT_SEQ.min(n_positions));
+        let seq = own.or(options.seq).unwrap_or(DEFAULT_SEQ.min(n_positions));
         if seq < 2 {
             return Err(problem(format!("rows of {seq} token(s) have no next token: expected at least 2")));
         }

@@ -9,7 +9,7 @@ use std::path::Path;
 use rayon::prelude::*;
 use zero_models::Seq2SeqSettings;
 
-use super::Cutting;
+use super::TokenizeOptions;
 use super::documents::{self, Cell, FieldOf, Holds, RowOf, WrongRow};
 use super::labelled::Fields;
 use super::tokenizer::Tokenizer;
@@ -67,21 +67,21 @@ impl TextPairs {
     pub fn load(
         path: &Path,
         fields: Fields<'_>,
-        cutting: &Cutting<'_>,
+        options: &TokenizeOptions<'_>,
         tokenizer: Tokenizer,
         settings: &Seq2SeqSettings,
     ) -> Result<Self> {
-        let (begin, end) = (tokenizer.begin_of(settings), settings.end_token);
-        let seq = cutting.row_length(begin.len() + 2)?;
+        let (begin, end) = (tokenizer.encoder_prefix(settings), settings.end_token);
+        let seq = options.row_length(begin.len() + 2)?;
         let encode = |text: &str, row: usize| {
-            let ids = tokenizer.encode_within(text, cutting.vocab_size);
+            let ids = tokenizer.encode_within(text, options.vocab_size);
             ids.map_err(|problem| WrongRow { row, problem })
         };
         let fields = [
             FieldOf { name: fields.text, option: "text-field", holds: Holds::Text },
             FieldOf { name: fields.label, option: "label-field", holds: Holds::TextOrNothing },
         ];
-        let (read, places, held_out) = documents::read_rows(path, &fields, cutting.held_out)?;
+        let (read, places, held_out) = documents::read_rows(path, &fields, options.held_out)?;
         let marked = |ids: &[u32], most: usize| -> Vec<i32> {
             let ids = begin.iter().chain(ids).take(most - 1).chain([&end]);
             ids.map(|&id| id as i32).collect()
@@ -93,11 +93,11 @@ impl TextPairs {
                 return Ok(Row { source, target: Vec::new(), made: None });
             };
             let ids = encode(&text, number)?;
-            let target = marked(&ids, cutting.n_positions);
+            let target = marked(&ids, options.n_positions);
             if target.len() < begin.len() + ids.len() + 1 {
                 let problem = format!(
                     "has a \"{}\" with more tokens than the model's {} positions: shorten it",
-                    fields[1].name, cutting.n_positions
+                    fields[1].name, options.n_positions
                 );
                 return Err(WrongRow { row: number, problem });
             }
@@ -109,7 +109,7 @@ impl TextPairs {
         let labelled = rows.iter().rposition(|row| row.made.is_some()).map_or(0, |last| last + 1);
         if let Some(row) = rows[..labelled].iter().position(|row| row.made.is_none()) {
             let problem = format!(
-                "has no \"{}\", and rows behind it have: expected rows that are only to be predicted at the end",
+                "has no \"{}\", but later rows have one: move rows that are only to be predicted to the end",
                 fields[1].name
             );
             return Err(places.wrong(WrongRow { row, problem }));

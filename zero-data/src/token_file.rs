@@ -38,7 +38,8 @@ impl TokenFile {
         let ids = header.tensors.get("input_ids").ok_or_else(|| {
             let names: Vec<&String> = header.tensors.keys().collect();
             problem(format!(
-                "has no tensor input_ids (it has {names:?}): expected an int tensor input_ids of [rows, T] or [N]"
+                "has no tensor input_ids (it has {names:?}): expected an integer tensor input_ids of shape [rows, T] \
+                 or [N]"
             ))
         })?;
         match *ids.shape {

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::token_file::TokenFile;
 use super::tokenizer::Tokenizer;
-use super::{Cutting, Source, cache, documents};
+use super::{Source, TokenizeOptions, cache, documents};
 use crate::error::{Result, wrong_data};
 
 /// Most bytes of a text that is tokenized in memory: that takes seconds, and the tokens take as much memory as the text.
@@ -26,7 +26,7 @@ impl Tokens {
     /// that belong to a validation split.
     pub(super) fn cut(
         source: &Source<'_>,
-        cutting: &Cutting<'_>,
+        options: &TokenizeOptions<'_>,
         tokenizer: &Tokenizer,
         width: usize,
     ) -> Result<(Self, usize)> {
@@ -34,17 +34,17 @@ impl Tokens {
         match *source {
             Source::Text(text, name) => {
                 let ids = tokenizer.encode(text).map_err(|problem| wrong_data(Path::new(name), problem))?;
-                Ok((Self::Memory(narrow(&[tokenizer.put_before(), &ids].concat())), 0))
+                Ok((Self::Memory(narrow(&[tokenizer.prefix_ids(), &ids].concat())), 0))
             }
             Source::File(path) => {
                 let files = documents::files(path)?;
                 let of = |files: &[documents::DataFile]| -> Result<Self> {
                     let most = SMALL / files.len().max(1) as u64;
                     if !files.iter().all(|file| file.is_small(most)) {
-                        return Ok(Self::File(cache::open(path, files, cutting, tokenizer)?));
+                        return Ok(Self::File(cache::open(path, files, options, tokenizer)?));
                     }
                     let mut all = Vec::new();
-                    documents::encode(files, cutting.field, tokenizer, |ids| {
+                    documents::encode(files, options.field, tokenizer, |ids| {
                         all.extend(narrow(ids));
                         Ok(())
                     })?;
@@ -56,11 +56,13 @@ impl Tokens {
                     return Ok((trained, 0));
                 }
                 let validation = of(validation)?;
-                let held_out = documents::held_out(cutting.held_out, validation.len() / width)?;
+                let held_out = documents::held_out(options.held_out, validation.len() / width)?;
                 let rows = trained.len() / width;
                 if rows == 0 {
                     let found = trained.len();
-                    let problem = format!("has {found} tokens to train on, but one row needs {width}");
+                    let problem = format!(
+                        "has {found} training tokens, but one row needs {width}: use a longer text or a smaller --seq"
+                    );
                     return Err(wrong_data(path, problem));
                 }
                 let used = [rows, held_out].map(|rows| rows * width);

@@ -72,7 +72,7 @@ fn learn(source: &Source<'_>, field: Option<&str>, size: usize, lowercase: bool)
     let first = SPECIAL.iter().map(|token| token.to_string()).chain(letters);
     let first: Vec<AddedToken> = first.map(|token| AddedToken::from(token, true)).collect();
     if first.len() > size {
-        let (tokens, problem) = (first.len(), "has more letters than the vocabulary shall have tokens");
+        let (tokens, problem) = (first.len(), "has more distinct characters than the vocabulary may have tokens");
         return Err(wrong_data(
             source.path(),
             format!("{problem}: expected --vocab-size {tokens} or more, got {size}"),
@@ -89,8 +89,8 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::Cutting;
     use crate::DataError;
+    use crate::TokenizeOptions;
 
     const TEXT: &str = "Who would be so mocked with glory?\nMock me not, mocking mockers!\n\nSo be it.\n";
 
@@ -112,8 +112,13 @@ mod tests {
             let only = dir.path().join(format!("only-{file}"));
             std::fs::create_dir(&only).unwrap();
             std::fs::copy(dir.path().join("a").join(file), only.join(file)).unwrap();
-            let cutting = Cutting { vocab_size: 80, tokenizer: Some(&only), sentences: true, ..Cutting::default() };
-            let read = Tokenizer::find(Path::new("text"), &cutting).unwrap();
+            let options = TokenizeOptions {
+                vocab_size: 80,
+                tokenizer: Some(&only),
+                sentences: true,
+                ..TokenizeOptions::default()
+            };
+            let read = Tokenizer::find(Path::new("text"), &options).unwrap();
             assert_eq!(read.encode(TEXT).unwrap(), ids, "{file}");
         }
         let told = learned.save(&dir.path().join("a")).unwrap_err().to_string();
@@ -145,10 +150,16 @@ mod tests {
     fn other_tokenizers_are_refused() {
         let dir = tempfile::tempdir().unwrap();
         std::fs::write(dir.path().join("vocab.txt"), "[PAD]\n[UNK]\n[CLS]\n[SEP]\na\n").unwrap();
-        let cutting = Cutting { vocab_size: 80, tokenizer: Some(dir.path()), sentences: true, ..Cutting::default() };
-        let told = |cutting: &Cutting<'_>| Tokenizer::find(Path::new("text"), cutting).err().unwrap().to_string();
-        assert!(told(&cutting).contains("has no token [MASK]"), "{}", told(&cutting));
-        let none = Cutting { tokenizer: None, ..cutting };
+        let options = TokenizeOptions {
+            vocab_size: 80,
+            tokenizer: Some(dir.path()),
+            sentences: true,
+            ..TokenizeOptions::default()
+        };
+        let told =
+            |options: &TokenizeOptions<'_>| Tokenizer::find(Path::new("text"), options).err().unwrap().to_string();
+        assert!(told(&options).contains("has no token [MASK]"), "{}", told(&options));
+        let none = TokenizeOptions { tokenizer: None, ..options };
         assert!(told(&none).contains("zero tokenizer"), "{}", told(&none));
     }
 }

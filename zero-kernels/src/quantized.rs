@@ -83,7 +83,7 @@ impl Format {
     ///
     /// If the number of elements differs.
     pub fn add_row(self, blocks: &[u8], sum: &mut [f32]) {
-        assert_eq!(blocks.len(), self.bytes(sum.len()), "bytes of {} numbers", sum.len());
+        assert_eq!(blocks.len(), self.bytes(sum.len()), "wrong number of bytes for {} numbers", sum.len());
         add_row(self, blocks, sum);
     }
 
@@ -93,7 +93,7 @@ impl Format {
     ///
     /// If the number of elements differs.
     pub fn decode_row(self, blocks: &[u8], out: &mut [f32]) {
-        assert_eq!(blocks.len(), self.bytes(out.len()), "bytes of {} numbers", out.len());
+        assert_eq!(blocks.len(), self.bytes(out.len()), "wrong number of bytes for {} numbers", out.len());
         decode_row(self, blocks, out);
     }
 
@@ -267,7 +267,7 @@ fn nearest(value: f32, most: f32) -> i32 {
 
 impl fmt::Display for Format {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (name, _) = Self::NAMES.into_iter().find(|(_, format)| format == self).expect("all are named");
+        let (name, _) = Self::NAMES.into_iter().find(|(_, format)| format == self).expect("all formats have a name");
         f.write_str(name)
     }
 }

@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let folder = PathBuf::from(std::env::args_os().nth(1).ok_or("name the model's folder")?);
     let device = Default::default();
     let model = BertConfig::from_file(&folder.join("config.json"))?.init::<Flex>(&device);
-    let (model, fresh) = weights::load_beneath_head(model, &Checkpoint::open(&folder)?, &device)?;
+    let (model, fresh) = weights::load_without_head(model, &Checkpoint::open(&folder)?, &device)?;
     eprintln!("not in the weights, and not used here: {fresh:?}");
     for line in stdin().lock().lines() {
         let ids: Vec<i32> = serde_json::from_str(&line?)?;

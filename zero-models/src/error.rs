@@ -43,7 +43,11 @@ pub enum ModelError {
         problem: String,
     },
     /// A weight that cannot be quantized.
-    #[error("tensor \"{name}\" in {} has elements that are not finite, which have no scale: load it without quantising", path.display())]
+    #[error(
+        "tensor \"{name}\" in {} has elements that are not finite, so it cannot be quantized: load it without \
+         quantization",
+        path.display()
+    )]
     NotFinite {
         /// The tensor's name.
         name: String,
@@ -81,7 +85,7 @@ pub enum ModelError {
     },
 
     /// A configuration of an unknown family.
-    #[error("the configuration has {got}: expected a model_type of {known}")]
+    #[error("the configuration has {got}: expected one of these values of model_type: {known}")]
     Family {
         /// The name or key in the file.
         got: String,
@@ -102,7 +106,8 @@ pub enum ModelError {
 
     /// A setting that would change the mathematics and is not implemented.
     #[error(
-        "{model} with {key} = {got} is not implemented, and ignoring it would give other results; supported: {supported}"
+        "{model} with {key} = {got} is not implemented, and ignoring it would change the results; supported: \
+         {supported}"
     )]
     Unsupported {
         /// The model family.
@@ -138,7 +143,7 @@ pub enum ModelError {
     },
 
     /// An error of the operating system.
-    #[error("cannot {action} {path}; check that it exists and may be read")]
+    #[error("cannot {action} {path}; check that it exists and is readable")]
     Io {
         /// The attempted action: `open`, `read` or `map`.
         action: &'static str,
@@ -187,7 +192,7 @@ pub enum ModelError {
     },
 
     /// An index that names a file which is missing or in another folder.
-    #[error("{index} puts tensor \"{tensor}\" into \"{shard}\"{problem}")]
+    #[error("{index} assigns tensor \"{tensor}\" to \"{shard}\"{problem}")]
     Shard {
         /// The index file.
         index: PathBuf,
@@ -228,9 +233,9 @@ pub enum ModelError {
 
     /// Tensors that the checkpoint lacks, or that the model does not have.
     #[error(
-        "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint, and check the model \
-         class it was saved from",
-        names_differ(missing, unexpected)
+        "checkpoint {dir} does not fit the model: {}; take config.json and weights from one checkpoint, and check the \
+         model class it was saved from",
+        describe_name_differences(missing, unexpected)
     )]
     TensorNames {
         /// The folder.
@@ -255,8 +260,8 @@ pub enum ModelError {
 
     /// Tensors that the configuration ties although they differ.
     #[error(
-        "checkpoint {dir} has other numbers in \"{second}\" than in \"{first}\", which config.json ties to it: set tie_word_embeddings to \
-         false there, or take \"{second}\" out of the weights"
+        "checkpoint {dir} has different values in \"{first}\" and \"{second}\", but config.json ties them: set \
+         tie_word_embeddings to false there, or remove \"{second}\" from the weights"
     )]
     Untied {
         /// The folder.
@@ -269,8 +274,8 @@ pub enum ModelError {
 
     /// A tensor with elements that cannot be converted to 32-bit floats.
     #[error(
-        "tensor \"{name}\" in {path} has elements of type {got:?}, expected F32, F16, BF16 or F64; \
-         save the checkpoint unquantised"
+        "tensor \"{name}\" in {path} has elements of type {got:?}, expected F32, F16, BF16 or F64; save the checkpoint \
+         without quantization"
     )]
     TensorDtype {
         /// The tensor.
@@ -282,7 +287,7 @@ pub enum ModelError {
     },
 
     /// An export setting that cannot be used.
-    #[error("{setting} \"{got}\" cannot be exported; expected {expected}")]
+    #[error("invalid {setting} \"{got}\" for the export; expected {expected}")]
     ExportSetting {
         /// The setting.
         setting: &'static str,
@@ -293,7 +298,7 @@ pub enum ModelError {
     },
 
     /// A parameter that could not be read for export.
-    #[error("parameter \"{path}\" cannot be read to be exported")]
+    #[error("cannot read parameter \"{path}\" for the export")]
     Read {
         /// Path of the parameter in the module.
         path: String,
@@ -303,8 +308,8 @@ pub enum ModelError {
 
     /// A wrong number of elements from the function that reads parameters.
     #[error(
-        "{expected} elements of parameter \"{path}\" were asked for to be exported, {got} came; check that the \
-         configuration is the model's"
+        "expected {expected} elements of parameter \"{path}\" for the export, got {got}; check that the configuration \
+         belongs to the model"
     )]
     ReadSize {
         /// Path of the parameter in the module.
@@ -382,7 +387,7 @@ pub fn listed<T: fmt::Display>(items: &[T]) -> String {
 }
 
 /// Lists the missing and the unexpected names, with their numbers; empty if there are none.
-pub fn names_differ(missing: &[String], unexpected: &[String]) -> String {
+pub fn describe_name_differences(missing: &[String], unexpected: &[String]) -> String {
     let parts = [(missing, "missing"), (unexpected, "unexpected")].into_iter().filter(|(names, _)| !names.is_empty());
     parts.map(|(names, what)| format!("{} {what}: {}", names.len(), listed(names))).collect::<Vec<_>>().join("; ")
 }
@@ -399,7 +404,7 @@ mod tests {
     fn long_lists_are_capped() {
         let names: Vec<String> = (0..13).map(|i| format!("t{i}")).collect();
         assert_eq!(
-            names_differ(&names, &names[..1]),
+            describe_name_differences(&names, &names[..1]),
             "13 missing: t0, t1, t2, t3, t4, t5, t6, t7, t8, t9 and 3 more; 1 unexpected: t0"
         );
     }

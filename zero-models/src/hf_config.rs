@@ -171,7 +171,7 @@ pub(crate) fn one_end(keys: &mut Map<String, Value>) {
 
 /// Checks that the vocabulary has these tokens, each given with the name of its field.
 pub(crate) fn check_tokens(model: &'static str, vocabulary: usize, tokens: &[(&'static str, u32)]) -> Result<()> {
-    let expected = format!("a token of the {vocabulary} there are");
+    let expected = format!("a token id below {vocabulary}, the size of the vocabulary");
     let is_known = |token: u32| (token as usize) < vocabulary;
     check_each(model, tokens.iter().map(|&(field, token)| (is_known(token), field, token.to_string(), &*expected)))
 }
@@ -224,12 +224,12 @@ pub(crate) fn check_count<C: Family>(model: &'static str, layers_field: &'static
     });
     let numel = numel.fold(0, u128::saturating_add);
     let (layers_most, most) =
-        (format!("at most {MOST_LAYERS}"), format!("at most {MOST_PARAMETERS}, by smaller sizes"));
+        (format!("at most {MOST_LAYERS}"), format!("at most {MOST_PARAMETERS}, with smaller sizes"));
     check_each(
         model,
         [
             (layers <= MOST_LAYERS, layers_field, layers.to_string(), &*layers_most),
-            (numel <= MOST_PARAMETERS, "a number of parameters", numel.to_string(), &*most),
+            (numel <= MOST_PARAMETERS, "parameter count", numel.to_string(), &*most),
         ],
     )
 }

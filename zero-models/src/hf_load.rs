@@ -97,7 +97,7 @@ pub(crate) fn load_checked<C: Family, B: FusedBackend, M: Module<B>>(
 }
 
 /// Same as [`load_checked`], but parameters of the head that the checkpoint lacks keep their values. Returns their names.
-pub(crate) fn load_beneath_head<C: Family, B: FusedBackend, M: Module<B>>(
+pub(crate) fn load_without_head<C: Family, B: FusedBackend, M: Module<B>>(
     model: M,
     checkpoint: &Checkpoint,
     device: &B::Device,

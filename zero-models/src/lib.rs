@@ -71,7 +71,7 @@ pub use bert::{BertConfig, BertHead, BertKind};
 pub use causal::{CausalFamily, CausalSizes, TextFamily};
 #[cfg(feature = "burn")]
 pub use causal::{Seq2SeqFamily, Seq2SeqSizes};
-pub use error::{ModelError, Result, ShapeMismatch, listed, names_differ};
+pub use error::{ModelError, Result, ShapeMismatch, describe_name_differences, listed};
 #[cfg(feature = "burn")]
 pub use gpt2::Gpt2;
 pub use gpt2::Gpt2Config;

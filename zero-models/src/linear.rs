@@ -112,7 +112,7 @@ macro_rules! each_field {
 pub(crate) use each_field;
 
 /// A callback that takes a table's path, its sizes and the slot of its adapter.
-pub type EachTable<'a, B> = dyn FnMut(&str, [usize; 2], &mut Option<Adapter<B>>) + 'a;
+pub type VisitEmbedding<'a, B> = dyn FnMut(&str, [usize; 2], &mut Option<Adapter<B>>) + 'a;
 
 /// A module with linear layers that can have adapters.
 pub trait Adaptable<B: Backend>: Module<B> {
@@ -122,5 +122,5 @@ pub trait Adaptable<B: Backend>: Module<B> {
 
     /// Calls `each` with the path of every embedding table that can have an adapter, its sizes and the slot of its adapter: a field with
     /// the table's name and the suffix `_adapter`.
-    fn tables(&mut self, _each: &mut EachTable<'_, B>) {}
+    fn tables(&mut self, _each: &mut VisitEmbedding<'_, B>) {}
 }

@@ -88,7 +88,7 @@ impl ModelConfig {
         if let Some(quantized) = keys.get("quantization_config").filter(|keys| keys.is_object()) {
             let method = quantized["quant_method"].as_str().unwrap_or("an unknown method");
             let (key, got) = ("quantization_config", format!("\"{method}\""));
-            let supported = "original checkpoints that are not quantized, with --quantize for fewer bits".to_string();
+            let supported = "checkpoints that are not quantized (--quantize quantizes them on loading)".to_string();
             return Err(ModelError::Unsupported { model: "a model", key, got, supported });
         }
         let text = match keys.as_object_mut() {
@@ -241,7 +241,7 @@ impl ModelConfig {
             Self::T5(_) => Ok(&["q", "v"]),
             Self::Adapted(adapted) => adapted.base.lora_targets(),
             Self::Module(_) => {
-                let problem = "target_modules is empty: name the layers of this module that are to be adapted".into();
+                let problem = "target_modules is empty: name the layers of this module that get adapters".into();
                 Err(ModelError::Adapter { problem })
             }
         }

@@ -50,7 +50,7 @@ impl ModuleConfig {
             // Patterns such as `\.weight$` are meant for matrices, and match others too.
             param.transposed = param.shape.len() == 2 && map.transposes(&param.name);
             if !names.insert(param.name.clone()) {
-                let problem = "is the name of two parameters: change the rules so that names stay apart";
+                let problem = "is the name of two parameters: change the rules so that all names differ";
                 return Err(ModelError::KeyMap { rule: param.name.clone(), problem: problem.into() });
             }
         }

@@ -111,7 +111,7 @@ impl LoraConfig {
         let Self { r, lora_alpha: alpha, lora_dropout: p, .. } = *self;
         let values = [
             (r > 0, "r", r.to_string(), "at least 1"),
-            (alpha.is_finite(), "lora_alpha", alpha.to_string(), "a number"),
+            (alpha.is_finite(), "lora_alpha", alpha.to_string(), "a finite number"),
             ((0.0..1.0).contains(&p), "lora_dropout", p.to_string(), "at least 0 and below 1"),
         ];
         check_each("LoRA", values)
@@ -159,15 +159,16 @@ fn check_implemented(keys: &Map<String, Value>) -> Result<()> {
         None => Ok(()),
         Some((key, got)) if key == "init_lora_weights" => {
             let problem = format!(
-                "LoRA with init_lora_weights = {got} belongs to a base whose weights were changed for it (PiSSA, OLoRA, CorDA, LoftQ): \
-                 convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+                "LoRA with init_lora_weights = {got} needs a base model whose weights its initialization changed \
+                 (PiSSA, OLoRA, CorDA, LoftQ): convert it with PEFT's \
+                 save_pretrained(path_initial_model_for_weight_conversion=...)"
             );
             Err(ModelError::Adapter { problem })
         }
         Some((key, got)) => {
             let problem = format!(
-                "LoRA with {key} = {got} is not implemented, and ignoring it would give other results; save the adapter \
-                 without it"
+                "LoRA with {key} = {got} is not implemented, and ignoring it would change the results; save the \
+                 adapter without it"
             );
             Err(ModelError::Adapter { problem })
         }

@@ -159,7 +159,7 @@ impl StoredTensor<'_> {
     /// If the tensor is not a matrix, or the range reaches beyond it.
     pub fn elements_transposed(&self, range: Range<usize>) -> Result<Vec<f32>> {
         let &[rows, columns] = self.shape else {
-            panic!("tensor \"{}\" of shape {:?} has no transpose", self.name, self.shape);
+            panic!("tensor \"{}\" of shape {:?} is not a matrix, so it cannot be transposed", self.name, self.shape);
         };
         self.convert(range, Some((rows, columns)))
     }
@@ -169,7 +169,7 @@ impl StoredTensor<'_> {
         self.check_dtype()?;
         assert!(
             range.start <= range.end && range.end <= self.numel(),
-            "tensor \"{}\" has {} elements, {range:?} were asked for",
+            "tensor \"{}\" has {} elements, but {range:?} were requested",
             self.name,
             self.numel()
         );
@@ -316,12 +316,12 @@ fn open_shards(dir: &Path, index: &Path) -> Result<Shards> {
     };
     for (tensor, shard) in &weight_map {
         if !files[shard].header.tensors.contains_key(tensor) {
-            return disagree(shard, tensor, "lists it there, the shard lacks it");
+            return disagree(shard, tensor, "lists it there, but the shard does not have it");
         }
     }
     for (shard, file) in &files {
         if let Some(extra) = file.header.tensors.keys().find(|name| weight_map.get(*name) != Some(shard)) {
-            return disagree(shard, extra, "does not list it there, the shard has it");
+            return disagree(shard, extra, "does not list it there, but the shard has it");
         }
     }
     Ok((files, weight_map))
@@ -329,11 +329,11 @@ fn open_shards(dir: &Path, index: &Path) -> Result<Shards> {
 
 fn no_checkpoint(dir: &Path) -> ModelError {
     let hint = if !dir.is_dir() {
-        "this is not a folder, name the folder of the checkpoint"
+        "this is not a folder: pass the folder of the checkpoint"
     } else if dir.join("pytorch_model.bin").is_file() || dir.join("pytorch_model.bin.index.json").is_file() {
-        "it has pytorch_model.bin, which is not read: save it with save_pretrained(..., safe_serialization=True)"
+        "it has pytorch_model.bin, which is not supported: save it with save_pretrained(..., safe_serialization=True)"
     } else {
-        "name the folder that Hugging Face's save_pretrained wrote"
+        "pass the folder that Hugging Face's save_pretrained wrote"
     };
     ModelError::NoCheckpoint { dir: dir.to_path_buf(), hint }
 }

@@ -107,7 +107,7 @@ pub trait Seq2SeqLm<B: FusedBackend> {
     /// # Panics
     /// Same as [`forward`](Self::forward).
     fn hidden_rows(&self, ids_bu: Ids<B>, mask_bu: Option<Ids<B>>, decoder_ids_bt: Ids<B>) -> Tensor<B, 2> {
-        assert_eq!(ids_bu.dims()[0], decoder_ids_bt.dims()[0], "as many texts must be read as are made");
+        assert_eq!(ids_bu.dims()[0], decoder_ids_bt.dims()[0], "encoder and decoder must have the same number of rows");
         self.decode(&self.encode(ids_bu, mask_bu), decoder_ids_bt)
     }
 }

@@ -95,7 +95,7 @@ operations! {
         ///
         /// If [`draws_dropout`](Self::draws_dropout) is false.
         fn next_dropout_key(_device: &Device<Self>) -> u64 {
-            panic!("a backend without keys was asked for one: ask draws_dropout first")
+            panic!("this backend has no dropout keys: check draws_dropout first")
         }
 
         /// Begins a [checkpointed](crate::checkpoint) block on this thread: tensors computed from here on may be dropped at its end if they

@@ -21,7 +21,7 @@ pub fn to_codes<B: Backend>(x: FloatTensor<B>, format: Format) -> FloatTensor<B>
     }
     let device = B::float_device(&x);
     let data = try_read_sync(B::float_into_data(x)).expect("the backend reads synchronously");
-    let data = data.unwrap_or_else(|error| panic!("reading what is to be quantised failed: {error}"));
+    let data = data.unwrap_or_else(|error| panic!("reading the tensor to quantize failed: {error}"));
     let data = data.convert_dtype(DType::F32);
     let mut bytes = Vec::with_capacity(n * format.bytes(width));
     let rows = data.as_slice::<f32>().expect("it was converted").chunks(width.max(1));

@@ -97,8 +97,8 @@ pub fn cuda() -> Result<Vec<u64>, String> {
     use cubecl::cuda::install::{cccl_include_path, cuda_path, include_path};
     use cudarc::{driver, nvrtc};
 
-    const OR: &str = "or compute on another backend (cpu)";
-    let version = |error: driver::DriverError| format!("the NVIDIA driver answers {error:?}: update it, {OR}");
+    const OR: &str = "or use another backend (cpu)";
+    let version = |error: driver::DriverError| format!("the NVIDIA driver reports {error:?}: update it, {OR}");
     // SAFETY: opens and closes a library, which runs its initializers as any program that uses it does.
     if !unsafe { driver::sys::is_culib_present() } {
         return Err(format!("no NVIDIA driver was found (libcuda.so): install it, {OR}"));
@@ -106,8 +106,9 @@ pub fn cuda() -> Result<Vec<u64>, String> {
     // SAFETY: as above.
     if !unsafe { nvrtc::sys::is_culib_present() } || cuda_path().is_none() {
         return Err(format!(
-            "kernels are compiled on this machine, and CUDA's compiler library (libnvrtc.so) or its headers were not found: \
-             install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, {OR}"
+            "CUDA's compiler library (libnvrtc.so) or its headers were not found, and kernels are compiled on this \
+             machine: install the CUDA toolkit and set CUDA_PATH to its folder and LD_LIBRARY_PATH to its libraries, \
+             {OR}"
         ));
     }
     // Headers that kernels include; the last is in a separate folder since CUDA 13.
@@ -116,9 +117,9 @@ pub fn cuda() -> Result<Vec<u64>, String> {
         .find(|name| ![include_path(), cccl_include_path()].iter().any(|folder| folder.join(name).exists()));
     if let Some(header) = lacks {
         return Err(format!(
-            "kernels are compiled on this machine, and CUDA's header {header} is not in {}: install the headers of the CUDA toolkit \
-             (cuda-cudart-dev, cuda-nvrtc-dev, cuda-cccl; PyPI: nvidia-cuda-runtime, nvidia-cuda-cccl, nvidia-cuda-crt) and set \
-             CUDA_PATH, {OR}",
+            "CUDA's header {header} is not in {}, and kernels are compiled on this machine: install the headers of the \
+             CUDA toolkit (cuda-cudart-dev, cuda-nvrtc-dev, cuda-cccl; PyPI: nvidia-cuda-runtime, nvidia-cuda-cccl, \
+             nvidia-cuda-crt) and set CUDA_PATH, {OR}",
             include_path().display()
         ));
     }
@@ -130,8 +131,9 @@ pub fn cuda() -> Result<Vec<u64>, String> {
     }
     if 1000 * major + 10 * minor > takes {
         return Err(format!(
-            "CUDA's compiler library (libnvrtc.so) is of version {major}.{minor}, and the NVIDIA driver takes at most {}.{}: install a \
-             newer driver, or set LD_LIBRARY_PATH and CUDA_PATH to a CUDA toolkit that is no newer than the driver, {OR}",
+            "CUDA's compiler library (libnvrtc.so) has version {major}.{minor}, but the NVIDIA driver supports at most \
+             {}.{}: install a newer driver, or set LD_LIBRARY_PATH and CUDA_PATH to a CUDA toolkit that is no newer \
+             than the driver, {OR}",
             takes / 1000,
             takes % 1000 / 10
         ));
@@ -141,7 +143,7 @@ pub fn cuda() -> Result<Vec<u64>, String> {
         begun => begun.and_then(|()| driver::result::device::get_count()).map_err(version)?,
     };
     if count == 0 {
-        return Err(format!("the NVIDIA driver shows no GPU: look at nvidia-smi and CUDA_VISIBLE_DEVICES, {OR}"));
+        return Err(format!("the NVIDIA driver shows no GPU: check nvidia-smi and CUDA_VISIBLE_DEVICES, {OR}"));
     }
     (0..count)
         .map(|ordinal| {
@@ -195,10 +197,10 @@ fn explained(text: &str) -> String {
     if has(&["OUT_OF_MEMORY", "allocate buffer", "BufferTooBig"]) {
         // CubeCL reports bytes, not tensors.
         let asked = first.rsplit(' ').next().and_then(|bytes| bytes.parse::<u64>().ok());
-        let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were asked for", bytes >> 20));
+        let asked = asked.map_or_else(|| first.to_string(), |bytes| format!("{} MiB more were requested", bytes >> 20));
         return format!(
-            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows what other programs have): take a smaller batch with \
-             more accumulation, a higher ZeRO stage over more devices, or --offload"
+            "{OUT_OF_MEMORY} ({asked}; nvidia-smi shows the memory of other programs): use a smaller batch with more \
+             accumulation, a higher ZeRO stage over more devices, or --offload"
         );
     }
     if has(&["UNSUPPORTED_PTX_VERSION"]) {
@@ -212,8 +214,9 @@ fn explained(text: &str) -> String {
         let name = name.and_then(|(_, rest)| rest.split_once('(')).map_or("a kernel", |(name, _)| name.trim());
         let why = text.lines().map(str::trim).find(|line| line.contains("error: ") || line.contains("CUDA_ERROR"));
         return format!(
-            "{name} could not be compiled for the device ({}): the driver and CUDA's compiler library (libnvrtc.so) may not fit each \
-             other or this program, or the cache of kernels is another program's; bench/gpu/README.md says which versions were tried",
+            "{name} could not be compiled for the device ({}): the driver and CUDA's compiler library (libnvrtc.so) \
+             may be incompatible with each other or with this program, or the kernel cache belongs to another program; \
+             bench/gpu/README.md lists the tested versions",
             why.unwrap_or(first)
         );
     }
@@ -238,8 +241,8 @@ pub fn vulkan() -> Result<(), String> {
     let opened = catch_unwind(|| drop(WgpuRuntime::client(&Default::default())));
     set_hook(hook);
     opened.map_err(|_| {
-        "no device with a Vulkan driver was found: install the driver of the graphics card, or a software one (Debian: \
-         mesa-vulkan-drivers), and look at vulkaninfo; or compute on another backend (cpu)"
+        "no device with a Vulkan driver was found: install the driver of the graphics card, or a software driver \
+         (Debian: mesa-vulkan-drivers), and check vulkaninfo; or use another backend (cpu)"
             .to_string()
     })
 }

@@ -32,7 +32,7 @@ bodies! {
         // Through the host: there is no operation on the bits of a float.
         let (device, [d, _]) = (B::float_device(&weight), weight.shape().dims());
         let data = try_read_sync(B::float_into_data(weight)).expect("the backend reads synchronously");
-        let data = data.unwrap_or_else(|error| panic!("reading a quantised weight failed: {error}"));
+        let data = data.unwrap_or_else(|error| panic!("reading a quantized weight failed: {error}"));
         let elements = TensorData::new(how.decode(data.as_bytes()), [d, how.width]);
         B::float_from_data(elements.convert_dtype(dtype.into()), &device)
     }

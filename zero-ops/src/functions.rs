@@ -28,8 +28,8 @@ fn check_types(op: &str, operands: &[(&str, Option<DType>)]) {
         assert!(
             other.is_none() || other == dtype,
             "{op}: {first} is {:?} and {name} is {:?}; cast one of them",
-            dtype.expect("the first operand is there"),
-            other.expect("it is there, or it would equal"),
+            dtype.expect("the first operand is given"),
+            other.expect("an operand that differs is given"),
         );
     }
 }
@@ -112,19 +112,19 @@ fn check_attention<B: FusedBackend>(
     for rows in [n, keys] {
         assert!(
             batch > 0 && rows.is_multiple_of(batch),
-            "attention: {rows} rows are no {batch} sequences of one length; change `batch`"
+            "attention: {rows} rows do not divide into {batch} sequences of equal length; change `batch`"
         );
     }
     assert!(heads > 0 && d.is_multiple_of(heads), "attention: {heads} heads do not divide a width of {d}");
     assert!(
         kv_width == d || kv_width.is_multiple_of(d / heads) && d.is_multiple_of(kv_width.max(1)),
-        "attention: keys of width {kv_width} are no heads that {heads} of {} can share",
+        "attention: keys of width {kv_width} do not divide into heads that {heads} query heads of width {} can share",
         d / heads
     );
-    assert!(!causal || n == keys, "attention: causal with {n} rows of queries and {keys} of keys");
+    assert!(!causal || n == keys, "attention: causal with {n} rows of queries and {keys} rows of keys");
     assert!(
         window.is_none_or(|window| causal && window > 0),
-        "attention: a window of {window:?} rows must be causal and have one"
+        "attention: a window of {window:?} rows needs causal attention and at least one row"
     );
     if let Some(mask) = mask {
         let expected = [batch, keys / batch];
@@ -287,7 +287,11 @@ pub fn parameter_from<B: FusedBackend, const D: usize>(
     let dtype = get_device_settings::<B>(device).float_dtype;
     let mut checked = |range: Range<usize>| {
         let (expected, values) = (range.len(), elements(range.clone()));
-        assert_eq!(values.len(), expected, "parameter_from: elements {range:?} of {shape:?} were asked for");
+        assert_eq!(
+            values.len(),
+            expected,
+            "parameter_from: wrong number of values for elements {range:?} of {shape:?}"
+        );
         TensorData::new(values, [expected])
     };
     wrap(B::parameter_from(Shape::new(shape), device, dtype, &mut checked))
@@ -329,7 +333,7 @@ pub fn quantized_linear<B: FusedBackend>(
     assert_eq!(
         weight.dims(),
         [d, how.format.words(f)],
-        "quantized linear: the rows of a weight [{d}, {f}] in {}",
+        "quantized linear: wrong shape of a weight [{d}, {f}] stored in {}",
         how.format
     );
     assert!(!weight.is_require_grad(), "quantized linear: a weight in {} cannot be trained; freeze it", how.format);

@@ -84,9 +84,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         seconds[seconds.len() / 2]
     };
     let seconds: Vec<f64> = all.iter_mut().map(median).collect();
-    println!("{layers} layers of {width} x {width}, {rows} rows a step; plain Burn: {:.3} s a step", seconds[0]);
+    println!("{layers} layers of {width} x {width}, {rows} rows per step; plain Burn: {:.3} s per step", seconds[0]);
     for (stage, seconds_of) in Stage::ALL.iter().zip(&seconds[1..]) {
-        println!("stage {stage}, {RANKS} ranks: {:.2} of plain Burn's rows a second", seconds[0] / seconds_of);
+        println!("stage {stage}, {RANKS} ranks: {:.2} of plain Burn's rows per second", seconds[0] / seconds_of);
     }
     Ok(())
 }

@@ -76,7 +76,9 @@ fn embedding_saves_its_weight() {
     let made = || table.clone().mul_scalar(2.0);
     let by_embedding = kept(|| embedding(made(), ids()).sum());
     let by_select = kept(|| made().select(0, ids().reshape([3])).sum());
-    println!("1. weights kept between the passes: {by_embedding} by embedding, {by_select} by select");
+    println!(
+        "1. weights kept from the forward to the backward pass: {by_embedding} by embedding, {by_select} by select"
+    );
 }
 
 /// 2. A norm reads the shape of the stored tensor rather than of `val()`.
@@ -118,7 +120,7 @@ fn casts_are_kept() {
     let by_cast = kept(|| x.clone().cast(DType::F64).matmul(weight.clone().cast(DType::F64)).sum());
     let by_product = kept(|| x.clone().matmul(weight.clone().mul_scalar(2.0)).sum());
     println!(
-        "3. copies kept between the passes with gradient checkpointing: {by_cast} by cast, {by_product} by mul_scalar"
+        "3. copies kept for the backward pass with gradient checkpointing: {by_cast} by cast, {by_product} by mul_scalar"
     );
 }
 
@@ -136,7 +138,10 @@ fn gradients_wait() {
         let before = ALIVE.load(Relaxed);
         MOST.store(before, Relaxed);
         drop(loss.backward());
-        println!("4. {layers} layers: {} weight-sized buffers more in the backward pass", MOST.load(Relaxed) - before);
+        println!(
+            "4. {layers} layers: {} additional weight-sized buffers in the backward pass",
+            MOST.load(Relaxed) - before
+        );
     }
 }
 
@@ -160,7 +165,7 @@ fn views_keep_what_they_are_of() {
     let x = Tensor::<2>::ones([2, WIDTH], &device).require_grad();
     let made = || table.clone().mul_scalar(2.0);
     let by_view = kept(|| linear(x.clone(), made().transpose(), None).sum());
-    println!("6. weights kept between the passes by linear(x, w.transpose()): {by_view}");
+    println!("6. weights kept from the forward to the backward pass by linear(x, w.transpose()): {by_view}");
 }
 
 /// 7. Two threads share a leaf. One merges graphs under the locator's lock and waits for a graph's lock. The other runs a backward pass
@@ -190,7 +195,7 @@ fn deadlock() {
     });
     while !threads.is_finished() {
         if begin.elapsed() > Duration::from_secs(20) {
-            println!("7. two threads that share a leaf stand still");
+            println!("7. two threads that share a leaf deadlock");
             std::process::exit(0);
         }
         std::thread::sleep(Duration::from_millis(10));

@@ -9,7 +9,7 @@ use burn_optim::{AdamW, AdamWConfig, AdamWState, AdaptiveMomentumState, Optimize
 use serde::Serialize;
 use serde_json::Value;
 use zero_kernels::Rule;
-use zero_kernels::update::{Elements, Kernel, Norms, State, Stretch, run_stretch};
+use zero_kernels::update::{Chunk, Elements, Kernel, Norms, State, update_chunk};
 
 use crate::device::{held, hold};
 use crate::piece::Raw;
@@ -95,7 +95,7 @@ pub(crate) fn update<const D: usize>(
     let (mut parameter, [mut a, mut b]) = (held(parameter), states.map(held));
     let gradient = gradient.map(|gradient| held(gradient).to_contiguous());
     let expected = "it is contiguous, and a piece's gradient is fp32";
-    let stretch = Stretch {
+    let stretch = Chunk {
         p: elements(&mut parameter),
         g: Elements::F32(gradient.as_ref().map_or(&[], |gradient| gradient.as_slice().expect(expected))),
         a: State::F32(elements(&mut a)),
@@ -104,7 +104,7 @@ pub(crate) fn update<const D: usize>(
         average: None,
         first: 0,
     };
-    let norms = run_stretch(kernel, 1.0, stretch, counted);
+    let norms = update_chunk(kernel, 1.0, stretch, counted);
     (hold(parameter), [a, b].map(hold), norms)
 }
 

@@ -138,19 +138,22 @@ impl Zero {
     ) -> Result<Resumed<M>, Error> {
         let mismatch = |what: String| Error::Mismatch { path: checkpoint.path().to_path_buf(), what };
         let Value::Object(mut extra) = checkpoint.state()? else {
-            return Err(mismatch("its state is no object".into()));
+            return Err(mismatch("its state is not a JSON object".into()));
         };
-        let engine = extra.remove(ENGINE).ok_or_else(|| mismatch("it has no state of an engine".into()))?;
+        let engine = extra.remove(ENGINE).ok_or_else(|| mismatch("it has no engine state".into()))?;
         if engine["version"].as_u64().is_none_or(|version| version > STATE_VERSION) {
             let what = format!(
-                "its state is of version {}, and {STATE_VERSION} is the newest that is read",
+                "its state has version {}, but the newest supported version is {STATE_VERSION}",
                 engine["version"]
             );
             return Err(mismatch(what));
         }
         let name = saved_name(&optimizer)?;
         if engine["optimizer"]["name"] != *name {
-            return Err(mismatch(format!("it was trained with {}, not '{name}'", engine["optimizer"]["name"])));
+            return Err(mismatch(format!(
+                "it was trained with optimizer {}, but this run uses '{name}'",
+                engine["optimizer"]["name"]
+            )));
         }
         for tensor in checkpoint.tensors().keys().filter_map(|tensor| tensor.strip_prefix("model.")) {
             if !self.paths().any(|path| path == tensor) {
@@ -183,7 +186,7 @@ impl Zero {
         }
         let bytes = record.into_bytes().map_err(|error| Error::State(error.to_string()))?;
         let record = OptimizerRecord::from_bytes(bytes).map_err(|error| Error::State(error.to_string()))?;
-        let model = self.settle(model.map(&mut Load { zero: self, values }))?;
+        let model = self.publish_changes(model.map(&mut Load { zero: self, values }))?;
         self.set_random(&engine["random"]);
         let [steps, skipped] = ["steps", "skipped"].map(|name| engine[name].as_u64().unwrap_or(0) as usize);
         Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, skipped, extra })
@@ -237,14 +240,14 @@ impl Zero {
 
 fn saved_name(optimizer: &Optimizer) -> Result<&'static str, Error> {
     optimizer.saved_name.ok_or_else(|| {
-        Error::State("the state of this optimizer has no place in a checkpoint: use AdamW, Adam or LAMB, or save `Optimizer::inner`'s record".into())
+        Error::State("checkpoints cannot store the state of this optimizer: use AdamW, Adam or LAMB, or save the record of `Optimizer::inner`".into())
     })
 }
 
 /// Returns an optimizer's state by parameter.
 fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
     let unknown =
-        |what: String| Error::State(format!("{what}, which a checkpoint has no place for: use AdamW without AMSGrad"));
+        |what: String| Error::State(format!("{what}, which a checkpoint cannot store: use AdamW without AMSGrad"));
     let packed = |error: burn_pack::Error| Error::State(error.to_string());
     let record = optimizer.inner().into_bytes().map_err(|error| Error::State(error.to_string()))?;
     let reader = Reader::from_bytes(record).map_err(packed)?;
@@ -257,7 +260,7 @@ fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
             let leaf = leaf.strip_prefix(PLACE).unwrap_or(leaf);
             Some((id, MOMENTS.iter().position(|(burns, _)| *burns == leaf)?))
         });
-        let (id, place) = place.ok_or_else(|| unknown(format!("the optimizer keeps '{name}'")))?;
+        let (id, place) = place.ok_or_else(|| unknown(format!("the optimizer has the state '{name}'")))?;
         found.entry(id).or_default()[place] = Some(bytes);
     }
     let mut all = HashMap::new();
@@ -265,7 +268,9 @@ fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
         let time = [PLACE, ""].iter().find_map(|place| scalars.get(&format!("{id}.{place}{TIME}")));
         let time = time.and_then(|&time| usize::try_from(time).ok());
         let ([Some(first), Some(second)], Some(time)) = (values, time) else {
-            return Err(unknown(format!("the optimizer keeps no moments and time for parameter {id}")));
+            return Err(unknown(format!(
+                "the optimizer's state of parameter {id} is not two moments and a step count"
+            )));
         };
         all.insert(id, Moments { time, values: [first, second] });
     }

@@ -14,7 +14,7 @@ pub enum Float {
 }
 
 impl Float {
-    pub(crate) fn on_the_wire(self) -> DType {
+    pub(crate) fn wire_dtype(self) -> DType {
         match self {
             Float::F32 => DType::F32,
             Float::Bf16 => DType::Bf16,

@@ -24,7 +24,7 @@ pub(crate) trait Target: Backend {
     /// Reads a gradient's elements. Waits for the device.
     fn read(gradient: FloatTensor<Self>) -> TensorData {
         read_sync(Self::float_into_data(gradient))
-            .unwrap_or_else(|error| stop(format!("reading a gradient from its device failed: {error}")))
+            .unwrap_or_else(|error| stop(format!("cannot read a gradient from its device: {error}")))
     }
 }
 
@@ -51,13 +51,13 @@ pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Err
         #[allow(unreachable_patterns)] // Which there are is the program's to say, by Burn's features.
         _ => {
             let instead =
-                "make the model on Device::flex(), or enable the feature `cuda`, `vulkan` or `wgpu` of zero-param";
-            return trouble("for which zero-param is not built", instead);
+                "create the model on Device::flex(), or enable the feature `cuda`, `vulkan` or `wgpu` of zero-param";
+            return trouble("which this build of zero-param does not support", instead);
         }
     }
     match float {
         Float::Bf16 if !device.supports_dtype(DType::BF16) => {
-            trouble("which does not compute in bf16", "pass Float::F32 as ZeroConfig::param_dtype")
+            trouble("which does not support bf16", "pass Float::F32 as ZeroConfig::param_dtype")
         }
         _ => Ok(()),
     }
@@ -89,7 +89,7 @@ pub(crate) fn hold<const D: usize>(piece: Raw) -> Tensor<D> {
 
 pub(crate) fn moved() -> ! {
     stop(
-        "a sharded parameter was moved to a device, and pieces stay in the host's memory: make the model on its device, then shard it"
+        "a sharded parameter was moved to a device, but shards must stay in host memory: create the model on its device, then shard it"
             .into(),
     )
 }

@@ -18,7 +18,7 @@ pub enum Error {
     Different(#[from] Difference),
     /// A parameter whose type cannot be sharded.
     #[error(
-        "parameter '{path}': expected fp32, got {got}: cast the model before it is sharded; ZeroConfig::param_dtype gathers in 16 bit"
+        "parameter '{path}': expected fp32, got {got}: cast the model to fp32 before you shard it; to gather in 16 bit, set ZeroConfig::param_dtype"
     )]
     Dtype {
         /// The parameter.
@@ -40,7 +40,7 @@ pub enum Error {
     },
     /// Two places of the module share one parameter.
     #[error(
-        "parameters '{first}' and '{second}' have one id, so Burn's optimizers would update only the first: \
+        "parameters '{first}' and '{second}' have the same id, so Burn's optimizers would update only the first: \
          give each layer its own parameters, or use one field twice in `forward`"
     )]
     Twice {
@@ -51,8 +51,8 @@ pub enum Error {
     },
     /// A parameter has a reparameterization already, and Burn allows only one.
     #[error(
-        "parameter '{path}' has the reparameterization '{name}', and Burn 0.22 allows one a parameter: \
-         merge it by `materialize()`, or make adapters of parameters of their own"
+        "parameter '{path}' already has the reparameterization '{name}', and Burn 0.22 allows one per parameter: \
+         merge it with `materialize()`, or give adapters their own parameters"
     )]
     Reparameterized {
         /// The parameter.
@@ -61,7 +61,7 @@ pub enum Error {
         name: String,
     },
     /// An optimizer that needs full parameters.
-    #[error("{optimizer} {reason}, which pieces of parameters cannot give: {instead}")]
+    #[error("{optimizer} {reason}, which is not possible on sharded parameters: {instead}")]
     Optimizer {
         /// Its name.
         optimizer: &'static str,
@@ -86,7 +86,7 @@ pub enum Error {
     State(String),
     /// Gradients for parameters that the model does not have.
     #[error(
-        "parameter '{path}' has a gradient, but is not in the model that is updated: pass the model that `shard` returned"
+        "parameter '{path}' has a gradient, but the updated model does not have it: pass the model that `shard` returned"
     )]
     Missing {
         /// The parameter.

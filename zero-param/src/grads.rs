@@ -77,7 +77,7 @@ impl Grads {
     ///
     /// If they belong to another sharded module.
     pub fn add(&mut self, other: Grads) {
-        assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "gradients of two modules do not add up");
+        assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "cannot add gradients of two different modules");
         for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
             match (sum.as_mut(), piece) {
                 (Some(sum), Some(piece)) => sum

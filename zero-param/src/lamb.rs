@@ -79,8 +79,8 @@ impl Lamb {
 fn next<T>(expected: &mut VecDeque<T>) -> T {
     expected.pop_front().unwrap_or_else(|| {
         stop(
-            "LAMB was stepped by something else than `Optimizer::step`, which knows what is whole: use that, and in a \
-             `TrainStep::optimize` of your own step the optimizer once"
+            "LAMB was stepped without `Optimizer::step`, which knows the full parameters: call that, and in your own \
+             `TrainStep::optimize` step the optimizer once"
                 .into(),
         )
     })

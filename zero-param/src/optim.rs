@@ -90,9 +90,9 @@ elementwise! {
 }
 
 refused! {
-    AdafactorConfig "Adafactor" "keeps sums over rows and columns of a parameter";
-    LBFGSConfig "LBFGS" "takes products over all parameters";
-    MuonConfig "Muon" "makes whole gradients orthogonal";
+    AdafactorConfig "Adafactor" "computes sums over rows and columns of a parameter";
+    LBFGSConfig "LBFGS" "computes dot products over all parameters";
+    MuonConfig "Muon" "orthogonalizes full gradients";
 }
 
 /// LAMB with bounded trust ratios, as in DeepSpeed and in `zero-burn`. Burn's [`LambConfig`] has no bounds.
@@ -106,8 +106,8 @@ pub struct BoundedLamb {
 
 impl OptimizerConfig for BoundedLamb {
     fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-        let instead = "pass its configuration to Zero::optimizer, which adds them up over ranks, or use AdamW";
-        Err(Error::Optimizer { optimizer: "Lamb", reason: "takes norms of whole parameters", instead })
+        let instead = "pass its configuration to Zero::optimizer, which sums the norms over ranks, or use AdamW";
+        Err(Error::Optimizer { optimizer: "Lamb", reason: "computes norms of full parameters", instead })
     }
 
     fn saved_name(&self) -> Option<&'static str> {
@@ -162,12 +162,12 @@ fn unbounded(config: &LambConfig) -> BoundedLamb {
     BoundedLamb { lamb: config.clone(), ratios: 0.0..=f32::INFINITY }
 }
 
-const CLIP: &str = "clip by the norm of all gradients, with Grads::clip_norm";
+const CLIP: &str = "clip by the norm of all gradients with Grads::clip_norm";
 
 /// Name and reason in the error for an optimizer group that clips gradients.
 const OF_A_GROUP: (&str, &str) = (
-    "the clipping of an optimizer's group",
-    "may take norms of whole gradients, as only that of an optimizer without groups can be seen",
+    "the gradient clipping of an optimizer group",
+    "may compute norms of full gradients (Burn reveals clipping only for an optimizer without groups)",
 );
 
 /// An optimizer whose state is sharded: this rank holds its part.
@@ -198,7 +198,7 @@ impl Zero {
             None => (config.elementwise()?, None),
         };
         let clips = match inner.grad_clipping() {
-            Some(GradientClipping::Norm(_)) => Some(("GradientClipping::Norm", "takes norms of whole gradients")),
+            Some(GradientClipping::Norm(_)) => Some(("GradientClipping::Norm", "computes norms of full gradients")),
             // A user's configuration with groups.
             None if inner.has_gradient_clipping() => Some(OF_A_GROUP),
             _ => None,
@@ -248,7 +248,7 @@ impl Zero {
                 (inner.with_group(spared, lamb.beside(plain), None), Some(lamb))
             }
             _ => {
-                let (reason, instead) = ("has no kernel over pieces on this front", "use AdamW or LAMB");
+                let (reason, instead) = ("has no kernel over shards with Burn 0.22", "use AdamW or LAMB");
                 return Err(Error::Optimizer { optimizer: rule.name(), reason, instead });
             }
         };

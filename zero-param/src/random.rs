@@ -71,14 +71,14 @@ impl Drop for During {
 /// If the probability is not in `[0, 1)`; with autodiff outside of [`Zero::backward`](crate::Zero::backward), as the sharded model counts
 /// the draws.
 pub fn draw_dropout(probability: f64, device: &Device) -> Option<AttentionDropout> {
-    assert!((0.0..1.0).contains(&probability), "dropout: its probability is {probability}; pass one from 0 to below 1");
+    assert!((0.0..1.0).contains(&probability), "dropout: the probability is {probability}; pass one in [0, 1)");
     if probability == 0.0 || !device.is_autodiff() {
         return None;
     }
     let key = PASS.with_borrow(|pass| pass.as_ref().map(|draws| draws.next()));
     let key = key.expect(
-        "dropout: it draws from the model that is trained, within Zero::backward: run the forward pass there, or, to evaluate, that of \
-         model.valid() on a device without autodiff",
+        "dropout in training needs Zero::backward: run the forward pass in its closure, or, to evaluate, use model.valid() on a device \
+         without autodiff",
     );
     Some(AttentionDropout { probability, key })
 }

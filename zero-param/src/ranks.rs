@@ -59,7 +59,7 @@ impl Ranks {
         };
         let result = pool
             .build_scoped(|thread| thread.run(), |pool| pool.install(body))
-            .unwrap_or_else(|error| panic!("the operating system gave no {threads} compute thread(s): {error}"));
+            .unwrap_or_else(|error| panic!("cannot start {threads} compute thread(s): {error}"));
         match result {
             Ok(Ok(value)) => {
                 wait_for_others().unwrap_or_else(|error| raise(error));

@@ -120,15 +120,15 @@ impl Reducer {
         let State { pass, buckets, .. } = &mut *state;
         if !pass.is_running {
             stop(format!(
-                "parameter '{}' got a gradient outside of `Zero::backward`, which would not be reduced: \
-                 call `zero.backward(|| loss)` in place of `loss.backward()`",
+                "parameter '{}' got a gradient outside of `Zero::backward`, where it is not reduced: \
+                 call `zero.backward(|| loss)` instead of `loss.backward()`",
                 self.members[index].path
             ));
         }
         if pass.is_sent[index] {
             stop(format!(
-                "parameter '{}' got a gradient after its last use in this pass: it was gathered while the backward pass ran, \
-                 which a layer of your own does; compute that in the forward pass",
+                "parameter '{}' got a gradient after its last use in this pass: a custom layer gathered it during the backward \
+                 pass; use the parameter in the forward pass instead",
                 self.members[index].path
             ));
         }
@@ -184,7 +184,7 @@ impl Reducer {
         pass.arrived.iter().for_each(|&index| flags[index] = 1);
         let request = Request::AllReduce(Buffer::U8(flags), ReduceOp::Max);
         let had: Vec<bool> =
-            self.comm.execute_for(request, "which gradients there are")?.into_u8().iter().map(|&any| any > 0).collect();
+            self.comm.execute_for(request, "which gradients exist")?.into_u8().iter().map(|&any| any > 0).collect();
         let mut rest: Vec<Bucket> = state.buckets[pass.sent..].to_vec();
         for bucket in &mut rest {
             bucket.members.retain(|&index| had[index]);

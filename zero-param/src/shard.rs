@@ -81,7 +81,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     let reducer = Reducer::new(&shared.comm, config, members)?;
     shared.reducer.set(reducer).expect("it is set here alone");
     let zero = Zero { shared, slots: slots.into(), ids: Arc::new(ids) };
-    let model = zero.settle(model)?;
+    let model = zero.publish_changes(model)?;
     Ok((model, zero))
 }
 

@@ -15,7 +15,7 @@ use burn::backend::{DispatchDevice, Flex};
 use burn::tensor::{Device, Shape, Slice, TensorData};
 use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
-use zero_core::window::{Key, Whole};
+use zero_core::window::{GatherRequest, Key};
 use zero_core::{Buffer, CommError, Partition};
 
 use crate::ahead::Planned;
@@ -267,8 +267,8 @@ impl Slot {
         let rank = self.shared.rank();
         if let Some(other) = current::rank().filter(|&current| current != rank) {
             stop(format!(
-                "{self} was sharded by rank {rank} and is used by rank {other}: the ranks' graphs would share leaves, and wait for \
-                 one another; let each rank shard a model of its own, or a clone of one that is not sharded yet"
+                "{self} was sharded by rank {rank}, but rank {other} uses it: the ranks' graphs would share leaves and could deadlock; \
+                 let each rank shard its own model, or its own clone of a model that is not sharded yet"
             ));
         }
         // In host memory, a parameter that is not cast is used directly, or was kept when it was gathered.
@@ -313,8 +313,8 @@ impl Slot {
     fn check(&self, state: &State, base: &Raw) {
         if !state.piece.as_ref().is_some_and(|piece| same(&piece.master, base)) {
             stop(format!(
-                "{self} is not what the other ranks know: it was changed by something else than `Optimizer::step`, or is of a \
-                 model from before the last step; use the model that the step returned, or tell of the change by `Zero::settle`"
+                "{self} differs from the version that the other ranks read: it was changed without `Optimizer::step`, or comes from \
+                 a model before the last step; use the model that the step returned, or publish the change with `Zero::publish_changes`"
             ));
         }
     }
@@ -359,7 +359,7 @@ impl Slot {
     /// Concatenates all ranks' shards of a version, or borrows the result of another rank of the process.
     fn join(&self, own: &Arc<Piece>, key: Key) -> Result<Raw, CommError> {
         let Shared { window, comm, config, .. } = &*self.shared;
-        let (me, dtype) = (comm.rank(), config.param_dtype.on_the_wire());
+        let (me, dtype) = (comm.rank(), config.param_dtype.wire_dtype());
         let bytes_of = |rank: usize| {
             let Range { start, end } = self.partition.range(rank);
             start * dtype.size()..end * dtype.size()
@@ -373,7 +373,7 @@ impl Slot {
         if window.is_remote() {
             let (elements, tag) = (self.partition.numel(), tag(sent));
             let own = Some((bytes_of(me).start, bytes(sent)));
-            let whole = Whole { dtype, elements, tag: &tag, own, pieces: &others };
+            let whole = GatherRequest { dtype, elements, tag: &tag, own, pieces: &others };
             return window.gather(whole, key, self).map(|whole| self.tensor(whole));
         }
         let mut pieces = Vec::with_capacity(comm.world());

@@ -109,14 +109,14 @@ where
         let TrainingComponents { interrupter, event_store, num_epochs, grad_accumulation, .. } = components;
         if components.checkpointer.is_some() {
             interrupter.fail(CheckpointerError::Unknown(
-                "ZeroStrategy: a rank has pieces, which checkpointers of burn-train would save as if they were parameters: launch \
-                 without them, and save the trained model, or train by Zero::backward and save by Zero::save"
+                "ZeroStrategy: the checkpointers of burn-train would save a rank's shards as if they were full parameters: launch \
+                 without checkpointers and save the trained model, or train with Zero::backward and save with Zero::save"
                     .into(),
             ));
             return (learner.model(), components.event_processor);
         }
         let known = match self.ranks {
-            0 => Err("ZeroStrategy: 0 ranks; pass at least 1".into()),
+            0 => Err("ZeroStrategy: got 0 ranks; pass at least 1".into()),
             _ => same_optimizer(&learner, &self.optimizer),
         };
         if let Err(error) = known {
@@ -287,7 +287,7 @@ fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerC
     let mut smallest = Smallest { found: None, values: Vec::new() };
     learner.model().visit(&mut smallest);
     let Some((id, size)) = smallest.found else {
-        return Err("the module has no parameter that requires gradients".into());
+        return Err("ZeroStrategy: the module has no parameter that requires gradients".into());
     };
     let rises = (0..WARMUP).any(|_| {
         learner.lr_step();
@@ -315,8 +315,8 @@ fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerC
     };
     match values(&model) == values(&learner.model()) {
         true => Ok(()),
-        false => Err("ZeroStrategy: its optimizer is another than the learner's, as a trial on one parameter shows, and it would \
-                      be the one that trains: pass the configuration from which the learner's was made"
+        false => Err("ZeroStrategy: its optimizer differs from the learner's (a trial on one parameter gave another result), and only \
+                      the strategy's would train: pass the configuration that the learner's was created from"
             .into()),
     }
 }

@@ -26,8 +26,8 @@ use zero_core::config::{self, Gathers};
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
 use zero_train::metrics::RankMetrics;
-use zero_train::step::{EngineError, Step, Times, Update, told_not_finite};
-use zero_train::trainer::{BackendChoice, Front, Measured, Profile, Rows, Run, Task, Trainee};
+use zero_train::step::{EngineError, Step, Times, Update, nonfinite_warning};
+use zero_train::trainer::{BackendChoice, Integration, Measured, RankEngine, Rows, Run, Task};
 use zero_train::{Result, TrainError};
 
 use crate::checkpoint::Resumed;
@@ -73,28 +73,28 @@ impl<T, M> Burn022<T, M> {
 }
 
 fn refused(key: &'static str, got: impl ToString) -> TrainError {
-    let expected = "the front for Burn 0.22 has no such thing; leave it out, or train on Burn 0.21".into();
+    let expected = "not supported with Burn 0.22; remove it, or use Burn 0.21".into();
     EngineError::Setting { key, got: got.to_string(), expected }.into()
 }
 
 /// Stands for the value in an error about a feature that has none.
-const ASKED: &str = "asked for";
+const ASKED: &str = "requested";
 
 /// Converts the settings, and returns a warning for each one that has no effect here.
 fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
     let like = config::ZeroConfig::new(zero.stage);
     let wanted = [
-        ("several axes of ranks", zero.axes == like.axes),
+        ("a mesh of several axes", zero.axes == like.axes),
         ("a mesh (shard_size)", zero.shard_size.is_none()),
-        ("a second cut (secondary_shard_size)", zero.secondary_shard_size.is_none()),
-        ("quantised gradients", zero.quantized_gradients.is_none()),
-        ("quantised weights", zero.weights() == [None; 2]),
+        ("a secondary partition (secondary_shard_size)", zero.secondary_shard_size.is_none()),
+        ("gradient quantization", zero.quantized_gradients.is_none()),
+        ("weight quantization", zero.weights() == [None; 2]),
         ("optimizer state in bf16", !zero.bf16_optimizer_states),
         ("a moving average of the weights (--ema-decay)", zero.ema_decay.is_none()),
-        ("a check of replicas", zero.check_replicas == 0),
+        ("a replica check (check_replicas)", zero.check_replicas == 0),
         ("activation checkpointing", zero.checkpointed_blocks == 0),
-        ("offload of state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
-        ("collective gathers", zero.gathers != Gathers::Collective),
+        ("offload of model state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
+        ("gathering by collectives", zero.gathers != Gathers::Collective),
     ];
     if let Some((what, _)) = wanted.iter().find(|(_, is_so)| !is_so) {
         return Err(refused(what, ASKED));
@@ -106,7 +106,7 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
     };
     let sent_as = |dtype: Option<config::Float>| dtype.is_none_or(|dtype| dtype == zero.param_dtype);
     if !sent_as(zero.communication_dtype) {
-        return Err(refused("a type of their own for gradients on the wire (communication_data_type)", ASKED));
+        return Err(refused("a separate communication type for gradients (communication_data_type)", ASKED));
     }
     let unheeded = [
         ("overlap_comm", zero.overlap_comm != like.overlap_comm),
@@ -114,12 +114,12 @@ fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
         ("stage3_max_reuse_distance", zero.max_reuse_distance != like.max_reuse_distance),
         ("gradient_predivide_factor", zero.gradient_predivide_factor != like.gradient_predivide_factor),
         (
-            "a type of sums of gradients other than fp32",
+            "a gradient accumulation type other than fp32",
             zero.gradient_dtype.unwrap_or(zero.param_dtype) != config::Float::F32,
         ),
     ];
     let unheeded = unheeded.iter().filter(|(_, is_given)| *is_given);
-    let unheeded = unheeded.map(|(what, _)| format!("{what} has no effect on the front for Burn 0.22")).collect();
+    let unheeded = unheeded.map(|(what, _)| format!("{what} has no effect with Burn 0.22")).collect();
     let settings = ZeroConfig {
         stage: zero.stage,
         reduce_bucket_size: zero.reduce_bucket_size,
@@ -150,11 +150,14 @@ fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
         },
         #[allow(unreachable_patterns)] // Reached by what the features leave out.
         _ => {
-            return Err(no_device(backend, "this program was built without it: build it with the feature of its name"));
+            return Err(no_device(
+                backend,
+                "this program was built without this backend; build it with the feature of the same name",
+            ));
         }
     };
     match devices.is_empty() {
-        true => Err(no_device(backend, "no such device, or no driver of it, was found on this machine")),
+        true => Err(no_device(backend, "found no such device, or no driver for it, on this machine")),
         false => Ok(devices),
     }
 }
@@ -171,7 +174,7 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
         return Err(refused("LoRA", ASKED));
     }
     if run.engine.schedule.momentum(0).is_some() {
-        return Err(refused("a schedule of momenta (cycle_momentum)", ASKED));
+        return Err(refused("a momentum schedule (cycle_momentum)", ASKED));
     }
     match run.plan.rule() {
         zero_kernels::Rule::AdamW { .. } | zero_kernels::Rule::Lamb { .. } => Ok(()),
@@ -179,15 +182,9 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
     }
 }
 
-impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
+impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
     fn has(&self, backend: BackendChoice) -> Result<()> {
         devices(backend).map(drop)
-    }
-
-    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
-        let expected = "nothing counts on Burn 0.22 what a model takes: say it";
-        let unknown = || EngineError::Setting { key: "Task::profile", got: "none".into(), expected: expected.into() };
-        Ok(task.profile(micro_batch).ok_or_else(unknown)?)
     }
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
@@ -195,7 +192,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
         let (settings, unheeded) = settings(run.zero)?;
         let has_bf16 = |device: &Device| device.supports_dtype(DType::BF16);
         if settings.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
-            let expected = "the device does not compute in bf16; leave it out".into();
+            let expected = "the device does not support bf16; remove the option".into();
             return Err(TrainError::Option { option: "dtype", got: "bf16".into(), expected });
         }
         Ok(unheeded)
@@ -205,7 +202,7 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
         &self,
         task: &T,
         run: &Run<'_>,
-        body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+        body: impl Fn(&mut dyn RankEngine) -> Result<R> + Sync,
     ) -> Result<R> {
         let ((settings, _), devices) = (settings(run.zero)?, devices(run.backend)?);
         let rank = |ranks: &Ranks| {
@@ -215,9 +212,9 @@ impl<T: Task, M: Module> Front<T> for Burn022<T, M> {
             let (model, zero) = shard(model, ranks, &settings).map_err(told)?;
             let optimizer =
                 zero.optimizer_by(run.plan.rule(), |path, shape| run.decay_except.decays(path, shape)).map_err(told)?;
-            let (front, held) = (self, Some((model, optimizer)));
+            let (integration, held) = (self, Some((model, optimizer)));
             body(&mut OnRank {
-                front,
+                integration,
                 task,
                 run,
                 comm: ranks.comm().clone(),
@@ -255,7 +252,7 @@ fn told(error: Error) -> TrainError {
 
 /// A sharded model with its optimizer, and a rank's progress within a step.
 struct OnRank<'a, T, M> {
-    front: &'a Burn022<T, M>,
+    integration: &'a Burn022<T, M>,
     task: &'a T,
     run: &'a Run<'a>,
     comm: Arc<dyn Collective>,
@@ -305,7 +302,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         self.held = Some((model, optimizer));
         self.done[0] += 1;
         if !norm.is_finite() && !std::mem::replace(&mut self.warned, true) && self.rank() == 0 {
-            eprintln!("warning: {}", told_not_finite(self.done[0]));
+            eprintln!("warning: {}", nonfinite_warning(self.done[0]));
         }
         Ok(Step::Updated(Update { step: self.done[0], lr, grad_norm: norm, clip_factor, loss_scale: 1.0 }))
     }
@@ -324,7 +321,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
     }
 }
 
-impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
+impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     fn rank(&self) -> usize {
         self.comm.rank()
     }
@@ -349,7 +346,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
             .pass(|| {
                 let loss = {
                     let _ordered = clock::forward();
-                    (self.front.loss)(self.task, model, rows, &self.device)
+                    (self.integration.loss)(self.task, model, rows, &self.device)
                 };
                 forward = Some(begin.elapsed());
                 loss.map(|terms| {
@@ -401,16 +398,16 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         std::mem::take(&mut self.times)
     }
 
-    fn exchange_averages(&mut self) -> Result<()> {
+    fn swap_averages(&mut self) -> Result<()> {
         Err(refused("a moving average of the weights (--ema-decay)", ASKED))
     }
 
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {
         let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
-        match &self.front.evaluate {
+        match &self.integration.evaluate {
             Some(evaluate) => evaluate(self.task, &model, rows, &device),
             None => {
-                let terms = (self.front.loss)(self.task, &model, rows, &device)?.into_data();
+                let terms = (self.integration.loss)(self.task, &model, rows, &device)?.into_data();
                 Ok(terms.iter::<f64>().map(|term| ("loss", term)).collect())
             }
         }
@@ -440,7 +437,7 @@ impl<T: Task, M: Module> Trainee for OnRank<'_, T, M> {
         }
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
         let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra).map_err(told)?;
-        if !self.run.saves_beside {
+        if !self.run.async_save {
             let saved = save(&*self.comm, dir, step, &pieces, &state, options);
             return Ok(Some(saved.map_err(EngineError::Checkpoint)?.bytes));
         }

@@ -27,7 +27,7 @@ impl Zero {
     /// # Errors
     ///
     /// [`Error::Comm`].
-    pub fn settle<M: Module>(&self, model: M) -> Result<M, Error> {
+    pub fn publish_changes<M: Module>(&self, model: M) -> Result<M, Error> {
         self.fence()?;
         Ok(self.publish(model))
     }

@@ -153,6 +153,6 @@ fn what_a_device_cannot_do_is_said() {
     let half = ZeroConfig { param_dtype: Float::Bf16, ..config(Stage::Parameters) };
     if !device().supports_dtype(DType::BF16) {
         let refused = failure(device(), &half, false).unwrap();
-        assert!(refused.contains("does not compute in bf16") && refused.contains("Float::F32"), "{refused}");
+        assert!(refused.contains("does not support bf16") && refused.contains("Float::F32"), "{refused}");
     }
 }

@@ -61,5 +61,5 @@ fn dropout_keeps_as_many_as_it_says() {
         Ok::<_, Error>(())
     });
     let error = outside.unwrap_err().to_string();
-    assert!(error.contains("within Zero::backward"), "{error}");
+    assert!(error.contains("needs Zero::backward"), "{error}");
 }

@@ -191,7 +191,7 @@ fn operands_in_16_bit_are_rounded_once() {
         told((&x, &w, &b), |x, w, b| rounded(linear(wide(x), wide(w), Some(bias(b).cast(DType::F32)), None)));
     assert_eq!(got, expected);
     let mixed = std::panic::catch_unwind(|| linear(half(x), w, None, None));
-    assert!(mixed.unwrap_err().downcast_ref::<String>().unwrap().contains("linear: operands differ in type"));
+    assert!(mixed.unwrap_err().downcast_ref::<String>().unwrap().contains("linear: operands have different types"));
 }
 
 #[test]

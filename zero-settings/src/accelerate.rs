@@ -87,8 +87,8 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     if let Some(inner) = &accelerate.deepspeed_file {
         let refuse = |path: String, instead: &str, findings: &mut Findings| {
             let message = format!(
-                "stands beside deepspeed_config_file, and Accelerate refuses both: remove it \
-                here and write `{instead}` in {inner}"
+                "cannot be combined with deepspeed_config_file (Accelerate rejects it too): remove it here and \
+                write `{instead}` in {inner}"
             );
             findings.conflict(&path, message);
         };
@@ -172,7 +172,8 @@ fn fsdp<'n>(
     let Some(found) = found else {
         let names = STRATEGIES.map(|(name, ..)| name).join(", ");
         let got = at(path).map(Node::to_string).unwrap_or_default();
-        return findings.problem(path, ProblemKind::value(format!("one of {names}, or its number from 1 on"), got));
+        let expected = format!("one of {names}, or its number (1 to {})", STRATEGIES.len());
+        return findings.problem(path, ProblemKind::value(expected, got));
     };
     let (name, stage, within_machines) = STRATEGIES[found];
     tree.set("zero_optimization.stage", stage.into());
@@ -185,12 +186,14 @@ fn fsdp<'n>(
             tree.set("zero_optimization.mics_shard_size", (processes / machines).into());
         }
         Some(processes) if within_machines => {
-            let message =
-                format!("{processes} ranks on {machines} machines: {name} shards within each, expected as many on all");
+            let message = format!(
+                "{processes} ranks on {machines} machines: {name} shards within a machine, which requires the same \
+                 number of ranks on each"
+            );
             findings.conflict("num_processes", message);
         }
         None if within_machines => {
-            let what = format!("{name} shards within a machine; give the ranks of all, and num_machines");
+            let what = format!("{name} shards within a machine; give the total number of ranks, and num_machines");
             findings.problem("num_processes", ProblemKind::Missing(what));
         }
         _ => {}
@@ -221,7 +224,7 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
         }
         "" => findings.problem("distributed_type", ProblemKind::Missing(format!("give {SUPPORTED}"))),
         "FSDP" => {}
-        "XLA" | "TPU" => refuse("there are no TPUs here", findings),
+        "XLA" | "TPU" => refuse("TPUs are not available; use GPUs or the CPU", findings),
         "MEGATRON_LM" => refuse("there is no tensor or pipeline parallelism; write DEEPSPEED", findings),
         kind if DATA_PARALLEL.split(' ').any(|known| known == kind) => {}
         kind => findings.problem("distributed_type", ProblemKind::value(SUPPORTED, format!("{kind:?}"))),
@@ -233,7 +236,7 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
 fn precision(value: Option<&Node>, findings: &mut Findings) -> Option<&'static str> {
     let word = value.and_then(Node::as_text).unwrap_or_default().to_ascii_lowercase();
     if word == "fp8" {
-        findings.problem("mixed_precision", ProblemKind::refused("fp8", "fp8 does not exist here; write bf16"));
+        findings.problem("mixed_precision", ProblemKind::refused("fp8", "fp8 training is not implemented; write bf16"));
     }
     ["fp16", "bf16"].into_iter().find(|known| *known == word)
 }

@@ -119,12 +119,12 @@ fills! {
     MinLearningRate: "its default", "give a value", |_auto| Some(Node::Int(0));
     WeightDecay: "--weight-decay", "supply the weight decay (Auto::weight_decay), or give a number",
         |auto| auto.weight_decay.map(Node::from);
-    Betas: "--beta1, --beta2", "supply both decays (Auto::beta_1 and Auto::beta_2), or give two numbers",
+    Betas: "--beta1, --beta2", "supply both betas (Auto::beta_1 and Auto::beta_2), or give two numbers",
         |auto| auto.beta_1.zip(auto.beta_2).map(|(first, second)| Node::List(vec![first.into(), second.into()]));
     Epsilon: "--eps", "supply epsilon (Auto::epsilon), or give a number", |auto| auto.epsilon.map(Node::from);
-    TotalSteps: "--steps", "supply the steps of the training (Auto::total_steps), or give a number",
+    TotalSteps: "--steps", "supply the number of training steps (Auto::total_steps), or give a number",
         |auto| auto.total_steps.map(Node::from);
-    WarmupSteps: "--warmup", "supply the steps of the warm-up (Auto::warmup_steps), or give a number",
+    WarmupSteps: "--warmup", "supply the number of warm-up steps (Auto::warmup_steps), or give a number",
         |auto| auto.warmup_steps.map(Node::from);
     Clipping: "--clip", "give a number", |auto| Some(auto.gradient_clipping.unwrap_or(1.0).into());
     SaveModel: "false, as in Accelerate", "give a value", |auto| Some(auto.save_16bit_model.unwrap_or(false).into());

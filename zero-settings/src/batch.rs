@@ -50,9 +50,7 @@ pub enum BatchError {
         product: usize,
     },
     /// A product that overflows `usize`.
-    #[error(
-        "{micro} rows × {accumulation} micro-batches × {world} ranks is more than can be counted; use smaller numbers"
-    )]
+    #[error("{micro} rows × {accumulation} micro-batches × {world} ranks is too large; use smaller numbers")]
     Overflow {
         /// Rows per rank and micro-batch.
         micro: usize,

@@ -13,7 +13,7 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
     old_form(&mut node, findings);
     let stage = node.at("zero_optimization.stage");
     if stage.is_some_and(Node::is_auto) {
-        let supply = "the stage decides what the other keys mean; give a number from 0 to 3".to_owned();
+        let supply = "the meaning of other keys depends on the stage; give a number from 0 to 3".to_owned();
         findings.problem("zero_optimization.stage", ProblemKind::Unfilled(supply));
     }
     let number = stage.and_then(Node::as_usize).and_then(|number| u8::try_from(number).ok());
@@ -23,8 +23,8 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
     if matches!(tree, Node::Map(_)) {
         offload(&tree, stage, findings);
         if tree.get("gradient_clipping").is_none_or(|value| *value == Node::Null) {
-            let message = "not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were \
-                not clipped); write 1.0, or 0 for none";
+            let message = "not given: gradients are clipped to norm 1, as in DeepSpeed since 0.19.6 (earlier versions \
+                did not clip); write 1.0, or 0 to turn clipping off";
             findings.warn("gradient_clipping", message);
         }
     }
@@ -64,7 +64,8 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
             Some(path) => {
                 let first = *folder.get_or_insert(path);
                 if first != path {
-                    let message = format!("has no effect: parameters lie in the optimizer state's folder, {first}");
+                    let message =
+                        format!("has no effect: parameters are stored in the optimizer state's folder, {first}");
                     findings.warn(&format!("{section}.nvme_path"), message);
                 }
             }
@@ -72,7 +73,8 @@ fn offload(tree: &Node, stage: Stage, findings: &mut Findings) {
     }
     let path = tree.at("activation_checkpointing.nvme_path").and_then(Node::as_text);
     if let Some((first, path)) = folder.zip(path).filter(|(first, path)| first != path) {
-        let message = format!("{path} is another folder than model state's, {first}: a rank has one; give the same");
+        let message =
+            format!("{path} differs from the folder of model state, {first}: a rank uses one folder; give the same");
         findings.conflict("activation_checkpointing.nvme_path", message);
     }
 }

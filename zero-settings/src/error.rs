@@ -95,7 +95,7 @@ pub enum ProblemKind {
     #[error("{0}")]
     Conflict(String),
     /// The file and the program disagree on the number of ranks.
-    #[error("the file asks for a world of {file}, but the program has {program}: change one of them")]
+    #[error("the file sets a world size of {file}, but the program runs {program} rank(s): change one of them")]
     World {
         /// The file's number.
         file: usize,
@@ -121,7 +121,7 @@ fn hint(suggestion: Option<&str>, known: &[&str]) -> String {
     match (suggestion, known) {
         (Some(key), _) => format!("; did you mean `{key}`?"),
         (None, []) => String::new(),
-        (None, known) => format!("; known here: {}", known.join(", ")),
+        (None, known) => format!("; known keys: {}", known.join(", ")),
     }
 }
 

@@ -62,32 +62,29 @@ impl ZeroPlan {
             let again = match self.zero.max_reuse_distance {
                 0 => String::new(),
                 distance => format!(
-                    ", or if it is used again within {} elements, as long as no more than {} are held",
+                    ", or if it is used again within {} elements, as long as no more than {} elements are gathered",
                     number(distance),
                     number(self.zero.max_live_parameters)
                 ),
             };
             lines.push(format!(
-                "Parameters: {} elements are prefetched (all-gather ahead of use); one stays gathered if it has up to {} \
-                elements{}.",
+                "Parameters: {} elements are prefetched (all-gather ahead of use); a parameter stays gathered if it \
+                has at most {} elements{}.",
                 size("prefetch_bucket_size", self.zero.prefetch_bucket_size),
                 size("param_persistence_threshold", self.zero.param_persistence_threshold),
                 again
             ));
         }
         if self.zero.check_replicas > 0 {
-            lines.push(format!(
-                "Replicas: compared before every {} updates.",
-                number(self.zero.check_replicas as usize)
-            ));
+            lines.push(format!("Replicas: compared every {} updates.", number(self.zero.check_replicas as usize)));
         }
         match self.zero.checkpointed_blocks {
             0 => {}
             usize::MAX => {
-                lines.push("Activations: of every block dropped, and computed again in the backward pass.".into())
+                lines.push("Activations: dropped in every block, and recomputed in the backward pass.".into())
             }
             some => lines.push(format!(
-                "Activations: of the first {} blocks dropped, and computed again in the backward pass.",
+                "Activations: dropped in the first {} blocks, and recomputed in the backward pass.",
                 number(some)
             )),
         }
@@ -97,16 +94,15 @@ impl ZeroPlan {
             ratio => format!("{ratio} of optimizer state and gradients"),
         };
         for (what, updated, device) in [
-            (&of_state[..], ", where the processor updates it", device(&self.offload_optimizer)),
-            ("parameters", ", where the processor updates it", device(&self.offload_param)),
+            (&of_state[..], ", where the CPU updates it", device(&self.offload_optimizer)),
+            ("parameters", ", where the CPU updates them", device(&self.offload_param)),
             ("inputs of checkpointed blocks", "", self.offload_activations.clone()),
         ] {
             lines.extend(device.map(|device| match device {
                 OffloadDevice::Cpu => format!(
-                    "Offload: {what} in the host's memory{updated}; the cpu backend computes there anyway, and nothing \
-                     moves."
+                    "Offload: {what} in host memory{updated}; the cpu backend computes there anyway, so nothing moves."
                 ),
-                OffloadDevice::Nvme { path } => format!("Offload: {what} on the disk, below {}.", path.display()),
+                OffloadDevice::Nvme { path } => format!("Offload: {what} on disk, under {}.", path.display()),
             }));
         }
         lines.extend(self.warnings.iter().map(|warning| format!("Warning: {warning}.")));
@@ -117,7 +113,7 @@ impl ZeroPlan {
         let groups = |size| format!("within {} of {}", count(self.world / size, "group"), count(size, "rank"));
         let cut = match (self.zero.shard_size, self.zero.secondary_shard_size) {
             (Some(size), _) => format!(", {}", groups(size)),
-            (_, Some(size)) => format!("; a second cut of the parameters serves gathers {}", groups(size)),
+            (_, Some(size)) => format!("; parameters are gathered from a secondary partition {}", groups(size)),
             _ => String::new(),
         };
         let weights = match (self.zero.quantized_weights, self.zero.quantized_nontrainable_weights) {
@@ -163,11 +159,14 @@ impl ZeroPlan {
 fn precision(precision: Precision) -> String {
     match precision {
         Precision::Fp32 => "fp32".to_owned(),
-        Precision::Bf16 { check_grad_overflow: true } => "bf16; a step with gradients not finite is skipped".to_owned(),
+        Precision::Bf16 { check_grad_overflow: true } => "bf16; a step with non-finite gradients is skipped".to_owned(),
         Precision::Bf16 { check_grad_overflow: false } => "bf16".to_owned(),
         Precision::Fp16 { loss_scale: LossScale::Static(scale) } => format!("fp16 with the loss scaled by {scale}"),
         Precision::Fp16 { loss_scale: LossScale::Dynamic(DynamicLossScale { initial_scale_power, window, .. }) } => {
-            format!("fp16 with the loss scaled by 2^{initial_scale_power} at first, doubled every {window} good steps")
+            format!(
+                "fp16 with the loss scaled by 2^{initial_scale_power} initially, doubled after every {window} steps \
+                 without overflow"
+            )
         }
     }
 }
@@ -175,7 +174,7 @@ fn precision(precision: Precision) -> String {
 fn describe_schedule(schedule: &Schedule) -> String {
     let warmup = |steps: usize, kind: Warmup| format!("in {} steps ({})", at_least_two(steps), kind.name());
     match schedule {
-        Schedule::Constant(lr) => format!("{lr} throughout"),
+        Schedule::Constant(lr) => format!("constant {lr}"),
         Schedule::WarmupLr { min_lr, max_lr, warmup_steps, kind } => {
             format!("{min_lr} to {max_lr} {}, then constant", warmup(*warmup_steps, *kind))
         }
@@ -194,7 +193,7 @@ fn describe_schedule(schedule: &Schedule) -> String {
         Schedule::Decay { lr, warmup_steps, total_steps, cosine, gentle, floor } => {
             let along = if *cosine { "along a cosine" } else { "linearly" };
             let (from, rise) = match gentle {
-                true => (format!("a hundredth of {lr}"), " in equal ratios"),
+                true => (format!("a hundredth of {lr}"), " (geometrically)"),
                 false => ("0".into(), ""),
             };
             let (steps, end) = (count(*warmup_steps, "step"), lr * floor);
@@ -208,15 +207,17 @@ fn describe_schedule(schedule: &Schedule) -> String {
             momentum,
             ..
         }) => {
-            let momentum = if momentum.is_some() { ", the momentum against it" } else { "" };
+            let momentum = if momentum.is_some() { ", with the momentum moving the opposite way" } else { "" };
             format!(
                 "one cycle from {cycle_min_lr} to {cycle_max_lr} in {first_step_size} steps and back in \
                 {second_step_size}{momentum}"
             )
         }
         Schedule::LrRangeTest { min_lr, step_size, step_rate, staircase } => {
-            let stairs = if *staircase { "in stairs " } else { "" };
-            format!("a range test from {min_lr}, growing by {step_rate} times that {stairs}every {step_size} steps")
+            let stairs = if *staircase { " in a staircase" } else { "" };
+            format!(
+                "a range test from {min_lr}, growing by {step_rate} times that value every {step_size} steps{stairs}"
+            )
         }
     }
 }

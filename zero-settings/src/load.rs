@@ -93,14 +93,14 @@ impl Config {
             findings.file = inner.display().to_string();
             let text = read(&inner).map_err(|error| match error {
                 ConfigError::Io { path, source } => {
-                    let looked = format!("{source}; looked in the working directory, then beside {file}");
+                    let looked = format!("{source}; looked in the working directory, then next to {file}");
                     ConfigError::Io { path, source: std::io::Error::new(source.kind(), looked) }
                 }
                 other => other,
             })?;
             tree = parse(&findings.file, Format::Json, &text)?;
             if tree.get("zero_optimization").is_none() {
-                let what = "Accelerate asks for this section in a deepspeed_config_file";
+                let what = "Accelerate requires this section in a deepspeed_config_file";
                 findings.problem("zero_optimization", ProblemKind::Missing(what.to_owned()));
             }
         }

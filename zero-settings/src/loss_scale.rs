@@ -153,7 +153,11 @@ impl LossScaler {
         let DynamicLossScale { initial_scale_power, window, hysteresis, consecutive_hysteresis, min_scale } = settings;
         if initial_scale_power > MAX_POWER {
             let (key, got) = ("initial_scale_power", f64::from(initial_scale_power));
-            return Err(LossScaleError::Value { key, got, expected: "127 or less, float32's largest power of two" });
+            return Err(LossScaleError::Value {
+                key,
+                got,
+                expected: "127 or less (2^127 is float32's largest power of two)",
+            });
         }
         Self::checked(State::Dynamic {
             scale: power_of_two(initial_scale_power),
@@ -246,7 +250,7 @@ impl LossScaler {
                 that(hysteresis > 0, "hysteresis", f64::from(hysteresis), "1 or more")?;
                 that(min_scale.is_finite() && min_scale > 0.0, "min_loss_scale", min_scale, "a positive number")?;
                 // A start is a power of two; a scale read from a checkpoint may not be.
-                let expected = "at most the scale to begin with, 2^fp16.initial_scale_power";
+                let expected = "at most the initial scale, 2^fp16.initial_scale_power";
                 that(min_scale <= scale, "min_loss_scale", min_scale, expected)?;
                 that(scale <= power_of_two(MAX_POWER), "scale", scale, "at most 2^127")?;
                 let left = f64::from(hysteresis_left);

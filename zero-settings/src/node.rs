@@ -57,7 +57,7 @@ impl Node {
     /// The parser's message, with the position: bad syntax, a duplicate key, too much nesting or too many aliases.
     pub fn parse(format: Format, text: &str) -> Result<Self, String> {
         if text.len() > MAX_BYTES {
-            return Err(format!("{} bytes, and a configuration has at most {MAX_BYTES}", text.len()));
+            return Err(format!("expected at most {MAX_BYTES} bytes, got {} or more", text.len()));
         }
         if text.trim().is_empty() {
             return Err("the file is empty".to_owned());
@@ -68,7 +68,7 @@ impl Node {
                 let there = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
                 // As Python's json writes them.
                 match ["Infinity", "NaN"].into_iter().find(|word| there.starts_with(word)) {
-                    Some(word) => format!("{error}: {word} is no number of JSON, give a finite one"),
+                    Some(word) => format!("{error}: JSON has no {word}; give a finite number"),
                     None => error.to_string(),
                 }
             }),

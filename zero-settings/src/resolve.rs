@@ -150,7 +150,7 @@ impl Config {
     fn world(&self, program: Option<usize>, top: &Reader<'_>) -> usize {
         match (program, self.processes) {
             (Some(0), _) => {
-                top.conflict("", "the program says there are 0 ranks; Context::world is at least 1");
+                top.conflict("", "the program gives 0 ranks; Context::world must be at least 1");
                 1
             }
             (Some(program), Some(file)) if program != file => {
@@ -277,7 +277,7 @@ fn shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
 fn divides(zero: &Reader<'_>, key: &str, size: usize, world: usize, otherwise: &str) -> bool {
     let divides = Mesh::new(world, size).is_some();
     if !divides {
-        let expected = format!("expected a number that does, or {otherwise}");
+        let expected = format!("expected a divisor of the number of ranks, or {otherwise}");
         zero.conflict(key, &format!("{size} does not divide {world} ranks: {expected}"));
     }
     divides
@@ -287,11 +287,11 @@ fn divides(zero: &Reader<'_>, key: &str, size: usize, world: usize, otherwise: &
 fn secondary_shard_size(zero: &Reader<'_>, world: usize) -> Option<usize> {
     const KEY: &str = "zero_hpz_partition_size";
     let size: usize = zero.get(KEY);
-    if size <= 1 || size == world || !divides(zero, KEY, size, world, "1 for no second cut") {
+    if size <= 1 || size == world || !divides(zero, KEY, size, world, "1 for no secondary partition") {
         return None;
     }
     if zero.get::<i64>("mics_shard_size") > 0 {
-        zero.conflict(KEY, "gathers stay within the groups of mics_shard_size: expected one of the two keys");
+        zero.conflict(KEY, "gathers already stay within the groups of mics_shard_size: remove one of the two keys");
         return None;
     }
     Some(size)

@@ -248,8 +248,11 @@ impl Kind {
             Kind::Num { min, .. } if min > f64::MIN => format!("a number of at least {min}"),
             Kind::Num { .. } => "a number".to_owned(),
             Kind::Decay => "a number of at least 0 and below 1".to_owned(),
-            Kind::Rates => "a number of at least 0, or a list of equal ones (all groups have one schedule)".to_owned(),
-            Kind::Decays => "a number of at least 0 and below 1, or a list of equal ones".to_owned(),
+            Kind::Rates => {
+                "a number of at least 0, or a list of equal numbers (all parameter groups share one schedule)"
+                    .to_owned()
+            }
+            Kind::Decays => "a number of at least 0 and below 1, or a list of equal numbers".to_owned(),
             Kind::Betas => "two numbers of at least 0 and below 1".to_owned(),
             Kind::Text => "a string".to_owned(),
             Kind::Texts => "a string or a list of strings".to_owned(),

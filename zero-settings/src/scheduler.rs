@@ -19,14 +19,14 @@ pub(super) fn read(
     if is_auto || has_top && params.absent("warmup_max_lr") {
         let max_lr = base_lr.or(learning_rate).unwrap_or_else(|| {
             if !is_auto && name == "WarmupLR" {
-                params.missing("warmup_max_lr", "without an optimizer in the file there is no learning rate to take");
+                params.missing("warmup_max_lr", "the file has no optimizer whose learning rate could be used");
             }
             params.get("warmup_max_lr")
         });
         if !is_auto && name == "WarmupDecayLR" && max_lr != params.get::<f64>("warmup_max_lr") {
             params.warn(
                 "warmup_max_lr",
-                &format!("is not given: the optimizer's lr, {max_lr}, is taken (DeepSpeed takes 0.001)"),
+                &format!("is not given: the optimizer's lr, {max_lr}, is used (DeepSpeed uses 0.001)"),
             );
         }
         if is_auto {
@@ -41,7 +41,7 @@ pub(super) fn read(
     if name == "OneCycle" {
         for key in ["cycle_min_lr", "cycle_max_lr"] {
             if params.absent(key) {
-                params.missing(key, "OneCycle needs it");
+                params.missing(key, "OneCycle requires it");
                 known.push((key, Node::Int(0)));
             }
         }
@@ -57,7 +57,7 @@ pub(super) fn read(
     let mut values = params.values(known);
     if ends {
         if params.absent("total_num_steps") {
-            params.missing("total_num_steps", "the schedule needs the optimizer steps of the training, or \"auto\"");
+            params.missing("total_num_steps", "the schedule needs the total number of optimizer steps, or \"auto\"");
         }
         let total: usize = params.get("total_num_steps");
         if (1..params.get::<usize>("warmup_num_steps")).contains(&total) {

@@ -9,7 +9,7 @@ use super::rule::{Key, Kind, Treatment};
 
 /// Returns every key of this format as a Markdown table: path, accepted values, default, handling.
 pub fn key_table(format: Format) -> String {
-    let mut text = String::from("| key | takes | default | here |\n|---|---|---|---|\n");
+    let mut text = String::from("| key | accepts | default | support |\n|---|---|---|---|\n");
     let keys = match format {
         Format::Json => DEEPSPEED,
         Format::Yaml => ACCELERATE,
@@ -29,13 +29,13 @@ fn rows(text: &mut String, section: &str, keys: &[Key]) {
             stage => format!(" (from stage {stage})"),
         };
         let here = match key.fate.treatment {
-            Treatment::Acted => format!("acted on{since}"),
-            Treatment::Quiet => "no effect, and nothing is lost".to_string(),
+            Treatment::Acted => format!("supported{since}"),
+            Treatment::Quiet => "no effect, no warning".to_string(),
             Treatment::NoEffect(why) => format!("no effect, with a warning: {why}"),
-            Treatment::NotYet(why) => format!("not yet, with a warning: {why}"),
+            Treatment::NotYet(why) => format!("not supported yet, with a warning: {why}"),
             Treatment::Refused(why) => format!("refused: {why}"),
-            Treatment::Renamed { to, deprecated: true, .. } => format!("an old name of `{to}`, with a warning"),
-            Treatment::Renamed { to, .. } => format!("another name of `{to}`"),
+            Treatment::Renamed { to, deprecated: true, .. } => format!("deprecated name of `{to}`, with a warning"),
+            Treatment::Renamed { to, .. } => format!("alias of `{to}`"),
         };
         // Writing to a string cannot fail.
         let _ = writeln!(text, "| `{path}` | {takes}{auto} | {default} | {here} |");
@@ -49,7 +49,7 @@ fn rows(text: &mut String, section: &str, keys: &[Key]) {
                     rows(text, &format!("{path}[{kind}].params."), params);
                 }
                 for kind in tagged.refused {
-                    let _ = writeln!(text, "| `{path}[{kind}]` | | | refused: there is no such {} here |", tagged.what);
+                    let _ = writeln!(text, "| `{path}[{kind}]` | | | refused: this {} is not supported |", tagged.what);
                 }
             }
             _ => {}

@@ -57,7 +57,7 @@ impl Walk<'_> {
             let given = |entries: &[(String, Node)]| entries.iter().any(|(name, v)| name == to && *v != Node::Null);
             if given(entries) || given(&out) {
                 self.findings
-                    .conflict(place.path, format!("is another name for `{to}`, which is given too: remove one"));
+                    .conflict(place.path, format!("is another name for `{to}`, which is also given: remove one"));
                 continue;
             }
             if deprecated && place.active {
@@ -79,7 +79,7 @@ impl Walk<'_> {
         }
         if value.is_auto() && !key.kind.accepts(value) {
             if key.fate.fill == Fill::None && !place.auto_is_default {
-                let supply = "nothing stands for it at this key; give a value".to_owned();
+                let supply = "this key has no automatic value; give a value".to_owned();
                 self.findings.problem(place.path, ProblemKind::Unfilled(supply));
             }
             return value.clone();
@@ -162,7 +162,7 @@ impl Walk<'_> {
                 format!("has no effect at stage {}, only from stage {}", self.stage, key.fate.from_stage)
             }
             Treatment::NoEffect(reason) => format!("has no effect: {reason}"),
-            Treatment::NotYet(reason) => format!("not acted on yet: {reason}"),
+            Treatment::NotYet(reason) => format!("not supported yet: {reason}"),
             Treatment::Acted | Treatment::Quiet | Treatment::Renamed { .. } => return,
         };
         self.findings.warn(path, message);
@@ -266,7 +266,10 @@ mod tests {
         assert_eq!(problems, ["ds.json: wandb.projet: unknown key; did you mean `project`?"]);
         let (problems, warnings) = check(r#"{"wandb": {"enabled": true, "project": "x"}}"#);
         assert!(problems.is_empty());
-        assert_eq!(warnings, ["wandb: not acted on yet: there is no such log yet; use tensorboard or csv_monitor"]);
+        assert_eq!(
+            warnings,
+            ["wandb: not supported yet: this logger is not implemented; use tensorboard or csv_monitor"]
+        );
     }
 
     #[test]
@@ -294,7 +297,7 @@ mod tests {
             check(r#"{"scheduler": {"type": "WarmupLR", "parms": {}, "zzz": 1}}"#).0,
             [
                 "ds.json: scheduler.parms: unknown key; did you mean `params`?",
-                "ds.json: scheduler.zzz: unknown key; known here: type, params"
+                "ds.json: scheduler.zzz: unknown key; known keys: type, params"
             ]
         );
     }

@@ -26,7 +26,7 @@ use zero_models::safetensors_file::Checkpoint;
 use zero_models::{ModelConfig, ModelError, Seq2SeqSettings, TextFamily};
 use zero_ops::FusedBackend;
 
-use zero_train::data::{Cutting, Message, NO_TEMPLATE, Tokenizer};
+use zero_train::data::{Message, NO_TEMPLATE, TokenizeOptions, Tokenizer};
 use zero_train::error::{Result, TrainError, io, wrong, wrong_data};
 use zero_train::export::{Weights, export_checkpoint};
 use zero_train::trainer::{BackendChoice, Dtype, OffloadTo};
@@ -42,7 +42,7 @@ const ANSWER: usize = 512;
 pub fn chat(options: Options) -> Result<()> {
     let Options { ranks, prompt, prompts, .. } = &options;
     if *ranks != 1 {
-        return Err(wrong("ranks", ranks, "expected 1: a conversation has one rank"));
+        return Err(wrong("ranks", ranks, "expected 1: zero chat runs on one rank"));
     }
     let expected = "expected none: zero chat reads messages from standard input";
     if let Some(file) = prompts {
@@ -58,15 +58,15 @@ pub fn chat(options: Options) -> Result<()> {
 // A field for each option.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// A folder with a Hugging Face config.json and its weights, or with an adapter of PEFT, or a checkpoint
+    /// Model folder: a Hugging Face config.json with weights, a PEFT adapter, or a checkpoint
     pub model: PathBuf,
-    /// The folder with the weights that an adapter was trained for [default: what the adapter names]
+    /// Folder with the base weights of an adapter [default: the base that the adapter names]
     #[arg(long, value_name = "DIR")]
     pub base: Option<PathBuf>,
     /// The prompt, or for a BART or a T5 the source text; may be given several times
     #[arg(long, value_name = "TEXT")]
     pub prompt: Vec<String>,
-    /// A file with a prompt in each line
+    /// A file with one prompt per line
     #[arg(long, value_name = "FILE")]
     pub prompts: Option<PathBuf>,
     /// Answer each prompt as a user message, formatted by the chat template in the model's folder
@@ -75,22 +75,23 @@ pub struct Options {
     /// Put a system message before the conversation, with --chat or in zero chat
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
-    /// A tokenizer.json, or the folder that it is in [default: one in the model's folder, else GPT-2's own for a GPT-2]
+    /// A tokenizer.json, or its folder [default: the one in the model's folder; for a GPT-2 without one, GPT-2's own]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Most tokens that follow a prompt [default: the folder's, or 64, as far as the model's positions go]
+    /// Maximum number of new tokens per prompt [default: the folder's, or 64 (512 with --chat and in zero chat),
+    /// limited by the model's positions]
     #[arg(long, value_name = "N")]
     pub max_new_tokens: Option<usize>,
-    /// Fewest tokens that follow a prompt [default: the folder's]
+    /// Minimum number of new tokens per prompt [default: the folder's]
     #[arg(long, value_name = "N")]
     pub min_new_tokens: Option<usize>,
-    /// Draw tokens, with logits divided by T; 0 takes the most likely token [default: the folder's, or 0]
+    /// Sample tokens with logits divided by T; 0 always selects the most likely token [default: the folder's, or 0]
     #[arg(long, value_name = "T")]
     pub temperature: Option<f64>,
-    /// Draw from the K most likely tokens; 0 draws from all [default: the folder's]
+    /// Sample from the K most likely tokens; 0 samples from all [default: the folder's]
     #[arg(long, value_name = "K")]
     pub top_k: Option<usize>,
-    /// Draw from the most likely tokens whose probabilities add up to P [default: the folder's]
+    /// Sample from the most likely tokens whose probabilities add up to P [default: the folder's]
     #[arg(long, value_name = "P")]
     pub top_p: Option<f64>,
     /// Make tokens that occurred before less likely, with a factor above 1 [default: the folder's, or 1]
@@ -99,7 +100,7 @@ pub struct Options {
     /// Never repeat a sequence of N tokens; 0 allows it [default: the folder's, or 0]
     #[arg(long, value_name = "N")]
     pub no_repeat_ngram_size: Option<usize>,
-    /// Seed of the draws
+    /// Seed of the sampling
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
     /// Search for the most likely text with N beams [default: the folder's, or 1]
@@ -108,38 +109,40 @@ pub struct Options {
     /// In beam search, divide a score by the text's length to this power [default: the folder's, or 1]
     #[arg(long, value_name = "POWER")]
     pub length_penalty: Option<f64>,
-    /// End beam search when as many texts have ended as there are beams: true or false [default: the folder's, or false]
+    /// End beam search when the number of finished texts reaches the number of beams: true or false [default: the
+    /// folder's, or false]
     #[arg(long, value_name = "BOOL", num_args = 0..=1, require_equals = true, default_missing_value = "true")]
     pub early_stopping: Option<bool>,
-    /// A token that ends a text, by its name; may be given several times [default: eos_token_id of
-    /// generation_config.json or config.json, and the tokenizer's end of text; for a BART or a T5, the model's eos_token_id]
+    /// Stop a text at this token, given by name; may be given several times [default: eos_token_id of
+    /// generation_config.json or config.json, and the tokenizer's end of text; for a BART or a T5, the model's
+    /// eos_token_id]
     #[arg(long, value_name = "TOKEN")]
     pub stop: Vec<String>,
-    /// Where ranks compute: cpu, cuda or vulkan
+    /// Backend that ranks compute on: cpu, cuda or vulkan
     #[arg(long, value_name = "BACKEND", default_value = "cpu")]
     pub backend: BackendChoice,
-    /// Compile CUDA kernels anew, and do not keep them in the user's cache folder
+    /// Recompile CUDA kernels, and do not store them in the user's cache folder
     #[arg(long)]
     pub no_kernel_cache: bool,
     /// Type of the parameters
     #[arg(long, default_value = "fp32")]
     pub dtype: Dtype,
-    /// What keys and values of the tokens so far are kept as [default: --dtype]
+    /// Type of the cached keys and values (KV cache) [default: --dtype]
     #[arg(long, value_name = "DTYPE")]
     pub kv_cache_dtype: Option<Dtype>,
-    /// Hold the weights of linear layers in 8 or 4 bit: int8, int4 or nf4
+    /// Quantize the weights of linear layers to 8 or 4 bits: int8, int4 or nf4
     #[arg(long, value_name = "FORMAT")]
     pub quantize: Option<Format>,
-    /// Number of ranks that the parameters are sharded over; prompts are shared out among them
+    /// Number of ranks that the parameters are sharded over and the prompts are distributed to
     #[arg(long, default_value_t = 1)]
     pub ranks: usize,
-    /// Compute threads per rank [default: the machine's cores, shared evenly]
+    /// Compute threads per rank [default: an equal share of the machine's cores]
     #[arg(long)]
     pub threads: Option<usize>,
-    /// Keep the parameters elsewhere than where the backend computes
+    /// Offload the parameters to host memory or to a disk
     #[arg(long, value_name = "WHERE")]
     pub offload: Option<OffloadTo>,
-    /// The folder for --offload disk, on a fast one
+    /// Folder for --offload disk, on a fast disk
     #[arg(long, value_name = "DIR", default_value = ".")]
     pub swap: PathBuf,
     /// Print a JSON object for each prompt: prompt, text and tokens
@@ -157,14 +160,10 @@ pub struct Options {
 /// [`TrainError`] for an invalid folder, prompt or option.
 pub fn run(options: &Options) -> Result<()> {
     if options.prompt.is_empty() && options.prompts.is_none() && !options.dialogue {
-        return Err(wrong(
-            "prompt",
-            "(none)",
-            "expected a text to continue: --prompt TEXT, or --prompts FILE with one a line",
-        ));
+        return Err(wrong("prompt", "(none)", "expected a prompt: --prompt TEXT, or --prompts FILE with one per line"));
     }
     if let Some(text) = options.system.as_ref().filter(|_| !options.chat) {
-        return Err(wrong("system", text, "expected --chat beside it"));
+        return Err(wrong("system", text, "expected --chat as well"));
     }
     options.backend.check()?;
     if options.ranks == 0 {
@@ -172,12 +171,12 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let on_disk = options.offload == Some(OffloadTo::Disk);
     if on_disk && !options.swap.is_dir() {
-        return Err(wrong("swap", options.swap.display(), "expected a folder, on the disk that is to be used"));
+        return Err(wrong("swap", options.swap.display(), "expected an existing folder on the disk to use"));
     }
     if !options.model.is_dir() {
         return Err(wrong_data(
             &options.model,
-            "is no folder: expected one with a config.json and weights, or a checkpoint",
+            "is not a folder: expected one with a config.json and weights, or a checkpoint",
         ));
     }
     // Export a checkpoint to a model folder first.
@@ -190,7 +189,7 @@ pub fn run(options: &Options) -> Result<()> {
         let (dtype, ..) = options.dtype.types();
         let export = ExportOptions { dtype, ..ExportOptions::default() };
         export_checkpoint(&options.model, &dir, &export, None, Weights::Trained).map_err(|error| {
-            wrong_data(&options.model, format!("has no config.json, and is no checkpoint: {error}"))
+            wrong_data(&options.model, format!("has no config.json, and is not a checkpoint: {error}"))
         })?;
         exported = Some(there);
         dir
@@ -198,12 +197,12 @@ pub fn run(options: &Options) -> Result<()> {
     let mut adapter = None;
     if let Some(known) = ModelConfig::adapter_base(&dir) {
         let Some(base) = options.base.clone().or(known) else {
-            let problem = "is an adapter, which does not name a folder that is here: give its base with --base DIR";
+            let problem = "is an adapter that does not name a base folder on this machine; name it with --base DIR";
             return Err(wrong_data(&options.model, problem));
         };
         adapter = Some(std::mem::replace(&mut dir, base));
     } else if let Some(base) = &options.base {
-        return Err(wrong("base", base.display(), "expected an adapter beside it; this is a whole model"));
+        return Err(wrong("base", base.display(), "expected an adapter as the model, got a full model; omit --base"));
     }
     let adapter = adapter.as_deref();
     match ModelConfig::from_file(&dir.join("config.json"))? {
@@ -214,7 +213,8 @@ pub fn run(options: &Options) -> Result<()> {
         }
         ModelConfig::T5(config) => run_on_model(options, &dir, adapter, exported, &config, config.vocab_size),
         _ => {
-            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5 without a classification head";
+            let expected = "expected a GPT-2 or a Llama, which predict the next token, or a BART or a T5 without a \
+                            classification head";
             Err(wrong("model", options.model.display(), expected))
         }
     }
@@ -233,14 +233,14 @@ fn run_on_model<F: TextFamily>(
     let config: ModelConfig = family.clone().into();
     config.check(dir)?;
     let folders: Vec<&Path> = adapter.into_iter().chain([dir]).collect();
-    let cutting = Cutting {
+    let tokenize = TokenizeOptions {
         vocab_size,
         tokenizer: options.tokenizer.as_deref(),
         folders: &folders,
         is_gpt2: matches!(config, ModelConfig::Gpt2(_)),
-        ..Cutting::default()
+        ..TokenizeOptions::default()
     };
-    let tokenizer = Tokenizer::find(Path::new("the prompt"), &cutting)?;
+    let tokenizer = Tokenizer::find(Path::new("the prompt"), &tokenize)?;
     let mut texts = options.prompt.clone();
     if let Some(file) = &options.prompts {
         let lines = std::fs::read_to_string(file).map_err(io("read", file))?;
@@ -256,10 +256,10 @@ fn run_on_model<F: TextFamily>(
         let whose = options.tokenizer.as_deref().unwrap_or(dir).display();
         let ids = tokenizer
             .encode(text)
-            .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is that of {whose}")))?;
+            .map_err(|problem| wrong("prompt", text, format!("{problem}; the tokenizer is from {whose}")))?;
         Ok::<_, TrainError>(match config.seq2seq() {
             // Same as in training.
-            Some(settings) => [tokenizer.begin_of(&settings), ids, vec![settings.end_token]].concat(),
+            Some(settings) => [tokenizer.encoder_prefix(&settings), ids, vec![settings.end_token]].concat(),
             None => begun(&tokenizer, ids),
         })
     };
@@ -268,7 +268,7 @@ fn run_on_model<F: TextFamily>(
     }
     let prompts: Vec<Vec<u32>> = texts.iter().map(encode).collect::<Result<_, _>>()?;
     if let Some(file) = options.prompts.as_ref().filter(|_| prompts.is_empty()) {
-        return Err(wrong_data(file, "is empty: expected a prompt in each line"));
+        return Err(wrong_data(file, "is empty: expected one prompt per line"));
     }
     if options.chat && config.seq2seq().is_some() {
         let expected = "expected a model that predicts the next token; this one has an encoder and a decoder";
@@ -310,7 +310,7 @@ fn system_message(options: &Options) -> Option<Message> {
 /// Prepends the tokenizer's prefix to a prompt's tokens, unless they start with it. If both are empty, returns the
 /// beginning-of-text token, if there is one.
 fn begun(tokenizer: &Tokenizer, ids: Vec<u32>) -> Vec<u32> {
-    let begin = tokenizer.put_before();
+    let begin = tokenizer.prefix_ids();
     match ids.starts_with(begin) {
         true if ids.is_empty() => tokenizer.bos().into_iter().collect(),
         true => ids,

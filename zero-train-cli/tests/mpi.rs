@@ -208,7 +208,7 @@ fn launch_starts_a_job_again_that_has_lost_a_rank() {
     threads(2, dir.path(), &unbroken, &options);
     let run = dir.path().join("broken");
     let told = lose_a_rank(dir.path(), &run, &["--ranks", "2", "--max-restarts", "2"], &options);
-    assert!(told.contains("restart 1 of 2, from the last sound checkpoint"), "{told}");
+    assert!(told.contains("restart 1 of 2, from the last intact checkpoint"), "{told}");
     assert_eq!(trajectory(&run), trajectory(&unbroken));
     // At a smaller number, down to one.
     for (ranks, fewer) in [("3", "2"), ("2", "1")] {
@@ -285,7 +285,7 @@ fn launch_says_what_it_would_run_and_what_it_lacks() {
     assert!(line.trim_end().ends_with("'my program' --flag"), "{line}");
     let output = dry(&["--ranks", "5", "--", "x"]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output).contains("5 ranks do not fit: the hosts take 4"), "{}", text(&output));
+    assert!(text(&output).contains("5 ranks do not fit: the hosts have 4 slots"), "{}", text(&output));
     let output = dry(&["--ranks", "2", "--mpirun", "/nowhere/mpirun", "--", "x"]);
     assert_eq!(output.status.code(), Some(2));
     assert!(text(&output).contains("no MPI launcher was found"), "{}", text(&output));

@@ -313,7 +313,7 @@ lasting_cut() {
   is_over || kill -TERM "$job"
   wait "$job" 2>/dev/null || code=$?
   job=
-  check "  zero launch ended $(seconds "$took") after the cut ($(grep -o 'mpirun had not ended.*' "$out/log" ||
+  check "  zero launch ended $(seconds "$took") after the cut ($(grep -o 'mpirun was still running.*' "$out/log" ||
     echo 'mpirun ended by itself')); exit code $code" test "$code" -ne 0 -a "$took" -le $(((deadline + 15) * 1000))
   check "  no process on n0" no_process_of n0
   until_true 15 no_process || true
@@ -353,7 +353,7 @@ restart() {
   job=
   check "  zero launch ended $(seconds $(($(now) - cut_at))) after the cut; exit code $code" test "$code" -eq 0
   check "  $(grep -o 'the ranks ended with exit code .*' "$out/log" || echo "no restart")" \
-    grep -q 'restart 1 of 1, from the last sound checkpoint' "$out/log"
+    grep -q 'restart 1 of 1, from the last intact checkpoint' "$out/log"
   check "  losses and gradient norms of $(steps "$out") steps are those of an unbroken run of 2 threads, bit by bit" \
     same_losses "$work/shared/unbroken" "$out"
   check "  the checkpoint of step 30 is sound" is_sound "$out/checkpoints/step-00000030"

@@ -98,7 +98,7 @@ fn a_swap_file_cut_from_outside_ends_the_run_and_the_next_goes_on() {
     let output = process.wait_with_output().unwrap();
     let said = stderr(&output);
     assert_eq!(output.status.code(), Some(1), "{said}");
-    assert!(said.contains("was cut from outside") && said.contains("last checkpoint"), "{said}");
+    assert!(said.contains("was truncated by another process") && said.contains("last checkpoint"), "{said}");
     assert!(!said.contains("panicked"), "{said}");
     run.nothing_is_left();
     succeeded(&run.train("broken", 60).output().unwrap());

@@ -91,7 +91,10 @@ fn a_run_goes_on_at_another_shape_and_its_files_are_one_run() {
     let mut again = inputs.train("run", 9, &["--resume", "auto"]);
     let said = stderr(again.args(to_disk), 0);
     assert!(!left.exists(), "{said}");
-    assert!(said.contains("has 9 steps behind it") && said.contains("nothing is left to do"), "{said}");
+    assert!(
+        said.contains("the checkpoint is at step 9 and --steps is") && said.contains("nothing is left to do"),
+        "{said}"
+    );
     assert_eq!(trajectory(&inputs.path("run")), both, "nothing is lost when nothing is left to do");
 }
 
@@ -142,7 +145,7 @@ fn other_data_is_told_and_begins_with_its_first_row() {
     std::fs::write(&text, "To be, or not to be, that is the question. ".repeat(30)).unwrap();
     // Text of GPT-2's tokens does not fit a vocabulary of 61: held-out rows make other data as well.
     let said = stdout(&mut inputs.train("run", 5, &["--resume", "auto", "--eval", "2"]));
-    assert!(said.contains("37 rows of 12 tokens, the data has 35 rows of 12"), "{said}");
+    assert!(said.contains("37 rows of 12 tokens, but this run's data has 35 rows of 12"), "{said}");
 }
 
 #[test]
@@ -157,7 +160,9 @@ fn other_data_of_the_same_size_is_told_too_and_checkpoints_of_before_know_the_si
     other[last] ^= 1;
     std::fs::write(&rows, &other).unwrap();
     let said = stdout(&mut inputs.train("run", 4, &["--resume", "auto"]));
-    for words in ["37 rows of 12 tokens, the data has 37 rows of 12", "checksum", "first row", "give the data"] {
+    for words in
+        ["37 rows of 12 tokens, but this run's data has 37 rows of 12", "checksum", "first row", "use the data"]
+    {
         assert!(said.contains(words), "{words} in {said}");
     }
     // The same data: not a word.
@@ -244,7 +249,7 @@ fn what_cannot_work_is_refused_before_the_first_step() {
     command.arg("train").arg("--model").arg(&other).arg("--data").arg(inputs.path("rows.safetensors"));
     command.args(["--steps", "4", "--resume"]).arg(inputs.path("run/checkpoints"));
     let said = stderr(&mut command, 2);
-    assert!(said.contains("cannot resume from") && said.contains("only this model has: h.2."), "{said}");
+    assert!(said.contains("cannot resume from") && said.contains("only in this model: h.2."), "{said}");
 }
 
 /// Sets the variables that `zero launch` passes to restarted ranks.
@@ -339,8 +344,11 @@ fn a_signal_ends_a_run_after_a_step_with_a_checkpoint_that_changes_no_bit() {
         let told = said.rest().to_string();
         let output = child.wait_with_output().unwrap();
         assert_eq!(output.status.code(), Some(code), "{told}");
-        assert!(told.contains(&format!("SIG{name}: ending after this step; a second signal ends at once")), "{told}");
-        assert!(told.contains("the same command resumes there with --resume auto"), "{told}");
+        assert!(
+            told.contains(&format!("SIG{name}: stopping after this step; a second signal stops immediately")),
+            "{told}"
+        );
+        assert!(told.contains("the same command with --resume auto resumes from it"), "{told}");
         let step = ended_after(&format!("SIG{name}"), &told);
         assert!((20..100_000).contains(&step), "{told}");
         assert_eq!(inputs.checkpoints(&stopped), [format!("step-{step:08}")], "{told}");
@@ -399,7 +407,7 @@ fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once(
     signal(&child, "TERM");
     let told = said.rest().to_string();
     assert_eq!(child.wait().unwrap().code(), Some(143), "{told}");
-    assert!(told.contains("no checkpoint was saved; --save DIR saves one"), "{told}");
+    assert!(told.contains("no checkpoint was saved; add --save DIR to save one"), "{told}");
     assert!(inputs.path("unsaved/out/report.html").exists());
 
     // A step that does not end.
@@ -418,7 +426,7 @@ fn without_a_folder_to_save_to_a_signal_ends_a_run_too_and_a_second_one_at_once(
         std::thread::sleep(Duration::from_millis(10));
     }
     signal(&child, "TERM");
-    said.until("SIGTERM: ending after this step");
+    said.until("SIGTERM: stopping after this step");
     std::thread::sleep(PAUSE);
     assert_eq!(child.try_wait().unwrap(), None, "the first one waits for the step");
     let second = Instant::now();
@@ -464,7 +472,7 @@ fn a_report_is_made_of_the_files_of_runs() {
     assert!(said.status.success() && String::from_utf8_lossy(&said.stdout).contains("both.html"));
     let page = std::fs::read_to_string(&out).unwrap();
     assert_eq!(page.matches("\"state\":\"done\"").count(), 2);
-    assert!(stderr(&mut report(&["one"]), 2).contains("is no --out folder of a run"));
+    assert!(stderr(&mut report(&["one"]), 2).contains("is not the --out folder of a run"));
 }
 
 #[test]
@@ -479,13 +487,13 @@ fn text_is_refused_for_a_model_with_a_tokenizer_that_cannot_be_read() {
         stderr(&mut command, 2)
     };
     let said = refused(&inputs.path("model"));
-    assert!(said.contains("cut into GPT-2's tokens, but the model has 61 tokens"), "{said}");
+    assert!(said.contains("GPT-2's does not fit: it has 50257 tokens, but the model has 61 tokens"), "{said}");
     let other = inputs.path("other");
     std::fs::create_dir(&other).unwrap();
     let config = std::fs::read_to_string(inputs.path("model/config.json")).unwrap();
     std::fs::write(other.join("config.json"), config.replace("\"vocab_size\":61", "\"vocab_size\":50257")).unwrap();
     std::fs::write(other.join("tekken.json"), "").unwrap();
     let said = refused(&other);
-    assert!(said.contains("tekken.json: is the model's tokenizer, and of a kind that is not read"), "{said}");
-    assert!(said.contains("--data FILE.safetensors with an int tensor input_ids"), "{said}");
+    assert!(said.contains("tekken.json: is the model's tokenizer, in a format that is not supported"), "{said}");
+    assert!(said.contains("--data FILE.safetensors with an integer tensor input_ids"), "{said}");
 }

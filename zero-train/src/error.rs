@@ -69,7 +69,7 @@ pub enum TrainError {
     Launch(String),
     /// A deadline passed while waiting for another rank.
     #[error("training stopped: {0}")]
-    Late(String),
+    Timeout(String),
     /// A rank failed while training.
     #[error("training failed: {0}")]
     Run(String),
@@ -106,7 +106,9 @@ pub fn io(action: &'static str, path: &Path) -> impl Fn(io::Error) -> TrainError
 pub(crate) fn of_ranks<E: core::fmt::Display + core::fmt::Debug>(error: &zero_core::LaunchError<E>) -> TrainError {
     match error {
         zero_core::LaunchError::Rank { rank, world, failure } => match &**failure {
-            RankFailure::Comm(error) if is_late(error) => TrainError::Late(format!("rank {rank} of {world}: {error}")),
+            RankFailure::Comm(error) if is_late(error) => {
+                TrainError::Timeout(format!("rank {rank} of {world}: {error}"))
+            }
             other => TrainError::Run(format!("rank {rank} of {world}: {other}")),
         },
         other => TrainError::Run(other.to_string()),
@@ -150,7 +152,7 @@ impl From<LossScaleError> for TrainError {
 /// A collective's error, with no rank known to have failed.
 impl From<CommError> for TrainError {
     fn from(error: CommError) -> Self {
-        if is_late(&error) { Self::Late(error.to_string()) } else { Self::Run(error.to_string()) }
+        if is_late(&error) { Self::Timeout(error.to_string()) } else { Self::Run(error.to_string()) }
     }
 }
 
@@ -187,7 +189,7 @@ pub fn exit<T>(result: Result<T, impl Into<TrainError>>) -> ExitCode {
         Err(error) => {
             let error = error.into();
             let label = if matches!(error, TrainError::Signal { .. }) { "stopped" } else { "error" };
-            eprintln!("{label}: {}", told_once(&error));
+            eprintln!("{label}: {}", format_error(&error));
             ExitCode::from(error.exit_code())
         }
     }
@@ -202,7 +204,7 @@ impl TrainError {
         match self {
             TrainError::Signal { code, .. } => *code,
             _ if self.is_of_a_device() => 1,
-            TrainError::Late(_) => LATE,
+            TrainError::Timeout(_) => LATE,
             TrainError::Engine(EngineError::Checkpoint(CheckpointError::Comm { source, .. })) if is_late(source) => {
                 LATE
             }
@@ -252,7 +254,7 @@ impl TrainError {
 const TOO_MANY_LINKS: i32 = 40;
 
 /// Formats an error with its causes on one line, without causes that the text already contains.
-pub fn told_once(error: &dyn std::error::Error) -> String {
+pub fn format_error(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(error.source(), |&cause| cause.source()).map(ToString::to_string);
     causes.fold(error.to_string(), |text, more| if text.contains(&more) { text } else { format!("{text}: {more}") })
 }

@@ -113,7 +113,10 @@ pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> Stri
             let _ = write!(text, "  {}", if here <= available { "yes" } else { "no" });
         }
     }
-    text.push_str("\nActivations and buffers come on top. What is offloaded to a disk (--offload) takes no memory of this machine.");
+    text.push_str(
+        "\nActivations and buffers are not included. State offloaded to a disk (--offload) takes no memory of this \
+         machine.",
+    );
     text
 }
 
@@ -128,7 +131,7 @@ pub struct Links {
 
 /// A layout of stage 3 over machines, with bytes per rank for a step of one micro-batch.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Laid {
+pub struct Layout {
     /// Options of `zero train` besides `--stage 3`.
     pub options: String,
     /// Model state.
@@ -144,7 +147,7 @@ pub struct Laid {
 /// Returns every layout of stage 3 over `nodes` machines with `here` ranks each. Either all ranks shard, without or with a
 /// secondary shard on each machine (hpZ), or only those of a machine (MiCS). Each comes unquantised, with quantised
 /// gradients (qgZ), and with quantised weights (qwZ) too.
-pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, links: Links) -> Vec<Laid> {
+pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, links: Links) -> Vec<Layout> {
     let (whole, sent) = (precision.parameter * parameters, precision.gradient * parameters);
     let int8 = Format::Int8.bytes(parameters as usize) as u64;
     // Of what all ranks have between them, a rank has this from other machines, and this from its own.
@@ -182,7 +185,7 @@ pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, lin
             let seconds = (across * here) as f64 / links.across + within as f64 / links.within;
             let options =
                 [&*option, quantised].into_iter().filter(|words| !words.is_empty()).collect::<Vec<_>>().join(" ");
-            laid.push(Laid { options, memory, across, within, seconds });
+            laid.push(Layout { options, memory, across, within, seconds });
         }
     }
     laid
@@ -190,12 +193,12 @@ pub fn layouts(parameters: u64, here: u64, nodes: u64, precision: Precision, lin
 
 /// Formats the table of [`layouts`], and names the fastest that fits `memory` bytes of a rank: first among the unquantised
 /// ones, then among all.
-pub fn layouts_table(laid: &[Laid], memory: Option<u64>) -> String {
+pub fn layouts_table(laid: &[Layout], memory: Option<u64>) -> String {
     let mut text = format!(
         "{:<74} {:>12} {:>12} {:>12} {:>8}",
-        "stage 3 on several machines, a rank and step", "memory", "across", "within", "seconds"
+        "stage 3 on several machines, per rank and step", "memory", "across", "within", "seconds"
     );
-    for Laid { options, memory, across, within, seconds } in laid {
+    for Layout { options, memory, across, within, seconds } in laid {
         let options = if options.is_empty() { "all ranks shard" } else { options };
         let [memory, across, within] = [memory, across, within].map(|bytes| format_bytes(*bytes));
         // Writing to a string cannot fail.
@@ -206,17 +209,17 @@ pub fn layouts_table(laid: &[Laid], memory: Option<u64>) -> String {
         let fits = fits.clone().filter(|laid| !only_exact || !laid.options.contains("quantized"));
         fits.min_by(|a, b| a.seconds.total_cmp(&b.seconds))
     };
-    let named = |laid: &Laid| format!("--stage 3 {}", laid.options).trim_end().to_string();
+    let named = |laid: &Layout| format!("--stage 3 {}", laid.options).trim_end().to_string();
     text += &match (least(true), least(false)) {
         (None, _) => "\nNone fits a rank's memory: offload, or use more machines.".to_string(),
         (Some(exact), Some(any)) if any.seconds < exact.seconds => format!(
-            "\nLeast time on the wire that fits: {} ({:.3} s); with another training, by a little: {} ({:.3} s).",
+            "\nShortest network time that fits: {} ({:.3} s); with slightly different training results: {} ({:.3} s).",
             named(exact),
             exact.seconds,
             named(any),
             any.seconds
         ),
-        (Some(exact), _) => format!("\nLeast time on the wire that fits: {} ({:.3} s).", named(exact), exact.seconds),
+        (Some(exact), _) => format!("\nShortest network time that fits: {} ({:.3} s).", named(exact), exact.seconds),
     };
     text
 }
@@ -240,7 +243,7 @@ mod tests {
         assert_eq!((flat.memory, hpz.memory, mics.memory), (2_000_000_000, 2_500_000_000, 4_000_000_000));
         assert_eq!(flat.seconds, 12.0 + 0.225);
         assert_eq!(of("--shard-size 4 --quantized-gradients int8").across, 265_625_000);
-        assert!(layouts_table(&laid, None).contains("fits: --stage 3 --shard-size 4 (2.450 s); with another training"));
+        assert!(layouts_table(&laid, None).contains("fits: --stage 3 --shard-size 4 (2.450 s); with slightly"));
         assert!(
             layouts_table(&laid, Some(3_000_000_000)).contains("fits: --stage 3 --secondary-shard-size 4 (5.375 s)")
         );
@@ -279,7 +282,7 @@ mod tests {
         3       nothing                      3.73 GiB          0 B      14.90 GiB  yes
         3       optimizer                  476.84 MiB     3.26 GiB      14.90 GiB  yes
         3       optimizer, parameters      152.59 MiB     3.73 GiB      15.50 GiB  yes
-        Activations and buffers come on top. What is offloaded to a disk (--offload) takes no memory of this machine.
+        Activations and buffers are not included. State offloaded to a disk (--offload) takes no memory of this machine.
         ");
     }
 }

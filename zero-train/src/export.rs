@@ -15,7 +15,7 @@ use serde_json::Value;
 use zero_core::checkpoint::{Check, Checkpoint, CheckpointError, ElementType, Manifest, TensorEntry, find_latest};
 use zero_models::hf_export::{ExportOptions, Exported, export};
 use zero_models::lora::merge_with;
-use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig, listed, names_differ};
+use zero_models::{KeyMap, ModelConfig, ModelError, ModelParam, ModuleConfig, describe_name_differences, listed};
 
 /// Prefix of parameter names in a checkpoint.
 const PREFIX: &str = "model.";
@@ -43,8 +43,8 @@ pub enum ExportError {
     },
     /// The model configuration in the checkpoint cannot be read.
     #[error(
-        "the \"model\" in the state of {} is no configuration of a known model: {reason}; expected {{\"family\": \"gpt2\", \
-         \"bert\", \"llama\", \"bart\", \"t5\", \"adapted\" or \"module\", \"config\": {{...}}}}",
+        "the \"model\" in the state of {} is not a configuration of a known model: {reason}; expected {{\"family\": \
+         \"gpt2\", \"bert\", \"llama\", \"bart\", \"t5\", \"adapted\" or \"module\", \"config\": {{...}}}}",
         path.display()
     )]
     BadModel {
@@ -54,7 +54,7 @@ pub enum ExportError {
         reason: String,
     },
     /// The checkpoint's parameters are not those of the model that it names.
-    #[error("{} cannot be exported: {problems}; export a checkpoint of one run", path.display())]
+    #[error("{} cannot be exported: {problems}", path.display())]
     Unfit {
         /// The checkpoint.
         path: PathBuf,
@@ -137,10 +137,10 @@ pub fn merge_checkpoint(
     let unfit =
         |problems: &str| ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems: problems.to_string() };
     let ModelConfig::Adapted(adapted) = model_of(checkpoint.path(), &checkpoint.state()?, checkpoint.tensors())? else {
-        return Err(unfit("it holds a whole model and no adapter: leave --merge out"));
+        return Err(unfit("it holds a full model and no adapter: omit --merge"));
     };
     let Some(base) = base.or(adapted.weights.as_deref()) else {
-        return Err(unfit("it does not say where its base is: name the folder with --base DIR"));
+        return Err(unfit("it does not record the folder of its base model: give it with --base DIR"));
     };
     let read = |param: &ModelParam| Ok(parameter(&checkpoint, weights, param, 0..param.numel())?);
     let options = &with_files(&checkpoint, options)?;
@@ -182,7 +182,7 @@ fn open_with(path: &Path, weights: Weights) -> Result<(Checkpoint, Skipped), Exp
     let (checkpoint, skipped) = open(path)?;
     let is_average = |name: &String| name.ends_with(&format!(".{AVERAGE}")) && name.starts_with("optimizer.");
     if weights == Weights::Averaged && !checkpoint.tensors().keys().any(is_average) {
-        let problems = "it holds no moving averages: train with --ema-decay, or leave --ema out".into();
+        let problems = "it holds no moving averages: train with --ema-decay, or omit --ema".into();
         return Err(ExportError::Unfit { path: checkpoint.path().to_path_buf(), problems });
     }
     Ok((checkpoint, skipped))
@@ -227,6 +227,7 @@ pub fn model_of(
         .map_err(|error| ExportError::BadModel { path: path.to_path_buf(), reason: error.to_string() })?;
     check_size(&model, tensors)
         .and_then(|()| check(tensors, &model.parameters()))
+        .map_err(|problems| format!("{problems}; export a checkpoint of one run"))
         .map_err(|problems| ExportError::Unfit { path: path.to_path_buf(), problems })?;
     Ok(model)
 }
@@ -242,12 +243,12 @@ fn check_size(model: &ModelConfig, tensors: &BTreeMap<String, TensorEntry>) -> R
         return if fits { Ok(()) } else { Err(format!("{layers} layers, expected at most {MOST_LAYERS}")) };
     }
     if layers > tensors.len() {
-        return Err(format!("{layers} layers, and {} tensors in all", tensors.len()));
+        return Err(format!("{layers} layers, but only {} tensors in total", tensors.len()));
     }
     let widest =
         tensors.values().flat_map(|tensor| &tensor.shape).max().map_or(0, |&widest| widest).min(u32::MAX as usize);
     match model.widths().into_iter().find(|width| *width > widest) {
-        Some(width) => Err(format!("a width of {width}, and no tensor wider than {widest}")),
+        Some(width) => Err(format!("a width of {width}, but no tensor is wider than {widest}")),
         None => Ok(()),
     }
 }
@@ -271,7 +272,7 @@ fn check(tensors: &BTreeMap<String, TensorEntry>, parameters: &[ModelParam]) -> 
         }
     }
     let unexpected: Vec<String> = unexpected.into_iter().map(str::to_string).collect();
-    let all = [names_differ(&missing, &unexpected), listed(&differing)];
+    let all = [describe_name_differences(&missing, &unexpected), listed(&differing)];
     let problems: Vec<String> = all.into_iter().filter(|problem| !problem.is_empty()).collect();
     match problems.is_empty() {
         true => Ok(()),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-pub use crate::signals::{Asked, SIGNALS};
+pub use crate::signals::{SIGNALS, StopSignals};
 
 /// The variable that names the folder where ranks write their status.
 pub const STATUS_DIR: &str = "ZERO_STATUS_DIR";
@@ -20,7 +20,7 @@ pub const RESTART_RANKS: &str = "ZERO_RESTART_RANKS";
 pub const LAUNCHED: &str = "ZERO_LAUNCHED_UNIX_MS";
 
 /// Notifies the launcher on the same machine, if it listens, that this rank has started.
-pub fn say_begun(rank: usize) {
+pub fn notify_started(rank: usize) {
     if let Some(dir) = std::env::var_os(STATUS_DIR) {
         // Where there is no such folder, on another machine, nobody looks.
         let _ = std::fs::write(Path::new(&dir).join(format!("rank-{rank:05}.began")), "");

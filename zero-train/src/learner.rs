@@ -140,7 +140,7 @@ where
         let settings = zero_burn::ranks::config::<<LC::Backend as ZeroAutodiff>::Base>();
         if settings.param_dtype == Float::F16 {
             ranks.stop(
-                "fp16 loses small gradients without a loss scale, which a learner has not: use bf16, or \
+                "fp16 loses small gradients without a loss scale, which Burn's Learner does not support: use bf16, or \
                  zero_train::engine::ZeroEngine",
             );
         }
@@ -259,7 +259,7 @@ where
         let ranks = self.ranks();
         if components.checkpointer.is_some() {
             ranks.stop(
-                "with_file_checkpointer saves from a thread of its own, which sees one rank's shards only: use \
+                "with_file_checkpointer saves from its own thread, which sees only one rank's shards: use \
                  ZeroStrategy::with_checkpoints",
             );
         }
@@ -268,7 +268,7 @@ where
         if let Some(epoch) = components.checkpoint {
             match &self.checkpoints {
                 Some(checkpoints) => checkpoints.restore(&mut learner, epoch, &self.device, &ranks),
-                None => ranks.stop("checkpoint asks for an epoch to resume from: add ZeroStrategy::with_checkpoints"),
+                None => ranks.stop(format!("cannot resume from epoch {epoch}: add ZeroStrategy::with_checkpoints")),
             }
             // What has been loaded are new parameters, under the identities of the files.
             self.shard(&mut learner, &ranks);
@@ -292,7 +292,7 @@ where
             // Interrupted while it validates, Burn's strategies still save this epoch.
             let ended = self.validate(&mut epoch, &valid);
             if ranks.rank() == 0 {
-                settle::<LC>(&mut processor);
+                wait_for_events::<LC>(&mut processor);
             }
             if let Some(checkpoints) = &self.checkpoints {
                 checkpoints.after_epoch(&learner, number, &components.event_store, &ranks);
@@ -389,7 +389,7 @@ fn replace_model<LC: LearningComponentsTypes>(learner: &mut Learner<LC>, model: 
 ///
 /// The thread's queue holds one event: once it accepts the second of two more, the events before them are processed. Burn
 /// ignores the start of a validation.
-fn settle<LC: LearningComponentsTypes>(processor: &mut SupervisedTrainingEventProcessor<LC>) {
+fn wait_for_events<LC: LearningComponentsTypes>(processor: &mut SupervisedTrainingEventProcessor<LC>) {
     processor.process_valid(LearnerEvent::Start);
     processor.process_valid(LearnerEvent::Start);
 }

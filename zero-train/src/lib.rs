@@ -8,7 +8,7 @@
 //!
 //! # Features
 //!
-//! * `burn` (default): Burn 0.21. Without it, the trainer needs another [`trainer::Front`]: `zero-param` for Burn 0.22.
+//! * `burn` (default): Burn 0.21. Without it, the trainer needs another [`trainer::Integration`]: `zero-param` for Burn 0.22.
 //! * `cli`: the trainer's options are arguments of a `clap` command line, and a progress bar is shown.
 //! * `language`: tasks for language models, with their data and tokenizers.
 //! * `mpi`, `cuda`, `vulkan`: ranks over MPI, and devices.
@@ -35,4 +35,4 @@ pub use zero_data as data;
 pub use zero_settings as config;
 pub use zero_settings::{loss_scale, schedule};
 
-pub use error::{Result, TrainError, exit, told_once};
+pub use error::{Result, TrainError, exit, format_error};

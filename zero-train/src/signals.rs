@@ -106,15 +106,15 @@ fn is_ignored(signal: i32) -> bool {
     ignored.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask >> (signal - 1) & 1 == 1))
 }
 
-/// Signals that ask a launcher to end the processes it has started, counted from [`Asked::watch`] on.
+/// Signals that ask a launcher to end the processes it has started, counted from [`StopSignals::watch`] on.
 #[derive(Debug, Clone)]
-pub struct Asked {
+pub struct StopSignals {
     /// Number of the first signal.
     first: Arc<AtomicUsize>,
     times: Arc<AtomicUsize>,
 }
 
-impl Asked {
+impl StopSignals {
     /// Handles SIGINT, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2.
     ///
     /// # Errors
@@ -174,7 +174,7 @@ fn on(signal: i32) {
         Ok(_) if TELLS.load(Ordering::SeqCst) => {
             let name = Signal(signal).name().as_bytes();
             // Who cannot be written to any more need not know.
-            let parts: [&[u8]; 3] = [b"\n", name, b": ending after this step; a second signal ends at once\n"];
+            let parts: [&[u8]; 3] = [b"\n", name, b": stopping after this step; a second signal stops immediately\n"];
             for part in parts {
                 let _ = rustix::io::write(rustix::stdio::stderr(), part);
             }

@@ -46,25 +46,25 @@ const PROGRAM: Program<'_> = Program {
 const VOCABULARY: usize = 2048;
 const SEQ: usize = 96;
 
-/// Fine-tune a BART with LoRA at stage 3, to say who speaks.
+/// Fine-tune BART with LoRA at stage 3 to predict who speaks.
 #[derive(Parser)]
 struct Cli {
-    /// The folder for all that is made: data, vocabulary, base, checkpoints, predictions
+    /// Folder for all outputs: data, vocabulary, base model, checkpoints, predictions
     #[arg(long, value_name = "DIR", default_value = "peft_seq2seq")]
     work: PathBuf,
-    /// Among how many speakers is asked
+    /// Number of speakers to choose from
     #[arg(long, value_name = "N", default_value_t = 12)]
     speakers: usize,
-    /// Steps that the base is trained for, where --work has none
+    /// Train the base model for this many steps if --work has none
     #[arg(long, value_name = "STEPS", default_value_t = 2000)]
     base_steps: usize,
-    /// Passes over the labelled rows, where --steps does not say
+    /// Number of passes over the labelled rows, if --steps is not given
     #[arg(long, value_name = "N", default_value_t = 5)]
     epochs: usize,
-    /// LoRA's; rank 8, alpha 32 and dropout 0.1 where nothing is said.
+    /// LoRA's options, by default rank 8, alpha 32 and dropout 0.1.
     #[command(flatten)]
     lora: LoraOptions,
-    /// The trainer's.
+    /// The trainer's options.
     #[command(flatten)]
     train: trainer::Options,
 }
@@ -97,7 +97,8 @@ fn prepared(cli: Cli, lines: &Lines) -> Result<language::Options> {
     hyper.lr = hyper.lr.or(Some(3e-3));
     hyper.schedule = hyper.schedule.or(Some(ScheduleChoice::Cosine));
     if started().is_some() && !at("base").is_dir() {
-        let problem = "is not there: run this example once without a launcher, which makes it; ranks that are processes then adapt it";
+        let problem =
+            "does not exist: run this example once without a launcher, which trains it; then start it with one";
         return Err(TrainError::Data { path: at("base"), problem: problem.into() });
     }
     std::fs::create_dir_all(&work).map_err(io("create", &work))?;
@@ -159,7 +160,7 @@ fn make_base(work: &Path, steps: usize, train: &trainer::Options, ranks: usize) 
     if !model.join("config.json").is_file() {
         write(&model.join("config.json"), &config.to_string())?;
     }
-    eprintln!("The base, pre-trained on scenes with gaps for {steps} steps:");
+    eprintln!("Pre-training the base model on scenes with gaps for {steps} steps:");
     let hyper = Hyperparameters {
         batch: Some(16),
         lr: Some(2e-3),
@@ -222,7 +223,7 @@ fn told(options: &language::Options, lines: &Lines, summary: Option<&Summary>) -
     let labels: Vec<String> = lines.test.iter().map(|row| row.label.to_lowercase()).collect();
     let ten = |all: &[String]| all.iter().take(10).cloned().collect::<Vec<_>>().join(", ");
     let test: Vec<String> = test.iter().map(ToString::to_string).collect();
-    let _ = writeln!(told, "\nthe test's first ten: {}\n             labels: {}", ten(&test), ten(&labels));
+    let _ = writeln!(told, "\nfirst 10 test predictions: {}\n                   labels: {}", ten(&test), ten(&labels));
     let _ = write!(told, "\nall predictions: {}", path.display());
     // If --json is set, standard output has only the summary.
     if options.train.json {
@@ -268,7 +269,7 @@ fn epochs(summary: &Summary) -> String {
         }
     }
     if summary.epochs.iter().flat_map(|epoch| &epoch.memory).all(|memory| memory.device.is_none()) {
-        table += "(on the processor, the host's memory is the device's)\n";
+        table += "(on the CPU, device memory is host memory)\n";
     }
     table
 }

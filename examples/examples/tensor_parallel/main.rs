@@ -32,10 +32,10 @@ type B = Autodiff<Zero<Flex>>;
 /// Tensor parallelism within ZeRO data parallelism.
 #[derive(Parser)]
 struct Options {
-    /// Ranks on the data axis
+    /// Number of ranks on the data axis
     #[arg(long, default_value_t = 2)]
     data: usize,
-    /// Ranks on the tensor axis
+    /// Number of ranks on the tensor axis
     #[arg(long, default_value_t = 2)]
     tensor: usize,
     /// ZeRO stage
@@ -47,10 +47,10 @@ struct Options {
     /// Number of blocks
     #[arg(long, default_value_t = 2)]
     blocks: u64,
-    /// Updates in all
+    /// Total number of updates
     #[arg(long, default_value_t = 10)]
     steps: usize,
-    /// Saves the last step in this folder, a folder below it for each part, and resumes from there
+    /// Save the last step to this folder, in one subfolder per part of the tensor axis, and resume from there
     #[arg(long)]
     save: Option<PathBuf>,
 }

@@ -89,7 +89,7 @@ fn the_engine_refuses_ints_and_bools() {
         Ok(())
     });
     let error = ranks.unwrap_err().to_string();
-    assert!(error.contains("\"order\" is not of a float type"), "{error}");
+    assert!(error.contains("\"order\" is not a float tensor"), "{error}");
 }
 
 /// A parameter created from a random tensor outside of any initialiser. Expected: rank 0's values on all ranks.

@@ -23,7 +23,7 @@ use zero_core::checkpoint::{Check, SaveOptions, find_latest};
 use zero_core::collective::exit::{code, code_of, end_process};
 use zero_core::collective::flight;
 use zero_core::collective::launcher::Start;
-use zero_core::{Called, CommError, RankFailure, Stage};
+use zero_core::{CommError, OperationCall, RankFailure, Stage};
 use zero_models::{Gpt2, Gpt2Config};
 use zero_train::engine::{EngineConfig, ZeroEngine};
 
@@ -261,7 +261,7 @@ fn ranks_with_different_models_or_settings_are_told_before_they_train() {
 /// The errors that these tests expect also exist as values.
 #[test]
 fn a_deadline_has_an_exit_code_of_its_own() {
-    let late = CommError::Timeout { at: Called::new("world", 0, 0, "barrier"), waited_ms: 1, missing: vec![1] };
+    let late = CommError::Timeout { at: OperationCall::new("world", 0, 0, "barrier"), waited_ms: 1, missing: vec![1] };
     let failure = Box::new(RankFailure::<String>::Comm(Box::new(late)));
     assert_eq!(code_of(&zero_core::LaunchError::Rank { rank: 0, world: 2, failure }), code::WATCHDOG);
     let failure = Box::new(RankFailure::Failed("else".to_string()));

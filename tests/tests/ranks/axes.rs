@@ -10,7 +10,7 @@ use burn::tensor::Tensor;
 use burn_flex::Flex;
 use zero_burn::config::{Disk, Offload, Tier, ZeroConfig};
 use zero_burn::launch::{LaunchError, LaunchOptions, launch};
-use zero_burn::module::{collect_grads, cut_along, mark, prepare};
+use zero_burn::module::{collect_grads, mark, prepare, sharded_along};
 use zero_burn::optim::{Fused, Rule};
 use zero_burn::parallel::{Group, GroupBackend, copy_to, reduce_from};
 use zero_burn::ranks;
@@ -279,16 +279,18 @@ fn parts_are_drawn_apart_and_what_is_drawn_alike_is_told() {
             let seed = |_: &Layers<B>, device: &Device| B::seed(device, seeds * device.rank() as u64);
             let alike = drawn(&config, seed).unwrap_err().to_string();
             assert!(
-                alike.contains(r#"parameter "up.weight" was drawn the same at every place of the mesh"#),
+                alike.contains(
+                    r#"parameter "up.weight" was initialized with the same values at every place of the mesh"#
+                ),
                 "{alike}"
             );
         }
         // Ranks of a part have its numbers, whatever their seeds.
         let own_seeds = |layers: &Layers<B>, device: &Device| {
             B::seed(device, device.rank() as u64);
-            cut_along::<B, _>(layers, &[TENSOR]);
+            sharded_along::<B, _>(layers, &[TENSOR]);
         };
-        for parts in [drawn(&config, |layers, _| cut_along::<B, _>(layers, &[TENSOR])), drawn(&config, own_seeds)] {
+        for parts in [drawn(&config, |layers, _| sharded_along::<B, _>(layers, &[TENSOR])), drawn(&config, own_seeds)] {
             let parts = parts.unwrap();
             assert_eq!((&parts[0], &parts[1]), (&parts[2], &parts[3]), "{stage}");
             let differ = parts[0].iter().zip(&parts[1]).filter(|(a, b)| a != b).count();
@@ -298,12 +300,12 @@ fn parts_are_drawn_apart_and_what_is_drawn_alike_is_told() {
     let config = mesh(&[("data", 1), (TENSOR, 2)], Stage::Parameters);
     let late = drawn(&config, |layers, _| {
         let _ = layers.up.weight.val();
-        cut_along::<B, _>(layers, &[TENSOR]);
+        sharded_along::<B, _>(layers, &[TENSOR]);
     });
     let late = late.unwrap_err().to_string();
-    assert!(late.contains(r#"parameter "up.weight" was drawn before cut_along"#), "{late}");
-    let data = drawn(&config, |layers, _| cut_along::<B, _>(layers, &["data"])).unwrap_err().to_string();
-    assert!(data.contains("the data axis is ZeroConfig's to cut"), "{data}");
+    assert!(late.contains(r#"parameter "up.weight" was initialized before sharded_along"#), "{late}");
+    let data = drawn(&config, |layers, _| sharded_along::<B, _>(layers, &["data"])).unwrap_err().to_string();
+    assert!(data.contains("expected axes of the mesh other than data, along which ZeroConfig shards"), "{data}");
 }
 
 /// Both forward passes run before both backward passes, so no sum of a forward pass synchronizes the ranks between these.
@@ -350,7 +352,7 @@ fn what_a_mesh_does_not_have_is_told() {
         engine.backward(loss);
         let _ = engine.step();
     });
-    assert!(error.contains("choose a rule without one, such as Rule::adamw"), "{error}");
+    assert!(error.contains("choose a rule without a trust ratio, such as Rule::adamw"), "{error}");
     // Without autodiff it sums over the axis too.
     let sums = on_ranks(2, &config, |device| {
         let (model, group) = (Model::new(&device), ranks::group::<Flex>(TENSOR));

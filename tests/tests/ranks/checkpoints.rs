@@ -379,7 +379,7 @@ fn parameters_alone_begin_a_new_training_with_another_optimizer() {
         let other = Fused::new(Rule::lion());
         let mut other = ZeroEngine::initialize(run.model.init::<B>(&device), other, config, &device).unwrap();
         let error = other.load(&checkpoint, Parts::All).unwrap_err().to_string();
-        assert!(error.contains("optimizer adamw, this run uses lion"), "{error}");
+        assert!(error.contains("optimizer adamw, but this run uses lion"), "{error}");
         let extra = other.load(&checkpoint, Parts::Parameters).unwrap();
         assert_eq!(extra["mood"], "good");
         assert_eq!(other.steps(), 0);
@@ -404,8 +404,8 @@ fn what_does_not_fit_is_told_before_anything_changes() {
     .swap_remove(0);
     for (model, expected) in [
         (Gpt2Config { n_embd: 16, ..run.model.clone() }, "has shape"),
-        (Gpt2Config { n_layer: 3, ..run.model.clone() }, "only this model has: h.2."),
-        (Gpt2Config { n_layer: 1, ..run.model.clone() }, "only the checkpoint has: h.1."),
+        (Gpt2Config { n_layer: 3, ..run.model.clone() }, "only in this model: h.2."),
+        (Gpt2Config { n_layer: 1, ..run.model.clone() }, "only in the checkpoint: h.1."),
     ] {
         let other = Run { model, ..run.clone() };
         on_ranks(run.ranks, &run.zero, |device| {

@@ -23,7 +23,7 @@ use zero_burn::optim::{Fused, Rule};
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_core::Stage;
 use zero_models::{Gpt2, gpt2};
-use zero_train::engine::{EngineConfig, EngineError, Step, Turn, ZeroEngine};
+use zero_train::engine::{EngineConfig, EngineError, NextBatch, Step, ZeroEngine};
 use zero_train::schedule::Schedule;
 
 type Engine = ZeroEngine<B, Gpt2<B>, Fused<B>>;
@@ -437,23 +437,23 @@ fn ranks_may_run_out_of_data_at_different_times() {
                 let mut data = (0..3 + 2 * device.rank()).map(|i| tokens(&run, i * 2..i * 2 + 2, &device));
                 let mut turns = Vec::new();
                 loop {
-                    match engine.turn(data.next()) {
-                        Turn::Batch(batch) => {
+                    match engine.next_batch(data.next()) {
+                        NextBatch::Batch(batch) => {
                             let loss = engine.forward(|model| model.loss(batch));
                             turns.push(value(&loss));
                             engine.backward(loss);
                         }
-                        Turn::Idle => {
+                        NextBatch::Skip => {
                             turns.push(0.0);
-                            engine.idle();
+                            engine.skip_batch();
                         }
-                        Turn::End => break,
+                        NextBatch::End => break,
                     }
                     engine.step().unwrap();
                 }
                 if accumulation == 2 {
                     assert_eq!(engine.steps(), 3);
-                    engine.step_now().unwrap();
+                    engine.step_partial().unwrap();
                 }
                 assert_eq!(engine.steps(), if accumulation == 2 { 4 } else { 7 });
                 let last = engine.full_parameter("ln_f.gamma").unwrap().values;
@@ -478,7 +478,7 @@ fn an_idle_ranks_part_of_the_average_is_zero() {
         on_ranks(2, &run.zero, |device| {
             let mut engine = engine(&run, config(1), &device);
             if idle && device.rank() == 1 {
-                engine.idle();
+                engine.skip_batch();
             } else {
                 let loss = engine.forward(|model| model.loss(tokens(&run, 0..2, &device)));
                 engine.backward(loss);
@@ -525,7 +525,7 @@ fn a_plan_for_another_number_of_ranks_is_refused() {
         match launched {
             Ok(_) => assert_eq!(ranks, 2),
             Err(error) => {
-                let told = format!("the number of ranks of the plan is 2: but there are {ranks}");
+                let told = format!("the plan's number of ranks is 2: expected {ranks}, the number of running ranks");
                 assert!(ranks != 2 && error.to_string().contains(&told), "{error}");
             }
         }

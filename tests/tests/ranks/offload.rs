@@ -16,7 +16,7 @@ use zero_burn::config::{Disk, Float, Offload, Tier, ZeroConfig};
 use zero_burn::launch::launch;
 use zero_burn::module::{collect_grads, mark, prepare};
 use zero_burn::optim::{Fused, Rule};
-use zero_burn::pieces::disk_bytes;
+use zero_burn::shards::disk_bytes;
 use zero_burn::stats::{all_gather, rank_stats, reset_peaks};
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
@@ -381,7 +381,7 @@ fn what_cannot_work_is_refused() {
     refused(
         Stage::Gradients,
         on(Tier::Memory, Tier::Disk, disk(dir.path())),
-        "only be kept on a disk or in the host's memory at stage 3",
+        "can be offloaded to host memory or a disk only at stage 3",
     );
     refused(Stage::DataParallel, on(Tier::Disk, Tier::Memory, disk(dir.path())), "from stage 1 on");
     refused(Stage::Parameters, on(Tier::Disk, Tier::Disk, Disk::default()), "name a folder on a fast disk");

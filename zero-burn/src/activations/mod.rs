@@ -128,7 +128,7 @@ impl<B: Backend> Slot<B> {
                 *content = Content::Back(offloader.fetch(stored, &self.shape, self.dtype, &self.device));
             }
         }
-        content.tensor(is_last).expect("a replay makes what is held")
+        content.tensor(is_last).expect("a replay recomputes all held tensors")
     }
 }
 
@@ -228,7 +228,7 @@ impl<B: Backend> Recording<B> {
 impl<B: Backend> Block<B> {
     /// Recomputes all dropped tensors that something still holds.
     fn replay(&self) {
-        let _span = tracing::trace_span!("compute a block again").entered();
+        let _span = tracing::trace_span!("recompute a block").entered();
         let log = self.log.lock();
         let held: Vec<Option<Arc<Slot<B>>>> = log.made.iter().map(Weak::upgrade).collect();
         let is_gone = |slot: &Option<Arc<Slot<B>>>| slot.as_ref().is_some_and(|slot| slot.is_gone());
@@ -253,7 +253,7 @@ impl<B: Backend> Block<B> {
                     readers[*index] -= 1;
                     let value = if readers[*index] == 0 { values[*index].take() } else { values[*index].clone() };
                     value.unwrap_or_else(|| {
-                        let slot = held[*index].as_ref().expect("what nobody holds is made again");
+                        let slot = held[*index].as_ref().expect("a tensor that nothing holds is recomputed");
                         slot.tensor(false)
                     })
                 }

@@ -114,7 +114,7 @@ impl<B: Backend> Offloader<B> {
         let mut leaving = moves.leaving.lock();
         while leaving.0 >= MOST_LEAVING && leaving.1.is_none() {
             if moves.arrived.wait_for(&mut leaving, moves.rank.deadline).timed_out() {
-                leaving.1.get_or_insert_with(|| format!("it took longer than {:?}", moves.rank.deadline));
+                leaving.1.get_or_insert_with(|| format!("timed out after {:?}", moves.rank.deadline));
             }
         }
         if let Some(reason) = leaving.1.take() {

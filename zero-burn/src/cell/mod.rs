@@ -492,7 +492,7 @@ impl<B: Backend> Cell<B> {
                 drop(state);
                 fetch::<B>(&stored, self.dtype, &self.device, &self.rank.mover).into_tensor()
             }
-            _ => unreachable!("a settled cell holds its piece or the whole"),
+            _ => unreachable!("a settled cell holds its shard or the full tensor"),
         }
     }
 

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use burn_backend::Backend;
 use crossbeam_channel::RecvTimeoutError;
-use zero_core::{Called, CommError};
+use zero_core::{CommError, OperationCall};
 
 use super::rank::Rank;
 use crate::trouble::stop;
@@ -43,7 +43,7 @@ impl Patience {
             return rank.window.check(what);
         }
         Err(CommError::Timeout {
-            at: Called::new("the rank's own threads", settles, rank.place.rank, what),
+            at: OperationCall::new("the rank's own threads", settles, rank.place.rank, what),
             waited_ms: self.begin.elapsed().as_millis() as u64,
             missing: (0..rank.world)
                 .filter(|&other| other != rank.index || rank.world == 1)
@@ -66,7 +66,7 @@ impl Patience {
                 Err(RecvTimeoutError::Disconnected) => {
                     // Its own reason, if it has given one.
                     rank.window.check(&what)?;
-                    stop(format!("a thread of rank {} has ended without a result in {what}", rank.place.rank))
+                    stop(format!("a thread of rank {} ended without a result during {what}", rank.place.rank))
                 }
             }
         }

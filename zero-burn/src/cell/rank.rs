@@ -11,7 +11,7 @@ use burn_backend::Backend;
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 use zero_core::accounting::WireCounter;
-use zero_core::collective::launcher::Place;
+use zero_core::collective::launcher::Topology;
 use zero_core::window::{Key, Window};
 use zero_core::{Collective, Mesh, Partition};
 use zero_ops::Shared;
@@ -50,7 +50,7 @@ pub(crate) struct Rank<B: Backend> {
     pub(crate) disk: Option<Arc<SwapDisk>>,
     pub(crate) wire: Arc<WireCounter>,
     /// The rank's number in the run, and its machine.
-    pub(crate) place: Place,
+    pub(crate) place: Topology,
     pub(crate) gauges: Gauges,
     pub(crate) ahead: Ahead,
     pub(crate) parameters: Parameters<B>,
@@ -86,7 +86,7 @@ impl<B: Backend> Rank<B> {
         (disk, mover): (Option<Arc<SwapDisk>>, Mover),
     ) -> Arc<Self> {
         let (index, world) = (comm.rank(), comm.world());
-        let mesh = config.mesh(world).expect("it was validated");
+        let mesh = config.mesh(world).expect("the configuration was validated");
         let secondary = config.secondary_mesh(world);
         let updates_beside = config.offload.keeps_state(Tier::Disk)
             || (config.offload.keeps_state(Tier::Host) && !zero_ops::is_host::<B>());

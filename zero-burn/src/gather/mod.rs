@@ -22,7 +22,7 @@ use burn_std::Shape;
 use parking_lot::Mutex;
 use zero_core::accounting::WireKind;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Called, CommError};
+use zero_core::{CommError, OperationCall};
 use zero_ops::quantized::Quantized;
 use zero_ops::{from_codes, to_codes};
 
@@ -196,7 +196,7 @@ impl<B: Backend> Gatherer<B> {
                 _ => None,
             },
         };
-        whole.expect("the whole is there")
+        whole.expect("the full tensor is available")
     }
 
     /// At stages 1 and 2, makes the full tensor the only storage of the parameter: a separate shard would be held twice.
@@ -291,7 +291,7 @@ impl<B: Backend> Gatherer<B> {
 
     /// Ends a collective gather and returns the full tensor of `cell`, in its own shape.
     fn end(&self, begun: Begun<B>, cell: &Cell<B>) -> B::FloatTensorPrimitive {
-        let bulk = self.together.as_ref().expect("only where ranks gather together is a gather begun");
+        let bulk = self.together.as_ref().expect("only collective gathers are begun");
         let flat = bulk.end::<B>(begun, &cell.device).unwrap_or_else(|error| raise(error));
         let (numel, ranks, width) = (cell.partition.numel(), cell.partition.world(), cell.partition.stride());
         let flat = match cell.quantized() {
@@ -418,7 +418,7 @@ fn gather_secondary<B: Backend>(cell: &Cell<B>) {
     let failed = |payload: Box<dyn Any + Send>| match payload.downcast::<CommError>() {
         Ok(error) => *error,
         Err(payload) => CommError::Device {
-            at: Called::new(
+            at: OperationCall::new(
                 "window",
                 second.key.map_or(0, |key| key.object),
                 cell.rank.place.rank,

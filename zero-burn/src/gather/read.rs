@@ -7,8 +7,8 @@ use std::time::Duration;
 use burn_backend::Backend;
 use burn_std::Shape;
 use zero_core::accounting::WireKind;
-use zero_core::window::{Key, Whole};
-use zero_core::{Called, CommError, Partition};
+use zero_core::window::{GatherRequest, Key};
+use zero_core::{CommError, OperationCall, Partition};
 use zero_ops::quantized::Format;
 
 use crate::cell::Cell;
@@ -17,7 +17,7 @@ use crate::cell::slot::Names;
 use crate::mover::For;
 use crate::tier::filled;
 use crate::trouble::or_stop;
-use crate::values::{data, here, on_the_wire, read, tag};
+use crate::values::{data, here, read, tag, wire_dtype};
 
 /// Maximum time that a rank waits for another that is concatenating the same shards, before it does so itself. Short, because this may run
 /// under autodiff's locks (ADR 2).
@@ -80,7 +80,7 @@ pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<
 }
 
 fn key<B: Backend>(cell: &Cell<B>) -> Key {
-    cell.key.expect("only what has a name is read one-sidedly")
+    cell.key.expect("one-sided reads need a key")
 }
 
 /// Returns the number of bytes in which a shard of `elements` elements is sent.
@@ -117,13 +117,17 @@ fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Op
     let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let peer = |owner| {
         let index = rank.mesh_of(partition).peer(rank.index, owner);
-        let peer = rank.window.read(index, key, cell)?.here().expect("ranks of one process show what they have");
+        let peer = rank.window.read(index, key, cell)?.here().expect("ranks of one process publish cells");
         if peer.shape != cell.shape || peer.dtype != cell.dtype {
             let op = format!("a gather of {cell} of {:?}", cell.dtype);
             return Err(CommError::Mismatch {
-                at: Called::new("window", key.object, rank.place.rank, op),
+                at: OperationCall::new("window", key.object, rank.place.rank, op),
                 other_rank: rank.window.in_run(index),
-                other_op: format!("holds {:?} of {:?} there", peer.shape.as_slice(), peer.dtype),
+                other_op: format!(
+                    "a publication of shape {:?} and type {:?} under the same key",
+                    peer.shape.as_slice(),
+                    peer.dtype
+                ),
             });
         }
         Ok(peer)
@@ -180,15 +184,15 @@ fn of_processes<B: Backend>(
     let Some(how) = how else {
         let own = mine.map(|mine| (mine, cell.data()));
         let own = own.as_ref().map(|(mine, data)| (mine.start, &data.as_bytes()[..mine.len()]));
-        let (dtype, tag) = (on_the_wire(cell.dtype), tag(&cell.shape, cell.dtype));
-        let joined = Whole { dtype, elements: all.len(), tag: &tag, own, pieces: &pieces };
+        let (dtype, tag) = (wire_dtype(cell.dtype), tag(&cell.shape, cell.dtype));
+        let joined = GatherRequest { dtype, elements: all.len(), tag: &tag, own, pieces: &pieces };
         let joined = rank.window.gather(joined, key, cell)?;
         return Ok(B::float_from_data(data(joined, shape), &cell.device));
     };
     let own = mine.map(|mine| (mine.start, cell.codes(how)));
     let own = own.as_ref().map(|(begin, codes)| (*begin, &codes.bytes[..]));
     let (dtype, tag) = (zero_core::collective::DType::U8, cell.codes_tag(how));
-    let codes = Whole { dtype, elements: end, tag: &tag, own, pieces: &pieces };
+    let codes = GatherRequest { dtype, elements: end, tag: &tag, own, pieces: &pieces };
     let codes = rank.window.gather(codes, Names::codes(key), cell)?.into_u8();
     let size = cell.dtype.size();
     let data = filled(&rank.mover, all.len(), cell.dtype, shape.clone(), |joined| {

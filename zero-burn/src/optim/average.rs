@@ -13,7 +13,7 @@ use super::state::{EMA, MASTER, flat};
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::Cell;
 use crate::context::Context;
-use crate::pieces::replace_pieces;
+use crate::shards::replace_shards;
 use crate::tensor::ZeroTensor;
 use crate::trouble::stop;
 use crate::values::{self, read};
@@ -24,10 +24,10 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// module may be read and saved as usual, but must not be trained.
     ///
     /// Memory: two copies of one parameter at a time. If a parameter is partitioned differently from its state, the average is gathered.
-    pub fn exchange_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
+    pub fn swap_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
         let context = Context::<A::Base>::current();
         context.wait_for_updates();
-        let (module, exchanged) = replace_pieces::<A, M, Infallible>(module, |meta, parameter, range| {
+        let (module, exchanged) = replace_shards::<A, M, Infallible>(module, |meta, parameter, range| {
             let Some(&place) = self.index.get(&meta.id) else { return Ok(None) };
             let cells = &mut self.states[place].cells;
             let named = |name: &str| cells.iter().position(|(known, _)| known == name);

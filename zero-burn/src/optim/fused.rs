@@ -19,8 +19,8 @@ use super::state::{EMA, MASTER, ParamState, StateRecord, flat};
 use crate::autodiff::ZeroAutodiff;
 use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
-use crate::pieces::{Parked, cell_bytes};
 use crate::random::sign_bytes;
+use crate::shards::{OffloadedStates, cell_bytes};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::trouble::{raise, stop};
@@ -158,7 +158,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         // Frees what only these gradients keep, before more is read.
         drop(grads);
         if !beside.is_empty() {
-            let updates = context.updates.as_ref().expect("only what is kept elsewhere makes a job");
+            let updates = context.updates.as_ref().expect("only offloaded state has such jobs");
             updates.start(&context.rank, beside).unwrap_or_else(|error| raise(error));
         }
         later.into_iter().for_each(|job: Job<_>| drop(job.run()));
@@ -207,7 +207,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         Some((state.time, state.cells.iter().map(|(name, _)| name.as_str()).collect()))
     }
 
-    /// Returns this rank's part of a state, fp32 and little-endian, partitioned like [`pieces`](crate::pieces). Nothing is gathered.
+    /// Returns this rank's part of a state, fp32 and little-endian, partitioned like [`pieces`](crate::shards). Nothing is gathered.
     pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
         let state = &self.states[*self.index.get(&id)?];
         let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
@@ -222,7 +222,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     }
 
     /// Sets the complete state of a parameter of `numel` elements that has been updated `time` times. For each name, `states` has the
-    /// elements that this rank holds ([`held_range`](crate::pieces::held_range)).
+    /// elements that this rank holds ([`held_range`](crate::shards::held_range)).
     ///
     /// # Panics
     ///
@@ -233,7 +233,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         let held = partition.len(context.rank.place(partition));
         let mut cells = Vec::with_capacity(states.len());
         for (name, values) in states {
-            assert_eq!(values.len(), held, "elements of {name} that this rank holds");
+            assert_eq!(values.len(), held, "number of values of optimizer state {name} on this rank");
             let cell = loaded_state(id, &name, Shape::new([numel]), values);
             cells.push((name, cell));
         }
@@ -246,7 +246,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// # Errors
     ///
     /// [`DiskError`].
-    pub fn park(&self, parked: &mut Parked<A::Base>) -> Result<(), DiskError> {
+    pub fn offload_states_to(&self, parked: &mut OffloadedStates<A::Base>) -> Result<(), DiskError> {
         self.states.iter().flat_map(|state| &state.cells).try_for_each(|(_, cell)| parked.add(cell))
     }
 
@@ -310,8 +310,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
             (Some((grads, _)), true) => self.step_scaled(lr, 1.0, module, grads),
             (None, _) => module,
             (Some(_), false) => stop(
-                "gradients came from several devices: on Zero<B> every device is a rank of its own, whose gradients are \
-                 averaged by the backward pass; call step with the rank's gradients"
+                "got gradients from several devices: with Zero<B>, each device is a rank of its own, and the backward \
+                 pass averages the gradients; call step with this rank's gradients"
                     .into(),
             ),
         }
@@ -349,9 +349,12 @@ fn first_passes<B: Backend>(
     count: usize,
 ) -> (Vec<Job<B>>, Vec<Job<B>>) {
     if context.has_parts() {
-        let found =
-            "a trust ratio (LAMB) is of a whole parameter, of which a rank of a mesh with foreign axes may have a part";
-        stop(format!("{found}: choose a rule without one, such as Rule::adamw, or a mesh of the data axis alone"));
+        stop(
+            "LAMB's trust ratio needs the full parameter, but in a mesh with axes other than data, a rank may have \
+             only a part of it: choose a rule without a trust ratio, such as Rule::adamw, or a mesh with only the data \
+             axis"
+                .into(),
+        );
     }
     // Both use the same arrays.
     context.wait_for_updates();

@@ -11,12 +11,12 @@
 mod average;
 mod distributed;
 mod fused;
-mod late;
+mod pending;
 mod plan;
 mod state;
 
 pub use distributed::{Distributed, distributed};
 pub use fused::{Fused, ParamInfo};
-pub use late::{Late, Told};
+pub use pending::{PendingStep, StepResult};
 pub use state::{EMA, StateRecord};
 pub use zero_ops::{Clip, Rule};

@@ -167,7 +167,7 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
             Some(InFlight::Bucket { sent, segments, row }) => {
                 self.medium.receive(sent, row, &segments, &mut self.pieces)?;
                 for Segment { piece: index, columns, .. } in segments {
-                    let piece = self.pieces[index].as_mut().expect("a piece is completed by its last segment");
+                    let piece = self.pieces[index].as_mut().expect("a shard is completed by its last segment");
                     piece.done += columns;
                     if piece.done == piece.columns {
                         self.complete(index);
@@ -186,7 +186,7 @@ impl<B: Backend, M: Medium<B>> Buckets<B, M> {
     }
 
     fn complete(&mut self, index: usize) {
-        self.medium.settle(self.pieces[index].take().expect("a piece is completed once"));
+        self.medium.settle(self.pieces[index].take().expect("a shard is completed once"));
     }
 }
 

@@ -9,7 +9,7 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 use crossbeam_channel::Receiver;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Called, CommError};
+use zero_core::{CommError, OperationCall};
 use zero_ops::{PackItem, Shared, UnpackItem};
 
 use super::buckets::{Medium, Reduced, Segment};
@@ -23,7 +23,7 @@ use crate::values::dtype_of;
 use crate::worker::Worker;
 
 /// Error for gradients that the kernels do not support.
-const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: cut it in two";
+const TOO_LARGE: &str = "a parameter of 2^31 elements or more cannot be reduced on a device: split it up";
 
 /// Maximum number of elements of a bucket: kernels count in 32 bits.
 pub(super) const MOST: usize = i32::MAX as usize / 2;
@@ -52,7 +52,7 @@ fn settle_beside<B: Backend>(inbox: Receiver<(Arc<Cell<B>>, Shared<B>)>) {
     for (cell, piece) in inbox {
         if let Err(payload) = catch_unwind(AssertUnwindSafe(|| cell.settle(Ok(piece)))) {
             cell.settle(Err(CommError::Device {
-                at: Called::new("gradients", 0, cell.rank.place.rank, format!("moving a reduced gradient of {cell:?}")),
+                at: OperationCall::new("gradients", 0, cell.rank.place.rank, format!("moving the {cell:?}")),
                 reason: panic_reason(&*payload).into(),
             }));
         }
@@ -112,7 +112,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         let reduced = self.bulk.end_reduction::<B>(sent, &self.rank.device)?;
         let mut items = Vec::with_capacity(segments.len());
         for &Segment { piece, from, columns, .. } in segments {
-            let piece = pieces[piece].as_mut().expect("a piece is completed by its last segment");
+            let piece = pieces[piece].as_mut().expect("a shard is completed by its last segment");
             let (target, numel, dtype) = (piece.target.take(), piece.len, piece.cell.dtype);
             items.push(UnpackItem { target, numel, from, columns, dtype });
         }
@@ -120,7 +120,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
         let unpacked = zero_ops::unpack::<B>(reduced, rows, items, self.after);
         let unpacked = unpacked.unwrap_or_else(|_| stop(TOO_LARGE.into()));
         for (segment, target) in segments.iter().zip(unpacked) {
-            pieces[segment.piece].as_mut().expect("a piece is completed by its last segment").target = Some(target);
+            pieces[segment.piece].as_mut().expect("a shard is completed by its last segment").target = Some(target);
         }
         Ok(())
     }
@@ -147,7 +147,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
     }
 
     fn send_alone(&mut self, _: Option<B::FloatTensorPrimitive>, _: usize, _: &str, _: &Cell<B>) -> Infallible {
-        unreachable!("no gradient goes alone here")
+        unreachable!("on a device, all gradients are in buckets")
     }
 
     fn receive_alone(&mut self, sent: Infallible, _cell: &Cell<B>) -> Result<Shared<B>, CommError> {

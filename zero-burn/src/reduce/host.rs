@@ -15,7 +15,7 @@ use super::buckets::{Medium, Reduced, Segment};
 use super::{Hops, quantized};
 use crate::cell::Cell;
 use crate::cell::rank::Rank;
-use crate::values::{buffer, data, elements_of, here, narrow_or_f32, on_the_wire, read};
+use crate::values::{buffer, data, elements_of, here, narrow_or_f32, read, wire_dtype};
 
 /// Number of elements from which a gradient is sent alone: 256 KiB, beyond which a request's own cost is negligible.
 const ALONE: usize = 1 << 16;
@@ -43,7 +43,7 @@ impl Host {
         let shards = rank.config.stage.shards_optimizer();
         let mesh = rank.mesh;
         let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
-        let sent_as = sent_as.on_the_wire();
+        let sent_as = sent_as.wire_dtype();
         Self { hops, quantized, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }
 
@@ -161,7 +161,7 @@ impl<B: Backend> Medium<B> for Host {
             }
         };
         for &Segment { piece, numel, from, columns, at } in segments {
-            let Reduced { target, len, .. } = pieces[piece].as_mut().expect("a piece is completed by its last segment");
+            let Reduced { target, len, .. } = pieces[piece].as_mut().expect("a shard is completed by its last segment");
             let target = target.get_or_insert_with(|| vec![0.0; (*len).max(1)]);
             if self.shards {
                 let part = from.min(*len)..(from + columns).min(*len);
@@ -204,7 +204,7 @@ impl<B: Backend> Medium<B> for Host {
             Alone::Scattered(pending) => tensor::<B>(pending.wait()?, self.alone().1, cell.dtype, &cell.device),
             Alone::Shared(pending) => {
                 let joined = pending.wait()?.downcast::<B::FloatTensorPrimitive>();
-                let whole = (*joined.expect("every rank joins to a tensor of the one inner backend")).clone();
+                let whole = (*joined.expect("all ranks have the same inner backend")).clone();
                 here::<B>(whole, &cell.device)
             }
         }))
@@ -234,7 +234,7 @@ fn tensor<B: Backend>(mut values: Buffer, factor: f32, dtype: DType, device: &B:
             scale(&mut wide, factor);
             values = match dtype {
                 DType::F64 => Buffer::F64(wide.into_iter().map(f64::from).collect()),
-                _ => Buffer::from_f32(wide, on_the_wire(dtype)),
+                _ => Buffer::from_f32(wide, wire_dtype(dtype)),
             };
         }
     }

@@ -46,7 +46,7 @@ use burn_backend::Backend;
 use crossbeam_channel::{Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::collective::threads::panic_reason;
-use zero_core::{Buffer, Called, Collective, CommError, Mesh, ReduceOp, Stage};
+use zero_core::{Buffer, Collective, CommError, Mesh, OperationCall, ReduceOp, Stage};
 use zero_ops::Shared;
 
 use crate::bulk::Bulk;
@@ -486,9 +486,9 @@ fn share_order<B: Backend>(comm: &dyn Collective, pass: &Pass<B>) -> Result<(), 
 
 fn stray(comm: &dyn Collective) -> CommError {
     CommError::Shape {
-        at: Called::new(comm.label(), 0, comm.place().rank, "gradient"),
-        expected: "a gradient between the begin and the end of a backward pass".into(),
-        got: "one outside".into(),
+        at: OperationCall::new(comm.label(), 0, comm.place().rank, "gradient"),
+        expected: "a gradient during a backward pass".into(),
+        got: "a gradient outside of one".into(),
     }
 }
 
@@ -545,12 +545,19 @@ fn unlike<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Com
     };
     let other = all.iter().position(|rank| *rank != bytes).unwrap_or(0);
     CommError::Mismatch {
-        at: Called::new(comm.label(), 0, rank.place.rank, "an update of a module of which a parameter has become an ordinary tensor"),
+        at: OperationCall::new(
+            comm.label(),
+            0,
+            rank.place.rank,
+            "an update of a module in which an ordinary tensor has replaced a parameter",
+        ),
         other_rank: rank.window.in_run(other),
-        other_op: "one of a module with other values there (call zero_burn::module::collect_grads on all gradients before an optimizer's step, \
-                   change parameters alike on all ranks, and call zero_burn::module::prepare on a model whose parameters were \
-                   replaced; LBFGS replaces them in each step, and cannot be used on several ranks)"
-            .into(),
+        other_op:
+            "an update with other values there (call zero_burn::module::collect_grads on all gradients before an \
+             optimizer's step, change parameters alike on all ranks, and call zero_burn::module::prepare on a model \
+             whose parameters were replaced; LBFGS replaces them in each step, so its closure must return the same \
+             loss and collected gradients on all ranks)"
+                .into(),
     }
 }
 
@@ -567,11 +574,11 @@ fn uneven<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, told: &Told) -> Com
     };
     let other = all.iter().position(|rank| rank[0] != mine[0] && rank[0] > 0.0).unwrap_or(0);
     CommError::Mismatch {
-        at: Called::new(comm.label(), 0, rank.place.rank, does(mine[0], mine[1] == 1.0)),
+        at: OperationCall::new(comm.label(), 0, rank.place.rank, does(mine[0], mine[1] == 1.0)),
         other_rank: rank.window.in_run(other),
         other_op: format!(
-            "{}: all ranks must make the same backward passes through prepared parameters in a step and leave out the same steps; \
-             differentiate a copy (model.clone().no_grad()) where one rank looks at gradients alone",
+            "{}: all ranks must run the same backward passes through prepared parameters in a step, and skip the same \
+             steps; to inspect gradients on one rank alone, differentiate a copy (model.clone().no_grad())",
             does(all[other][0], all[other][1] == 1.0)
         ),
     }
@@ -602,7 +609,7 @@ impl<B: Backend> Pass<B> {
     }
 
     fn lay_out(&mut self, index: u64, contribution: Option<Contribution<B>>) -> Result<(), CommError> {
-        let slot = self.rank.parameters.slot(index).expect("the ranks have agreed on parameters that they know");
+        let slot = self.rank.parameters.slot(index).expect("ranks agree only on parameters that all of them have");
         let counted = contribution.as_ref().map_or(0, |contribution| bytes_of(&contribution.gradient));
         let (gradient, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(gradient), cell),

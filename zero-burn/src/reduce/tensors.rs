@@ -100,14 +100,14 @@ impl<B: Backend> Tensors<B> {
         self.elements = 0;
         for (held, piece) in self.held.drain(..).zip(settled) {
             self.rank.count_unreduced(-held.counted);
-            held.cell.settle(Ok(piece.expect("every gradient is added up by this rank or by the one that shares it")));
+            held.cell.settle(Ok(piece.expect("every gradient is summed by this rank or by the one that shares it")));
         }
         Ok(())
     }
 
     fn exchange(&self, handed: Handed<B>, bytes: usize, name: &str) -> Result<Vec<Arc<Handed<B>>>, CommError> {
         let all = self.comm.in_process().expect("the ranks share memory").exchange(Arc::new(handed), bytes, name)?;
-        let tensors = |item: Joined| item.downcast().expect("every rank hands over tensors of the one inner backend");
+        let tensors = |item: Joined| item.downcast().expect("all ranks have the same inner backend");
         Ok(all.into_iter().map(tensors).collect())
     }
 

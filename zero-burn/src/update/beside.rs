@@ -58,7 +58,7 @@ impl Layout {
             while start < job.elements {
                 let end = (start + stretch).min(job.elements);
                 let part = |(parts, access): &mut (_, Access)| {
-                    let region = Iterator::next(parts).expect("a region is as long as its array");
+                    let region = Iterator::next(parts).expect("a region and its array have the same length");
                     Part { region, access: *access }
                 };
                 layout.items.push(Item { parts: regions.iter_mut().map(part).collect() });
@@ -111,7 +111,7 @@ impl<B: Backend> Running<'_, B> {
 
 impl<B: Backend> Work<Failure> for Running<'_, B> {
     fn compute(&mut self, index: usize, buffers: &mut [SwapBuffer]) -> Result<(), Failure> {
-        self.rank.window.check(&"an update from the disk").map_err(Failure::Comm)?;
+        self.rank.window.check(&"an update from disk").map_err(Failure::Comm)?;
         let (job, range) = self.layout.places[index].clone();
         let job = self.jobs[job].as_mut().expect("a job ends after its last item");
         let end = range.end;
@@ -124,7 +124,7 @@ impl<B: Backend> Work<Failure> for Running<'_, B> {
 
     fn meanwhile(&mut self) -> Result<bool, Failure> {
         let Some(job) = self.in_memory.pop_front() else { return Ok(false) };
-        self.rank.window.check(&"an update in the host's memory").map_err(Failure::Comm)?;
+        self.rank.window.check(&"an update in host memory").map_err(Failure::Comm)?;
         let _span = tracing::trace_span!("update in host memory", elements = job.elements).entered();
         self.halfway.extend(job.run());
         Ok(true)

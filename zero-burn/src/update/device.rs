@@ -22,7 +22,7 @@ pub(crate) fn run<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
 fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
     let Some(scale) = jobs.first().map(|job| job.scale) else { return Vec::new() };
     let item = |job: &mut Job<B>| {
-        let (gradient, _) = job.gradient.take().expect("a second pass on a device is along what the first gave");
+        let (gradient, _) = job.gradient.take().expect("the first pass on a device gives the direction of the second");
         let (is_first, is_second) = (job.is_first_pass(), job.is_second_pass());
         UpdateItem {
             update: job.kernel.into(),
@@ -37,7 +37,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPr
     };
     let items = jobs.iter_mut().map(item).collect();
     let updated = fused_update::<B>(items, factor.map_or(GradScale::Number(scale), GradScale::Tensor));
-    let updated = updated.unwrap_or_else(|_| stop("the backend's tensors are not CubeCL's, though they were".into()));
+    let updated = updated.unwrap_or_else(|_| stop("the backend's tensors are no longer CubeCL's".into()));
     let (mut halfway, mut waiting, mut tensors) = (Vec::new(), Vec::new(), Vec::new());
     for (mut job, Updated { parameter, states, copy, direction }) in jobs.into_iter().zip(updated) {
         if let Some(direction) = direction {
@@ -95,6 +95,6 @@ fn measure<B: Backend>(jobs: &mut [Job<B>]) {
 fn tensor<B: Backend>(array: Array<B>) -> B::FloatTensorPrimitive {
     match array {
         Array::Tensor(tensor) => tensor,
-        Array::Memory(_) | Array::Disk { .. } => unreachable!("an update on a device has its arrays there"),
+        Array::Memory(_) | Array::Disk { .. } => unreachable!("the arrays of an update on a device are on the device"),
     }
 }

@@ -21,7 +21,7 @@ use burn_std::DType;
 use half::slice::HalfFloatSliceExt;
 use zero_core::offload::{Access, SwapBuffer};
 use zero_ops::Elements;
-use zero_ops::update::{Average, Kernel, Norms, State, Stretch, Sweep, Target, run_stretch};
+use zero_ops::update::{Average, Chunk, Kernel, Norms, State, Sweep, Target, update_chunk};
 
 use crate::cell::{Cell, Piece};
 use crate::mover::Mover;
@@ -155,7 +155,9 @@ impl<B: Backend> Job<B> {
         let p = numbers(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
             None => Elements::F32(&[]),
-            Some((Array::Tensor(g), _)) => zero_ops::elements::<B>(g).expect("it was looked at").slice(range.clone()),
+            Some((Array::Tensor(g), _)) => {
+                zero_ops::elements::<B>(g).expect("the gradient was checked").slice(range.clone())
+            }
             Some((home, DType::F16)) => Elements::F16(numbers(home, &mut buffers, &range)),
             Some((home, DType::BF16)) => Elements::Bf16(numbers(home, &mut buffers, &range)),
             Some((home, _)) => Elements::F32(numbers(home, &mut buffers, &range)),
@@ -183,7 +185,7 @@ impl<B: Backend> Job<B> {
             }
         }
         let first = self.first + range.start;
-        let norms = run_stretch(self.kernel, self.scale, Stretch { p, g, a, b, copy, average, first }, counted);
+        let norms = update_chunk(self.kernel, self.scale, Chunk { p, g, a, b, copy, average, first }, counted);
         self.norms = self.norms.plus(norms);
     }
 
@@ -253,7 +255,7 @@ impl<B: Backend> Job<B> {
 
 fn settle_one<B: Backend>(cell: &Cell<B>, array: Array<B>) {
     match array {
-        Array::Tensor(_) => unreachable!("what is written is on the host"),
+        Array::Tensor(_) => unreachable!("the results of an update on the host are on the host"),
         Array::Memory(data) => cell.settle_data(data.convert_dtype(cell.dtype)),
         Array::Disk { stored, .. } => cell.settle_as(Piece::Stored(Stored::Disk(stored))),
     }
@@ -265,12 +267,12 @@ fn numbers<'a, B: Backend, T: burn_backend::Element + zero_core::offload::Elemen
     range: &Range<usize>,
 ) -> &'a mut [T] {
     match home {
-        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("of this type, by its job")[range.clone()],
+        Array::Memory(data) => &mut data.as_mut_slice::<T>().expect("the job has this type")[range.clone()],
         Array::Disk { .. } => {
             let buffer = buffers.next().expect("the pipeline gives a buffer for each array on the disk");
             buffer.view_mut::<T>()
         }
-        Array::Tensor(_) => unreachable!("what is computed on is on the host"),
+        Array::Tensor(_) => unreachable!("the arrays of an update on the host are on the host"),
     }
 }
 

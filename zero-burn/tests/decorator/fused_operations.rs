@@ -543,11 +543,17 @@ fn wrong_shapes_are_named() {
     let x = random([5, 6]);
     let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0, dropout: None };
     let text = panics(Box::new(move || drop(zero_ops::packed_attention(x, None, options))));
-    assert!(text.contains("5 rows are no 2 sequences"), "{text}");
+    assert!(text.contains("5 rows do not divide into 2 sequences"), "{text}");
     for (q, k, causal, window, expected) in [
-        ([4, 6], [4, 9], true, None, "keys of width 9 are no heads that 2 of 3 can share"),
-        ([4, 6], [6, 6], true, None, "causal with 4 rows of queries and 6 of keys"),
-        ([4, 6], [4, 6], false, Some(2), "a window of Some(2) rows must be causal"),
+        (
+            [4, 6],
+            [4, 9],
+            true,
+            None,
+            "keys of width 9 do not divide into heads that 2 query heads of width 3 can share",
+        ),
+        ([4, 6], [6, 6], true, None, "causal with 4 rows of queries and 6 rows of keys"),
+        ([4, 6], [4, 6], false, Some(2), "a window of Some(2) rows needs causal attention"),
     ] {
         let options = AttentionOptions { causal, window, ..options };
         let (q, k) = (random(q), random(k));

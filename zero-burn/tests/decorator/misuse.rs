@@ -469,7 +469,9 @@ fn a_rank_edits(stage: Stage, world: usize, odd: Option<usize>, every: u64) -> (
 #[test]
 fn a_replica_that_was_changed_by_hand_is_named() {
     for stage in [Stage::DataParallel, Stage::OptimizerState, Stage::Gradients] {
-        for (world, odd, names) in [(2, 1, "rank 1 is not that of rank 0"), (3, 0, "rank 0 is not that of rank 1, 2")] {
+        for (world, odd, names) in
+            [(2, 1, "rank(s) 1 differs from rank(s) 0"), (3, 0, "rank(s) 0 differs from rank(s) 1, 2")]
+        {
             for every in [1, 3] {
                 let what = format!("changed on rank {odd} of {world}, stage {stage}, every {every}");
                 let error = error(&what, a_rank_edits(stage, world, Some(odd), every), SOON);

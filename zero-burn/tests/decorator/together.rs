@@ -15,7 +15,7 @@ use zero_burn::config::{Disk, Gathers, ZeroConfig};
 use zero_burn::gathered::ParamMeta;
 use zero_burn::launch::{LaunchOptions, launch_on};
 use zero_burn::module::prepare;
-use zero_burn::pieces::{Parked, load_pieces};
+use zero_burn::shards::{OffloadedStates, load_shards};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 use zero_core::checkpoint::ElementType;
@@ -91,19 +91,19 @@ fn what_ranks_hold_of_a_parameter_does_not_change_what_they_gather() {
     {
         let ended = on_ranks(world, stage, |_, device| {
             let net = prepare::<Ad, _>(Net::<Ad>::new(device), device);
-            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.5, range))));
+            let (net, loaded) = load_shards::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.5, range))));
             loaded?;
             let before = net.values();
             // To a disk and back: ranks have pieces of other sizes, or none.
             let folder = tempfile::tempdir().map_err(|error| error.to_string())?;
             let disk = Disk { path: folder.path().into(), buffer_bytes: 1 << 16, buffer_count: 6, ..Disk::default() };
-            let mut parked = Parked::begin(&disk).map_err(|error| error.to_string())?;
+            let mut parked = OffloadedStates::begin(&disk).map_err(|error| error.to_string())?;
             parked.add_module::<Ad, _>(&net).map_err(|error| error.to_string())?;
             let meanwhile = net.values();
             parked.reload();
             let after = net.values();
             // Its fences compare what the ranks have called.
-            let (net, loaded) = load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(1.5, range))));
+            let (net, loaded) = load_shards::<Ad, _, String>(net, |_, range| Ok(Some(numbered(1.5, range))));
             loaded?;
             Ok((before, meanwhile, after, net.values()))
         });
@@ -130,7 +130,7 @@ fn ranks_that_use_other_parameters_are_told_before_an_update() {
         // Of one size and type, so that nothing but the ranks' own records shows that they are mixed up.
         let own = if rank == 0 { net.second.weight.val().into_data() } else { net.values().swap_remove(3) };
         drop(own);
-        load_pieces::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.0, range)))).1
+        load_shards::<Ad, _, String>(net, |_, range| Ok(Some(numbered(0.0, range)))).1
     });
     for rank in ended {
         let told = rank.unwrap_err();
@@ -147,7 +147,7 @@ fn parameters_that_one_rank_cannot_load_are_that_ranks_error() {
             (1, "second.weight") => Err("a file is damaged".to_string()),
             _ => Ok(Some(numbered(0.0, range))),
         };
-        let (_, loaded) = load_pieces::<Ad, _, String>(net, read);
+        let (_, loaded) = load_shards::<Ad, _, String>(net, read);
         seen.lock().unwrap().push((rank, loaded.clone()));
         loaded
     });

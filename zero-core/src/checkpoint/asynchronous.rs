@@ -41,7 +41,7 @@ impl AsyncSaver {
     /// [`CheckpointError::Comm`].
     pub fn new(comm: &dyn Collective) -> Result<Self, CheckpointError> {
         let group = comm.duplicate("checkpoint").map_err(|source| {
-            let doing = "making a group for checkpoints".to_string();
+            let doing = "creating the group for checkpoints".to_string();
             CheckpointError::Comm { doing, source: Box::new(source) }
         })?;
         Ok(Self { group, in_flight: None })
@@ -93,7 +93,7 @@ impl AsyncSaver {
 impl Drop for AsyncSaver {
     fn drop(&mut self) {
         if let Err(error) = self.wait() {
-            tracing::error!("a checkpoint that nobody waited for: {error}");
+            tracing::error!("a background save failed: {error}");
         }
     }
 }

@@ -39,7 +39,7 @@ pub(super) fn sync_dir(dir: &Path) -> Result<(), CheckpointError> {
         // Files are synced all the same; the file system then decides the order of names.
         Err(error) if is_not_offered(&error) => {
             warn_once(format!(
-                "the file system of {} cannot sync a folder ({error}): after a power failure its newest names may be lost",
+                "the file system of {} cannot sync folders ({error}): a power failure may lose its newest file names",
                 dir.display()
             ));
             Ok(())
@@ -68,7 +68,7 @@ pub(super) fn read_at(file: &File, path: &Path, out: &mut [u8], offset: u64) -> 
         Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Err(CheckpointError::Truncated {
             path: path.to_path_buf(),
             expected_bytes: offset + out.len() as u64,
-            got_bytes: file.metadata().map_err(io_at("look at", path))?.len(),
+            got_bytes: file.metadata().map_err(io_at("read the metadata of", path))?.len(),
         }),
         outcome => outcome.map_err(io_at("read", path)),
     }

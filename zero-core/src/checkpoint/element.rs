@@ -78,7 +78,7 @@ impl ElementType {
 /// Checks that a file can hold a tensor of this type and shape.
 pub(super) fn check(dtype: Dtype, shape: &[usize]) -> Result<(), String> {
     if shape.len() > MAX_DIMENSIONS {
-        return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, which is the most that is read"));
+        return Err(format!("it has more than {MAX_DIMENSIONS} dimensions, the supported maximum"));
     }
     let too_large = || format!("{dtype} {} is larger than any file", brief(format_args!("{shape:?}")));
     bytes_of(dtype, shape).map(drop).ok_or_else(too_large)

@@ -144,13 +144,13 @@ pub enum CheckpointError {
         reason: String,
     },
     /// Another save into the same folder is still running.
-    #[error("another save into {} is going on: wait for it, or give each run a folder of its own", dir.display())]
+    #[error("another save into {} is in progress: wait for it, or give each run its own folder", dir.display())]
     Busy {
         /// The folder.
         dir: PathBuf,
     },
     /// A folder cannot be created at this path.
-    #[error("cannot write a folder at {}: {reason}", path.display())]
+    #[error("cannot create folder {}: {reason}", path.display())]
     Destination {
         /// The path.
         path: PathBuf,
@@ -168,7 +168,7 @@ pub enum CheckpointError {
         got: String,
     },
     /// The checkpoint has no such tensor.
-    #[error("{} has no tensor '{tensor}' among its {count}; look at its tensors for the names", path.display())]
+    #[error("{} has no tensor '{tensor}' among its {count} tensors; list them to see their names", path.display())]
     NoTensor {
         /// The checkpoint.
         path: PathBuf,
@@ -178,7 +178,7 @@ pub enum CheckpointError {
         count: usize,
     },
     /// The requested elements are outside the tensor.
-    #[error("tensor '{tensor}' has {numel} elements: elements {start}..{end} were asked for")]
+    #[error("tensor '{tensor}' has {numel} elements, but elements {start}..{end} were requested")]
     OutOfRange {
         /// The tensor.
         tensor: String,
@@ -207,8 +207,8 @@ pub enum CheckpointError {
     },
     /// Ranks that resume together found different checkpoints, for example parts of a model whose save was interrupted.
     #[error(
-        "ranks would resume from different checkpoints: rank 0 has {}, rank {} has {}; copy what is missing, or remove the \
-         steps that only some have", .0.first, .0.rank, .0.other
+        "ranks would resume from different checkpoints: rank 0 has {}, rank {} has {}; copy the missing checkpoints, \
+         or remove the steps that only some ranks have", .0.first, .0.rank, .0.other
     )]
     Unlike(crate::collective::Difference),
     /// Communication between the ranks failed.

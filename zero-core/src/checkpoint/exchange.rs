@@ -141,7 +141,7 @@ impl<'c> Ranks<'c> {
             self.task.failed(
                 self.rank(),
                 self.comm.place().world,
-                format!("what another rank sent cannot be read: {error}"),
+                format!("cannot parse the message of another rank: {error}"),
             )
         };
         serde_json::from_slice(bytes).map_err(failed)
@@ -270,11 +270,11 @@ impl<T> DiskWork<T> {
     pub(super) fn wait(&mut self, within: Duration, patience: Duration) -> Option<Result<T, CheckpointError>> {
         let failed = |kind, reason: String| {
             let source = io::Error::new(kind, reason);
-            Some(Err(CheckpointError::Io { action: "work on", path: self.path.clone(), source }))
+            Some(Err(CheckpointError::Io { action: "access", path: self.path.clone(), source }))
         };
         match self.result.recv_timeout(within) {
             Ok(result) => Some(result),
-            Err(RecvTimeoutError::Disconnected) => failed(io::ErrorKind::Other, "its thread panicked".to_string()),
+            Err(RecvTimeoutError::Disconnected) => failed(io::ErrorKind::Other, "its I/O thread panicked".to_string()),
             Err(RecvTimeoutError::Timeout) => {
                 let made = self.progress.count();
                 if made != self.seen.0 {
@@ -283,7 +283,7 @@ impl<T> DiskWork<T> {
                 if self.seen.1.elapsed() < patience {
                     return None;
                 }
-                failed(io::ErrorKind::TimedOut, format!("the disk has done nothing for {patience:?}"))
+                failed(io::ErrorKind::TimedOut, format!("the disk made no progress for {patience:?}"))
             }
         }
     }
@@ -292,7 +292,7 @@ impl<T> DiskWork<T> {
     pub(super) fn end(self, within: Duration) {
         match self.result.recv_timeout(within) {
             Err(RecvTimeoutError::Timeout) => {
-                tracing::error!("a thread is left to the disk of {}, which does nothing", self.path.display());
+                tracing::error!("abandoned the I/O thread of {}: the disk makes no progress", self.path.display());
             }
             // It has sent its result, or panicked, which `wait` reports.
             _ => drop(self.thread.join()),
@@ -386,8 +386,7 @@ mod tests {
         };
         let begin = Instant::now();
         for outcome in shared(stuck) {
-            let words =
-                "saving step 7 failed on rank 1 of 2: cannot work on there: the disk has done nothing for 400ms";
+            let words = "saving step 7 failed on rank 1 of 2: cannot access there: the disk made no progress for 400ms";
             assert!(outcome.contains(words), "{outcome}");
         }
         assert!(begin.elapsed() < 8 * DEADLINE);

@@ -39,9 +39,11 @@ impl NewFolder {
         let refuse = |reason: String| CheckpointError::Destination { path: target.to_path_buf(), reason };
         let mut resolved = target.to_path_buf();
         if fs::symlink_metadata(target).is_ok() {
-            resolved = fs::canonicalize(target).map_err(io_at("follow", target))?;
+            resolved = fs::canonicalize(target).map_err(io_at("resolve", target))?;
             if !resolved.is_dir() {
-                return Err(refuse("there is a file; name a folder that does not exist or is empty".to_string()));
+                return Err(refuse(
+                    "a file with this name exists; name a folder that does not exist or is empty".to_string(),
+                ));
             }
             let entries = fs::read_dir(&resolved).map_err(io_at("list", target))?.count();
             if entries > 0 {
@@ -51,11 +53,11 @@ impl NewFolder {
             }
         }
         let (Some(name), Some(parent)) = (resolved.file_name(), resolved.parent()) else {
-            return Err(refuse("expected the path of a folder to be made".to_string()));
+            return Err(refuse("expected the path of a folder to create".to_string()));
         };
         let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
         if !parent.is_dir() {
-            return Err(refuse(format!("there is no folder {}; make it first", parent.display())));
+            return Err(refuse(format!("its parent folder {} does not exist; create it first", parent.display())));
         }
         let nanos = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let hidden = format!(".{}.writing-{nanos:x}-{:x}", name.to_string_lossy(), std::process::id());
@@ -103,7 +105,7 @@ impl Drop for NewFolder {
             && let Err(error) = fs::remove_dir_all(hidden)
         {
             // The earlier failure has its own error, which is returned.
-            tracing::warn!("{} is left and may be removed: {error}", hidden.display());
+            tracing::warn!("cannot remove the incomplete folder {}; remove it by hand: {error}", hidden.display());
         }
     }
 }
@@ -142,8 +144,8 @@ mod tests {
         fs::create_dir(dir.path().join("full")).unwrap();
         fs::write(dir.path().join("full/a"), "").unwrap();
         assert!(refused("full").contains("has 1 entries; name one that does not exist or is empty"));
-        assert!(refused("full/a").contains("there is a file"));
-        assert!(refused("absent/out").contains("make it first"));
+        assert!(refused("full/a").contains("a file with this name exists"));
+        assert!(refused("absent/out").contains("create it first"));
         assert_eq!(names(dir.path()), ["full"]);
 
         // Taken while it is being written.
@@ -166,6 +168,6 @@ mod tests {
         assert!(fs::symlink_metadata(dir.path().join("link")).unwrap().is_symlink());
         assert_eq!(names(&dir.path().join("real")), ["a"]);
         std::os::unix::fs::symlink("nowhere", dir.path().join("dangling")).unwrap();
-        assert!(NewFolder::begin(&dir.path().join("dangling")).unwrap_err().to_string().contains("cannot follow"));
+        assert!(NewFolder::begin(&dir.path().join("dangling")).unwrap_err().to_string().contains("cannot resolve"));
     }
 }

@@ -55,9 +55,9 @@ impl Header {
     /// [`CheckpointError::BadHeader`] if this is not the header of a file of this size, and errors of reading the file.
     pub fn read(file: &File, path: &Path) -> Result<Self, CheckpointError> {
         let bad = |reason: String| CheckpointError::BadHeader { path: path.to_path_buf(), reason };
-        let file_bytes = file.metadata().map_err(io_at("look at", path))?.len();
+        let file_bytes = file.metadata().map_err(io_at("read the metadata of", path))?.len();
         if file_bytes < 8 {
-            return Err(bad(format!("expected 8 bytes of length, the file has {file_bytes}")));
+            return Err(bad(format!("expected 8 bytes for the header length, the file has {file_bytes}")));
         }
         let mut length = [0; 8];
         read_at(file, path, &mut length, 0)?;
@@ -144,7 +144,7 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for Members<T> {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members<T>, A::Error> {
                 let (mut metadata, mut tensors) = (None, BTreeMap::new());
                 while let Some(name) = map.next_key::<String>()? {
-                    let twice = |name: &str| Err(A::Error::custom(format!("'{}' comes twice", brief(name))));
+                    let twice = |name: &str| Err(A::Error::custom(format!("'{}' appears twice", brief(name))));
                     if name == METADATA {
                         if metadata.replace(map.next_value()?).is_some() {
                             return twice(&name);
@@ -207,7 +207,7 @@ mod tests {
         let parse = |json: &str, bytes| Header::parse(json.as_bytes(), bytes).unwrap_err();
         let tensor = |begin: u64, end: u64| format!(r#"{{"dtype":"U8","shape":[2],"data_offsets":[{begin},{end}]}}"#);
         assert!(parse("[]", 0).contains("an object of tensors"));
-        assert!(parse(&format!(r#"{{"a":{0},"a":{0}}}"#, tensor(0, 2)), 2).contains("'a' comes twice"));
+        assert!(parse(&format!(r#"{{"a":{0},"a":{0}}}"#, tensor(0, 2)), 2).contains("'a' appears twice"));
         let overlap = format!(r#"{{"a":{},"b":{}}}"#, tensor(0, 2), tensor(1, 3));
         assert!(parse(&overlap, 3).contains("invalid offset for tensor `b`"));
         assert!(parse(&format!(r#"{{"a":{}}}"#, tensor(1, 3)), 3).contains("invalid offset for tensor `a`"));

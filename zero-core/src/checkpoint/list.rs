@@ -15,7 +15,7 @@ use super::{Check, Manifest};
 #[derive(Debug, Default)]
 pub struct Listing {
     /// The checkpoints, by step.
-    pub checkpoints: Vec<Listed>,
+    pub checkpoints: Vec<ListedCheckpoint>,
     /// Name of the folder that `latest` points to, which need not exist.
     pub latest: Option<String>,
     /// The error if `latest` cannot be read.
@@ -23,12 +23,12 @@ pub struct Listing {
     /// Name of the checkpoint that [`find_latest`](super::find_latest) returns after the same check.
     pub resume: Option<String>,
     /// Remains of interrupted saves, by name. The next save into the folder removes them. A save in progress is listed here too.
-    pub remains: Vec<Remains>,
+    pub remains: Vec<InterruptedSave>,
 }
 
 /// A checkpoint of a [`Listing`].
 #[derive(Debug)]
-pub struct Listed {
+pub struct ListedCheckpoint {
     /// Its folder's name.
     pub name: String,
     /// Its folder.
@@ -49,7 +49,7 @@ pub struct Listed {
 
 /// Remains of an interrupted save.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-pub struct Remains {
+pub struct InterruptedSave {
     /// Its name.
     pub name: String,
     /// Its size.
@@ -73,7 +73,7 @@ pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
         let entry = entry.map_err(io_at("list", dir))?;
         let Ok(name) = entry.file_name().into_string() else { continue };
         if is_remains(&name) && !names.contains(&name) {
-            listing.remains.push(Remains { disk_bytes: disk_bytes(&entry.path())?, name });
+            listing.remains.push(InterruptedSave { disk_bytes: disk_bytes(&entry.path())?, name });
         }
     }
     listing.remains.sort_by(|a, b| a.name.cmp(&b.name));
@@ -81,7 +81,7 @@ pub fn list(dir: &Path, check: Check) -> Result<Listing, CheckpointError> {
         let path = dir.join(&name);
         let (manifest, problems) = Manifest::examine(&path, check);
         let Some(step) = step_of(name.strip_prefix(REPLACED).unwrap_or(&name)) else { continue };
-        listing.checkpoints.push(Listed {
+        listing.checkpoints.push(ListedCheckpoint {
             disk_bytes: disk_bytes(&path)?,
             name,
             path,
@@ -113,7 +113,7 @@ impl Listing {
         }
         let named = self.latest.as_ref()?;
         let there = self.checkpoints.iter().any(|listed| listed.name == *named);
-        (!there).then(|| format!("{} names {named}, which is not there", dir.join(LATEST).display()))
+        (!there).then(|| format!("{} names {named}, which does not exist", dir.join(LATEST).display()))
     }
 }
 
@@ -130,7 +130,7 @@ pub fn is_checkpoint_name(name: &str) -> bool {
 pub fn disk_bytes(path: &Path) -> Result<u64, CheckpointError> {
     let gone = |error: io::Error| match error.kind() {
         io::ErrorKind::NotFound => Ok(0),
-        _ => Err(io_at("look at", path)(error)),
+        _ => Err(io_at("read the metadata of", path)(error)),
     };
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => return Ok(found.len()),

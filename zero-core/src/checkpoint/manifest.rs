@@ -65,7 +65,7 @@ impl TensorEntry {
         let partition = Partition::new(self.numel(), world);
         let fits = |(rank, sum): (usize, &Option<u32>)| sum.is_some() == (partition.len(rank) > 0);
         if self.crc32c.len() != world || !self.crc32c.iter().enumerate().all(fits) {
-            return Err("it does not have one checksum for each rank that has elements of it".to_string());
+            return Err("expected one checksum for each rank that holds elements of it".to_string());
         }
         Ok(())
     }
@@ -155,11 +155,8 @@ impl Manifest {
         match files::read(&path, LARGEST) {
             Ok(bytes) => Self::parse(&bytes, &path),
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                let what = if folder.is_dir() {
-                    "the manifest, without which a checkpoint is not complete,"
-                } else {
-                    "the checkpoint"
-                };
+                let what =
+                    if folder.is_dir() { "the manifest that marks a checkpoint as complete" } else { "the checkpoint" };
                 Err(CheckpointError::Missing { what, path })
             }
             Err(error) => Err(io_at("read", &path)(error)),
@@ -193,10 +190,10 @@ impl Manifest {
 
     fn check(&self) -> Result<(), String> {
         if self.format_version == 0 {
-            return Err("expected a format from 1, got 0".to_string());
+            return Err("expected format 1 or later, got 0".to_string());
         }
         if depth(&self.state) > MAX_DEPTH {
-            return Err(format!("recursion limit exceeded: its state has more than {MAX_DEPTH} levels of brackets"));
+            return Err(format!("recursion limit exceeded: its state is nested more than {MAX_DEPTH} levels deep"));
         }
         let (world, files) = (self.world, self.file_bytes.len());
         if world == 0 || files != world {
@@ -222,7 +219,7 @@ impl Manifest {
         let read = Self::parse(&bytes, path)?;
         let state = read.state_at(path)?.to_string();
         if read != *self || *state != *self.state {
-            return Err(bad("what is read from it differs from what was written".to_string()));
+            return Err(bad("reading it back gives different contents".to_string()));
         }
         Ok(bytes)
     }
@@ -329,7 +326,7 @@ mod tests {
         assert!(reason("[1]", "[5000000000,5000000000]").contains("larger than any file"));
         assert!(reason("[1]", "[2]").contains("one checksum for each rank"));
         let twice = r#""w":{"dtype":"F32","shape":[0],"crc32c":[null,null]},"w":"#;
-        assert!(reason("\"w\":", twice).contains("'w' comes twice"));
+        assert!(reason("\"w\":", twice).contains("'w' appears twice"));
         assert!(reason("[7,null]", "[7]").contains("one checksum for each rank"));
     }
 

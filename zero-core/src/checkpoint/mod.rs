@@ -65,7 +65,7 @@ pub use error::CheckpointError;
 pub use folder::NewFolder;
 pub use header::{Header, HeaderEntry};
 pub use latest::{Found, check_together, find_latest, find_latest_together};
-pub use list::{Listed, Listing, Remains, disk_bytes, is_checkpoint_name, list};
+pub use list::{InterruptedSave, ListedCheckpoint, Listing, disk_bytes, is_checkpoint_name, list};
 pub use manifest::{Check, FORMAT_VERSION, Manifest, TensorEntry};
 pub use open::{Checkpoint, piece_for, verify};
 pub use piece::{Piece, TensorSpec};

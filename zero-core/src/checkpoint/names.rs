@@ -72,7 +72,11 @@ pub(super) fn pointed_at(dir: &Path) -> Result<Option<String>, CheckpointError> 
     match std::str::from_utf8(&bytes).ok().map(str::trim_end).filter(|name| step_of(name).is_some()) {
         Some(name) => Ok(Some(name.to_string())),
         None => Err(CheckpointError::BadManifest {
-            reason: format!("expected a name such as {}, found {} other bytes", step_folder(12), bytes.len()),
+            reason: format!(
+                "expected a name such as {}, found {} bytes that are not such a name",
+                step_folder(12),
+                bytes.len()
+            ),
             path,
         }),
     }

@@ -118,7 +118,7 @@ impl Checkpoint {
         let entry = self.checked(tensor, &range)?;
         let bytes = range.len() * entry.dtype.size();
         if out.len() != bytes {
-            let (expected, got) = (format!("room for {bytes} bytes"), format!("{} bytes", out.len()));
+            let (expected, got) = (format!("a buffer of {bytes} bytes"), format!("{} bytes", out.len()));
             return Err(CheckpointError::Unfit { tensor: tensor.to_string(), expected, got });
         }
         self.fill(tensor, entry, range, out)

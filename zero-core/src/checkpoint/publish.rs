@@ -59,7 +59,7 @@ impl Drop for Lock {
         // Unlocked explicitly, not by closing the file: a process that another thread is starting right now holds a copy of it, and the
         // next save would find it locked.
         if let Err(error) = self.0.unlock() {
-            tracing::warn!("the lock of a folder of checkpoints cannot be given back: {error}");
+            tracing::warn!("cannot release the lock of a checkpoint folder: {error}");
         }
     }
 }
@@ -76,7 +76,7 @@ impl Staging {
             // The sweep without a lock never removes a complete checkpoint: a second run would lose its save, and get an error.
             Err(TryLockError::Error(error)) if files::is_not_offered(&error) => {
                 files::warn_once(format!(
-                    "{} cannot be locked ({error}): see that no two runs save into one folder",
+                    "cannot lock {} ({error}): make sure that no two runs save into the same folder",
                     path.display()
                 ));
                 None
@@ -113,9 +113,12 @@ impl Staging {
                 Ok(found) => found.len(),
                 // Its rank has written it, so that rank sees another disk under this path.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                    return Err(CheckpointError::Missing { what: "a rank's file, as rank 0 sees the folder,", path });
+                    return Err(CheckpointError::Missing {
+                        what: "a rank's file in rank 0's view of the folder",
+                        path,
+                    });
                 }
-                Err(error) => return Err(io_at("look at", &path)(error)),
+                Err(error) => return Err(io_at("read the metadata of", &path)(error)),
             };
             if got_bytes != expected_bytes {
                 return Err(CheckpointError::Truncated { path, expected_bytes, got_bytes });
@@ -196,7 +199,7 @@ impl Staging {
                 match sound::problem(&path, &manifest, progress) {
                     None => kept += 1,
                     Some(problem) => published.not_pruned.push(format!(
-                        "{name} is not one of the {keep} that are kept, because it is damaged; remove it: {problem}"
+                        "{name} is damaged, so it does not count as one of the {keep} to keep; remove it: {problem}"
                     )),
                 }
                 continue;
@@ -225,7 +228,7 @@ impl Drop for Staging {
         for path in [folder.clone(), self.dir.join(NEW_LATEST)] {
             // The save has already failed, and its own error is returned.
             if let Err(error) = remove(&path) {
-                tracing::warn!("what a failed save leaves, until the next one: {error}");
+                tracing::warn!("cannot clean up after a failed save; the next save does it: {error}");
             }
         }
     }

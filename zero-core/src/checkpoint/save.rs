@@ -187,7 +187,7 @@ fn save_checked<'p>(
     let (bytes, Published { pruned, not_pruned }) = ranks.of_first(&published)?;
     if rank == 0 {
         for reason in &not_pruned {
-            tracing::warn!("an old checkpoint stays: {reason}");
+            tracing::warn!("an old checkpoint was not removed: {reason}");
         }
     }
     Ok(Saved {
@@ -327,7 +327,7 @@ fn check_piece<'p>(
     if piece.len() == bytes {
         return Ok(piece);
     }
-    let (expected, got) = (format!("{bytes} bytes of this rank's elements"), format!("{} bytes", piece.len()));
+    let (expected, got) = (format!("{bytes} bytes for this rank's elements"), format!("{} bytes", piece.len()));
     Err(CheckpointError::Unfit { tensor: tensor.name.clone(), expected, got })
 }
 

@@ -51,7 +51,7 @@ impl Shard {
             check_owner(&header.metadata, manifest, rank, &path)?;
         }
         let (expected_bytes, got_bytes) =
-            (manifest.file_bytes[rank], file.metadata().map_err(io_at("look at", &path))?.len());
+            (manifest.file_bytes[rank], file.metadata().map_err(io_at("read the metadata of", &path))?.len());
         if got_bytes < expected_bytes {
             return Err(CheckpointError::Truncated { path, expected_bytes, got_bytes });
         }
@@ -142,7 +142,7 @@ fn check_owner(
     let expected: [&str; 4] = [&rank, &world, &step, &manifest.id];
     let found = OWNER.map(|key| got.get(key).map(String::as_str));
     if let Some(at) = found.iter().position(Option::is_none) {
-        let reason = format!("it does not name the {} that the file is of", OWNER[at]);
+        let reason = format!("its metadata has no key '{}'", OWNER[at]);
         return Err(CheckpointError::BadHeader { path: path.to_path_buf(), reason });
     }
     let got = found.map(Option::unwrap_or_default);

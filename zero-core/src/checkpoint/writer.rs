@@ -131,7 +131,7 @@ impl SafetensorsWriter {
             Some((next, size)) if self.begun > 0 => {
                 format!("the remaining {} of the {size} bytes of '{next}'", size - self.begun)
             }
-            Some((next, size)) => format!("{size} bytes of '{next}' as number {} of the file", self.next),
+            Some((next, size)) => format!("{size} bytes of '{next}', tensor {} of the file", self.next),
             None => format!("no more than the {} tensors of the header", self.expected.len()),
         };
         let got = format!("{} bytes of '{name}'", bytes.len());
@@ -151,7 +151,7 @@ impl SafetensorsWriter {
         }
         let file = self.out.into_inner().map_err(|error| io_at("write", &self.path)(error.into_error()))?;
         file.sync_all().map_err(io_at("sync", &self.path))?;
-        let got_bytes = file.metadata().map_err(io_at("look at", &self.path))?.len();
+        let got_bytes = file.metadata().map_err(io_at("read the metadata of", &self.path))?.len();
         if got_bytes != self.file_bytes {
             return Err(CheckpointError::Truncated { path: self.path, expected_bytes: self.file_bytes, got_bytes });
         }

@@ -34,14 +34,14 @@ pub fn agree(comm: &dyn Collective, lines: &[String]) -> Result<Option<Differenc
     let mine = lines.join("\n").trim_end_matches('\n').to_string();
     let Some((rank, texts)) = first_unlike(comm, mine.into_bytes(), "comparing settings")? else { return Ok(None) };
     let [first, other] = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
-    let nothing = || std::iter::repeat("nothing more");
+    let nothing = || std::iter::repeat("no further settings");
     let places = first.lines().count().max(other.lines().count());
     let mut pairs = first.lines().chain(nothing()).zip(other.lines().chain(nothing())).take(places);
     let Some((first, other)) = pairs.find(|(first, other)| first != other) else { return Ok(None) };
     let plain = |line: &str| line.trim().trim_end_matches(',').to_string();
     // The first rank to end interrupts the others' operations: none may end before all have the data to report the same
     // difference. A barrier that is interrupted has been entered by all ranks, so its error is ignored.
-    let _ = comm.execute(Request::Barrier("a difference of settings"));
+    let _ = comm.execute(Request::Barrier("reporting different settings"));
     Ok(Some(Difference { rank, first: plain(first), other: plain(other) }))
 }
 
@@ -117,7 +117,7 @@ mod tests {
             |rank, first: &str, other: &str| Some(Difference { rank, first: first.into(), other: other.into() });
         let got = compared(&[&["a", "  b: 1,", "c"], &["a", "  b: 1,", "c"], &["a", "  b: 22,", "d"]]);
         assert_eq!(got, vec![difference(2, "b: 1", "b: 22"); 3]);
-        assert_eq!(compared(&[&["a"], &["a", "b"]]), vec![difference(1, "nothing more", "b"); 2]);
+        assert_eq!(compared(&[&["a"], &["a", "b"]]), vec![difference(1, "no further settings", "b"); 2]);
         assert_eq!(compared(&[&["a "], &["a"]]).len(), 2);
     }
 }

@@ -150,7 +150,7 @@ impl Buffer {
             DType::F32 => Buffer::F32(values),
             DType::F16 => Buffer::F16(narrowed(&values)),
             DType::Bf16 => Buffer::Bf16(narrowed(&values)),
-            DType::F64 | DType::U8 => panic!("floats are not sent as {}", dtype.name()),
+            DType::F64 | DType::U8 => panic!("cannot convert floats to {}", dtype.name()),
         }
     }
 
@@ -260,7 +260,7 @@ impl Buffer {
 
     fn join_parts<'b>(parts: impl Iterator<Item = (&'b Buffer, Range<usize>)> + Clone) -> Buffer {
         let numel = parts.clone().map(|(_, range)| range.len()).sum();
-        let mut out = Self::with_capacity(parts.clone().next().expect("there are pieces").0.dtype(), numel);
+        let mut out = Self::with_capacity(parts.clone().next().expect("there is at least one buffer").0.dtype(), numel);
         for (part, range) in parts {
             match (&mut out, part) {
                 (Buffer::F32(out), Buffer::F32(part)) => out.extend_from_slice(&part[range]),
@@ -268,7 +268,7 @@ impl Buffer {
                 (Buffer::F16(out), Buffer::F16(part)) => out.extend_from_slice(&part[range]),
                 (Buffer::Bf16(out), Buffer::Bf16(part)) => out.extend_from_slice(&part[range]),
                 (Buffer::U8(out), Buffer::U8(part)) => out.extend_from_slice(&part[range]),
-                (out, part) => panic!("pieces of {} and {}", out.dtype().name(), part.dtype().name()),
+                (out, part) => panic!("cannot join buffers of {} and {}", out.dtype().name(), part.dtype().name()),
             }
         }
         out

@@ -5,10 +5,10 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::flight::Recorder;
-use super::launcher::Place;
-use super::operation::{At, Group, Moved, Op, child_id, words};
+use super::launcher::Topology;
+use super::operation::{Group, Moved, Op, OperationContext, child_id, words};
 use super::progress::Progress;
-use super::standing::Standing;
+use super::run_status::RunStatus;
 use super::{Buffer, Collective, InProcess, Join, Joined, Pending, ReduceOp, Request};
 use crate::CommError;
 use crate::accounting::WireCounter;
@@ -20,11 +20,11 @@ const AT_THE_END: u32 = 24;
 /// State of one rank, shared by all its groups.
 #[derive(Debug)]
 pub struct RankState {
-    pub(super) place: Place,
+    pub(super) place: Topology,
     pub(super) deadline: Duration,
     pub(super) recorder: Recorder,
     pub(super) wire: Arc<WireCounter>,
-    pub(super) standing: Arc<Standing>,
+    pub(super) standing: Arc<RunStatus>,
 }
 
 /// One rank's engine, which moves bytes between the ranks of a run.
@@ -113,7 +113,7 @@ impl<E: Engine> Inner<E> {
 impl<E: Engine> Comm<E> {
     /// Creates the group of all ranks.
     pub(super) fn of_all(engine: E, label: &str) -> Arc<Self> {
-        let Place { rank, world, .. } = engine.state().place;
+        let Topology { rank, world, .. } = engine.state().place;
         Self::new(engine, Group::new(0, label, (0..world).collect(), rank), 0)
     }
 
@@ -177,8 +177,8 @@ impl<E: Engine> Comm<E> {
     ///
     /// [`CommError`] if a rank fails meanwhile, or does not end within the limit.
     pub fn wait_for_others(&self) -> Result<(), CommError> {
-        let Inner { engine, group, .. } = &*self.inner;
-        let at = group.at(u64::MAX, &"waiting for the other ranks to end");
+        let Inner { engine, group, next } = &*self.inner;
+        let at = group.at(next.load(Ordering::Relaxed), &"the final wait for all ranks");
         engine.state().standing.check(at, [])?;
         let begin = Instant::now();
         engine.leave();
@@ -206,7 +206,7 @@ impl<E: Engine> Collective for Comm<E> {
         &self.inner.group.members
     }
 
-    fn place(&self) -> &Place {
+    fn place(&self) -> &Topology {
         &self.inner.engine.state().place
     }
 
@@ -259,7 +259,7 @@ impl<E: Engine> Collective for Comm<E> {
 
     fn check(&self, group: &str, seq: u64, op: &dyn core::fmt::Display) -> Result<(), CommError> {
         let Inner { engine, group: own, .. } = &*self.inner;
-        engine.state().standing.check(At { group, ..own.at(seq, op) }, own.peers())
+        engine.state().standing.check(OperationContext { group, ..own.at(seq, op) }, own.peers())
     }
 
     fn abort(&self, reason: &str) {

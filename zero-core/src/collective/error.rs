@@ -23,7 +23,7 @@ pub mod code {
 /// `op` is the operation with its size ("reduce_scatter of 4096 f32"). `seq` counts the operations of that rank in that group
 /// from 0, so that the logs of two ranks can be compared.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Called {
+pub struct OperationCall {
     /// Group label.
     pub group: String,
     /// Sequence number in the group.
@@ -34,7 +34,7 @@ pub struct Called {
     pub op: String,
 }
 
-impl Called {
+impl OperationCall {
     /// Describes operation `seq` of `group`, called by `rank`.
     pub fn new(group: &str, seq: u64, rank: usize, op: impl ToString) -> Self {
         Self { group: group.to_string(), seq, rank, op: op.to_string() }
@@ -51,7 +51,7 @@ pub enum CommError {
     )]
     Mismatch {
         /// The operation of the rank that detected the mismatch.
-        at: Called,
+        at: OperationCall,
         /// The rank it differs from.
         other_rank: usize,
         /// The operation that the other rank called.
@@ -64,7 +64,7 @@ pub enum CommError {
     )]
     Timeout {
         /// The operation that waited.
-        at: Called,
+        at: OperationCall,
         /// Milliseconds waited.
         waited_ms: u64,
         /// Ranks that had not reached the operation.
@@ -77,7 +77,7 @@ pub enum CommError {
     )]
     PeerLeft {
         /// The operation that waited.
-        at: Called,
+        at: OperationCall,
         /// The rank that had ended.
         peer: usize,
     },
@@ -88,7 +88,7 @@ pub enum CommError {
     )]
     PeerFailed {
         /// The operation that was stopped.
-        at: Called,
+        at: OperationCall,
         /// The rank that failed first.
         peer: usize,
         /// The reason of its failure.
@@ -103,10 +103,10 @@ pub enum CommError {
         reason: Arc<str>,
     },
     /// A buffer does not fit the operation.
-    #[error("rank {}, group '{}', operation {}, {}: {expected}, got {got}", at.rank, at.group, at.seq, at.op)]
+    #[error("rank {}, group '{}', operation {}, {}: expected {expected}, got {got}", at.rank, at.group, at.seq, at.op)]
     Shape {
         /// The operation.
-        at: Called,
+        at: OperationCall,
         /// The input that the operation expects.
         expected: String,
         /// The input that it got.
@@ -114,13 +114,13 @@ pub enum CommError {
     },
     /// An operation on the ranks' devices did not finish within the deadline. A device cannot report which rank it waits for.
     #[error(
-        "rank {} waited {waited_ms} ms for {} (operation {} of group '{}') to end on its device; {state}: check \
-         that every rank issues the same collectives with the same sizes in the same order (the ranks' flight records side \
-         by side show where they part), or raise the deadline", at.rank, at.op, at.seq, at.group
+        "rank {} waited {waited_ms} ms for {} (operation {} of group '{}') to finish on its device; {state}: check \
+         that every rank issues the same collectives with the same sizes in the same order (compare the ranks' flight \
+         records to find where they diverge), or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Stalled {
         /// The operation that did not finish.
-        at: Called,
+        at: OperationCall,
         /// Milliseconds waited since the operation became the first in the queue.
         waited_ms: u64,
         /// The observed state of the device.
@@ -130,7 +130,7 @@ pub enum CommError {
     #[error("rank {}, {} (operation {} of group '{}') failed on its device: {reason}", at.rank, at.op, at.seq, at.group)]
     Device {
         /// The operation.
-        at: Called,
+        at: OperationCall,
         /// The library's message, and advice.
         reason: Arc<str>,
     },
@@ -187,9 +187,9 @@ pub enum StartError {
     Mpi(LinkError),
     /// An MPI launcher started this process as one of several, but this program was built without MPI.
     #[error(
-        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so each \
-         would be alone: build it with `--features mpi`, or start it with torchrun's variables; if it is meant to be alone (in a \
-         shell of a job), unset {variable}"
+        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, \
+         so each process would run alone: build it with `--features mpi`, or start it with torchrun's variables; to \
+         run a single process (in the shell of a job), unset {variable}"
     )]
     WithoutMpi {
         /// Its rank.
@@ -213,7 +213,7 @@ impl StartError {
     /// Returns the exit code for this error: 2 for a setup that must be changed, 75 if other ranks were late, 1 otherwise.
     pub fn code(&self) -> i32 {
         match self {
-            StartError::Rendezvous(error) if error.may_pass() => code::WATCHDOG,
+            StartError::Rendezvous(error) if error.is_transient() => code::WATCHDOG,
             StartError::Rendezvous(_) | StartError::WithoutMpi { .. } => code::BAD_INPUT,
             StartError::Mpi(_) | StartError::Thread { .. } => code::FAILURE,
         }

@@ -45,7 +45,7 @@ impl Landing {
     ///
     /// If it does not fit.
     pub(crate) unsafe fn fill(&self, begin: usize, from: &[u8]) {
-        assert!(begin + from.len() <= self.bytes(), "a piece lies inside its whole");
+        assert!(begin + from.len() <= self.bytes(), "a part lies inside its buffer");
         // SAFETY: the range is inside the allocation (above) and the caller's alone; `from` cannot overlap it, as no
         // reference to this memory exists before `into_buffer`.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.base.as_ptr().add(begin), from.len()) }
@@ -57,7 +57,7 @@ impl Landing {
     ///
     /// If it does not fit.
     pub(crate) fn target(&self, range: &std::ops::Range<usize>) -> *mut u8 {
-        assert!(range.start <= range.end && range.end <= self.bytes(), "a piece lies inside its whole");
+        assert!(range.start <= range.end && range.end <= self.bytes(), "a part lies inside its buffer");
         // SAFETY: inside the allocation, or one past its end.
         unsafe { self.base.as_ptr().add(range.start) }
     }

@@ -266,7 +266,7 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
             return Ok(());
         }
         let expected = format!("a number below {of} ({limit})");
-        Err(wrong(name, &expected, "ranks count from 0; give each process its own"))
+        Err(wrong(name, &expected, "ranks are numbered from 0; give each process a different number"))
     };
     below("RANK", rank, world, "WORLD_SIZE")?;
     let (local_rank, local_world) = (optional("LOCAL_RANK")?, optional("LOCAL_WORLD_SIZE")?);
@@ -290,13 +290,13 @@ fn rendezvous_by(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Ren
             expected: format!("at least {} characters", Secret::SHORTEST),
             // It is not shown.
             got: format!("{}", text.trim().chars().count()),
-            advice: "make one with `openssl rand -hex 32`, the same for all ranks, or leave it out",
+            advice: "generate one with `openssl rand -hex 32` and set it for all ranks, or unset the variable",
         })?),
     };
     let trusted_network = match variable(TRUSTED_NETWORK).as_deref().map(str::trim) {
         None | Some("" | "0") => false,
         Some("1") => true,
-        Some(_) => return Err(wrong(TRUSTED_NETWORK, "1 or 0", "set it only where nobody else reaches the ranks")),
+        Some(_) => return Err(wrong(TRUSTED_NETWORK, "1 or 0", "set it only on a network without other users")),
     };
     let (host, id) = (host.trim().to_string(), id_by(&variable, world, port));
     Ok(Some(Rendezvous { rank, world, local_rank, local_world, host, port, id, secret, trusted_network }))
@@ -321,7 +321,7 @@ fn id_by(variable: impl Fn(&str) -> Option<String>, world: usize, port: u16) -> 
 
 /// A rank's place: its machine, and its index among the ranks of that machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Place {
+pub struct Topology {
     /// This rank.
     pub rank: usize,
     /// Number of ranks.
@@ -338,7 +338,7 @@ pub struct Place {
     pub node_of: Vec<usize>,
 }
 
-impl Place {
+impl Topology {
     /// Returns how many of `bytes` came from other machines, if all `ranks` except this one sent equally many.
     pub fn from_other_machines(&self, bytes: usize, ranks: &[usize]) -> usize {
         let (mut others, mut elsewhere) = (0u128, 0u128);
@@ -503,7 +503,7 @@ mod tests {
         says(&[("RANK", "0"), ("WORLD_SIZE", "0")], "WORLD_SIZE: expected at least 1, got '0'");
         says(
             &[("RANK", "2"), ("WORLD_SIZE", "2"), host, port],
-            "RANK: expected a number below WORLD_SIZE (2), got '2'; ranks count from 0",
+            "RANK: expected a number below WORLD_SIZE (2), got '2'; ranks are numbered from 0",
         );
         says(
             &[("RANK", "1"), ("WORLD_SIZE", "2"), port],
@@ -522,11 +522,11 @@ mod tests {
     #[test]
     fn places_follow_from_leaders() {
         // Machines of 2, 1 and 2 ranks, the first and last of them interleaved.
-        let place = Place::from_leaders(3, &[0, 1, 0, 1, 4]);
+        let place = Topology::from_leaders(3, &[0, 1, 0, 1, 4]);
         assert_eq!((place.node, place.nodes, place.local_rank, place.local_world), (1, 3, 1, 2));
         assert_eq!(place.node_of, [0, 1, 0, 1, 2]);
         assert_eq!((place.of_node(), place.across_nodes()), (vec![1, 3], vec![2, 3]));
-        assert_eq!(Place::from_leaders(0, &[0, 1, 0, 1, 4]).across_nodes(), [0, 1, 4]);
+        assert_eq!(Topology::from_leaders(0, &[0, 1, 0, 1, 4]).across_nodes(), [0, 1, 4]);
         // Of four others three are elsewhere; of one root all or nothing, and of none nothing.
         assert_eq!(place.from_other_machines(400, &[0, 1, 2, 3, 4]), 300);
         assert_eq!([&[0][..], &[1], &[3], &[]].map(|from| place.from_other_machines(7, from)), [7, 0, 0, 0]);

@@ -14,7 +14,6 @@ mod buffer;
 mod comm;
 pub(crate) mod error;
 pub mod exit;
-mod first;
 pub mod flight;
 mod landing;
 pub mod launch;
@@ -26,7 +25,8 @@ pub(crate) mod operation;
 pub mod process;
 mod progress;
 mod rounds;
-mod standing;
+mod run_first;
+mod run_status;
 pub mod threads;
 
 use std::any::Any;
@@ -36,8 +36,8 @@ use std::time::Duration;
 pub use agree::{Difference, agree};
 pub use buffer::{Buffer, DType};
 pub use comm::Comm;
-pub use first::{Failed, first_then};
 pub use progress::Pending;
+pub use run_first::{RankError, run_first};
 
 use crate::CommError;
 use crate::accounting::{WireCounter, WireKind};
@@ -103,7 +103,7 @@ pub trait Collective: Send + Sync + core::fmt::Debug {
     fn members(&self) -> &[usize];
 
     /// Returns this rank in the run, and its place among the machines.
-    fn place(&self) -> &launcher::Place;
+    fn place(&self) -> &launcher::Topology;
 
     /// Returns this rank's index among the ranks of its machine, from 0.
     fn local_rank(&self) -> usize {

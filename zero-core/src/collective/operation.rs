@@ -9,7 +9,7 @@ use super::rounds;
 use super::{Buffer, DType, ReduceOp, Request};
 use crate::accounting::WireKind;
 use crate::random::{WEYL, mix};
-use crate::{Called, CommError, Partition};
+use crate::{CommError, OperationCall, Partition};
 
 /// Name and ranks of a group, as seen by one of them.
 #[derive(Debug)]
@@ -49,8 +49,8 @@ impl Group {
         self.others().map(|place| self.members[place])
     }
 
-    pub(super) fn at<'a>(&'a self, seq: u64, op: &'a dyn core::fmt::Display) -> At<'a> {
-        At { group: &self.label, seq, rank: self.rank(), op }
+    pub(super) fn at<'a>(&'a self, seq: u64, op: &'a dyn core::fmt::Display) -> OperationContext<'a> {
+        OperationContext { group: &self.label, seq, rank: self.rank(), op }
     }
 
     /// Builds the flight recorder's description of operation `seq`, which receives `bytes` from other ranks.
@@ -69,7 +69,7 @@ pub struct Op<'a> {
 }
 
 impl Op<'_> {
-    pub(super) fn at(&self) -> At<'_> {
+    pub(super) fn at(&self) -> OperationContext<'_> {
         self.group.at(self.seq, &self.words)
     }
 
@@ -101,7 +101,7 @@ impl Step {
 
 /// The operation that a rank is in, for its errors.
 #[derive(Clone, Copy)]
-pub struct At<'a> {
+pub struct OperationContext<'a> {
     pub(crate) group: &'a str,
     pub(crate) seq: u64,
     /// Rank in the run.
@@ -109,9 +109,9 @@ pub struct At<'a> {
     pub(crate) op: &'a dyn core::fmt::Display,
 }
 
-impl At<'_> {
-    fn called(&self) -> Called {
-        Called::new(self.group, self.seq, self.rank, self.op)
+impl OperationContext<'_> {
+    fn called(&self) -> OperationCall {
+        OperationCall::new(self.group, self.seq, self.rank, self.op)
     }
 
     pub(super) fn mismatch(&self, other_rank: usize, other_op: String) -> CommError {
@@ -190,10 +190,10 @@ impl Moved {
     pub(super) fn wrong(&self, world: usize) -> Option<(String, String)> {
         match *self {
             Self { reduce: Some(ReduceOp::Mean), dtype: DType::U8, .. } => {
-                Some(("floats to take a mean of".to_string(), "u8".to_string()))
+                Some(("a float type for a mean".to_string(), "u8".to_string()))
             }
             Self { kind: WireKind::ReduceScatter | WireKind::AllToAll, len, .. } if !len.is_multiple_of(world) => {
-                Some((format!("a length that {world} ranks divide"), len.to_string()))
+                Some((format!("a length divisible by the number of ranks ({world})"), len.to_string()))
             }
             Self { root: Some(root), .. } if root >= world => Some((format!("a root below {world}"), root.to_string())),
             _ => None,

@@ -18,9 +18,9 @@ use parking_lot::{Condvar, Mutex};
 
 use super::comm::{Engine, RankState};
 use super::flight::{Entry, Recorder};
-use super::launcher::Place;
+use super::launcher::Topology;
 use super::operation::{Group, Op, Step, labelled};
-use super::standing::{Standing, Trouble};
+use super::run_status::{Failure, RunStatus};
 use super::{Buffer, Collective, Comm, InProcess, Join, Joined, ReduceOp, Request};
 use crate::{CommError, LaunchError, Partition, RankFailure};
 
@@ -40,7 +40,7 @@ type Once = Arc<OnceLock<Joined>>;
 /// State of one run that all its groups share.
 #[derive(Debug)]
 pub(crate) struct Run {
-    pub(crate) standing: Arc<Standing>,
+    pub(crate) standing: Arc<RunStatus>,
     /// State of each rank.
     states: Vec<RankState>,
     pub(crate) deadline: Duration,
@@ -59,9 +59,9 @@ const POLL: Duration = Duration::from_millis(20);
 
 impl Run {
     fn new(world: usize, deadline: Duration, flight_dir: Option<&Path>) -> Arc<Self> {
-        let standing = Arc::new(Standing::new(world, 0..world));
+        let standing = Arc::new(RunStatus::new(world, 0..world));
         let state = |rank: usize| RankState {
-            place: Place::from_leaders(rank, &vec![0; world]),
+            place: Topology::from_leaders(rank, &vec![0; world]),
             deadline,
             recorder: Recorder::new(rank, world, flight_dir.map(Path::to_path_buf)),
             wire: Arc::default(),
@@ -78,7 +78,7 @@ impl Run {
     }
 
     fn fail(&self, peer: usize, reason: &str) {
-        if self.standing.keep(Trouble { peer, reason: reason.into(), cause: None }) {
+        if self.standing.keep(Failure { peer, reason: reason.into(), cause: None }) {
             for state in &self.states {
                 state.recorder.write(reason);
             }
@@ -350,7 +350,7 @@ where
     for state in &run.states {
         state.recorder.finish(FLIGHT);
     }
-    if let Some(Trouble { peer: rank, reason, .. }) = run.standing.trouble() {
+    if let Some(Failure { peer: rank, reason, .. }) = run.standing.trouble() {
         // A rank that called `abort` and then returned normally has left only its reason.
         let failure = outcomes.into_iter().nth(rank).and_then(Result::err);
         let failure = Box::new(failure.unwrap_or(RankFailure::Aborted(reason.to_string())));

@@ -7,8 +7,8 @@ use crate::{Axes, Stage};
 pub enum ConfigError {
     /// Axes that do not match the number of ranks.
     #[error(
-        "axes are {got}, but there are {world} ranks: expected one axis \"data\", others with names of their own of letters, digits \
-         and _, and numbers of ranks whose product is {world}"
+        "axes are {got}, but there are {world} ranks: expected one axis \"data\", unique names of letters, digits and \
+         _, and sizes whose product is {world}"
     )]
     Axes {
         /// The axes given.
@@ -18,7 +18,8 @@ pub enum ConfigError {
     },
     /// Ranks that cannot form groups of this size.
     #[error(
-        "shard_size is {got}, but there are {world} ranks: expected a number that divides them, or none for one group of all"
+        "shard_size is {got}, but there are {world} ranks: expected a divisor of {world}, or no value for one group of \
+         all ranks"
     )]
     Mesh {
         /// The size given.
@@ -28,8 +29,8 @@ pub enum ConfigError {
     },
     /// A secondary partition of parameters that the ranks cannot hold.
     #[error(
-        "secondary_shard_size is {got} with {world} ranks: expected a number that divides them, at stage 3 and without \
-         shard_size, which has gathers within groups by itself"
+        "secondary_shard_size is {got} with {world} ranks: expected a divisor of {world}, at stage 3 and without \
+         shard_size, which already keeps gathers within groups"
     )]
     SecondaryShards {
         /// The size given.
@@ -39,8 +40,8 @@ pub enum ConfigError {
     },
     /// Quantised weights at a stage that does not gather parameters for each use.
     #[error(
-        "quantized_weights or quantized_nontrainable_weights is given at {stage}: only at stage 3 are parameters gathered where they are used; leave it out, or \
-         choose stage 3"
+        "quantized_weights or quantized_nontrainable_weights is set at stage {stage}: only stage 3 gathers parameters \
+         where they are used; remove it, or choose stage 3"
     )]
     QuantizedWeights {
         /// The stage.
@@ -48,8 +49,8 @@ pub enum ConfigError {
     },
     /// Collective gathers together with settings that do not use NCCL.
     #[error(
-        "gathers are to be collective, which they can only be within the groups that hold parameters, and beside gradients as they \
-         are: leave out that, or secondary_shard_size and quantized_gradients"
+        "collective gathers work only within the groups that hold parameters, and only with unquantized gradients: use \
+         one-sided gathers, or remove secondary_shard_size and quantized_gradients"
     )]
     CollectiveGathers,
     /// A gradient bucket that does not hold one element for each rank.
@@ -61,7 +62,7 @@ pub enum ConfigError {
         world: usize,
     },
     /// A divisor that is not a finite number above 0.
-    #[error("gradient_predivide_factor is {got}: expected a number above 0, 1 for no division before the addition")]
+    #[error("gradient_predivide_factor is {got}: expected a number above 0; 1 means no division before the sum")]
     Predivide {
         /// The factor given.
         got: f32,
@@ -74,8 +75,8 @@ pub enum ConfigError {
     },
     /// Optimizer state in bf16 on a device that cannot store bf16.
     #[error(
-        "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer's state, so that the CPU updates it, or \
-         leave it out"
+        "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer state, so that the CPU \
+         updates it, or remove the setting"
     )]
     StatesOnDevice,
     /// Ranks of one process that would use several GPUs, which CubeCL 0.10 cannot copy between from threads that run at once.

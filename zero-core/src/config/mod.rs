@@ -26,11 +26,11 @@ pub enum Float {
 impl Float {
     /// Returns the size of one number in bytes.
     pub fn size(self) -> usize {
-        self.on_the_wire().size()
+        self.wire_dtype().size()
     }
 
     /// Returns the corresponding type of the collectives.
-    pub fn on_the_wire(self) -> crate::collective::DType {
+    pub fn wire_dtype(self) -> crate::collective::DType {
         match self {
             Float::F32 => crate::collective::DType::F32,
             Float::F16 => crate::collective::DType::F16,
@@ -207,8 +207,8 @@ pub struct ZeroConfig {
     /// Type in which reduced gradients are kept and accumulated over micro-batches. Default: the parameter's.
     pub gradient_dtype: Option<Float>,
     /// Keeps the moments of `Fused` in bf16. They are computed in fp32 and rounded stochastically, independently of the partition. It
-    /// halves their bytes in memory, on a disk and in transfer, and changes training results; masters and checkpoints stay in fp32. Only
-    /// for moments that the CPU updates. Default false; DeepSpeed's `bf16_optimizer_states`.
+    /// halves their bytes in memory, on a disk and in transfer, and changes training results; masters and checkpoints stay in fp32. A
+    /// device that keeps the moments itself must be able to store bf16. Default false; DeepSpeed's `bf16_optimizer_states`.
     pub bf16_optimizer_states: bool,
     /// Decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as an additional optimizer state. The first
     /// update copies the weights; each later one moves the average by `1 - ema_decay` of its distance to them, as PyTorch's
@@ -377,27 +377,27 @@ impl ZeroConfig {
         if offload.parameters != Tier::Memory && !self.stage.shards_parameters() {
             return refuse(
                 "parameters",
-                "parameters can only be kept on a disk or in the host's memory at stage 3, where they are sharded",
+                "parameters can be offloaded to host memory or a disk only at stage 3, where they are sharded",
             );
         }
         if offload.optimizer == Tier::Disk && !self.stage.shards_optimizer() {
             return refuse(
                 "optimizer",
-                "optimizer state can only be kept on a disk from stage 1 on, where it is sharded",
+                "optimizer state can be offloaded to a disk only from stage 1 on, where it is sharded",
             );
         }
         if !(0.0..=1.0).contains(&offload.ratio) {
-            return refuse("ratio", "a share from 0 to 1 of optimizer state and gradients");
+            return refuse("ratio", "expected a fraction from 0 to 1 of optimizer state and gradients");
         }
         if offload.uses(Tier::Disk) {
             if offload.disk.path.as_os_str().is_empty() {
                 return refuse("disk.path", "name a folder on a fast disk");
             }
             if offload.disk.buffer_count < Disk::FEWEST_BUFFERS {
-                return refuse("disk.buffer_count", "at least 6 buffers: an update takes up to five at once");
+                return refuse("disk.buffer_count", "expected at least 6 buffers: an update uses up to five at once");
             }
             if offload.disk.buffer_bytes < Disk::SMALLEST_BUFFER {
-                return refuse("disk.buffer_bytes", "buffers of at least 64 KiB");
+                return refuse("disk.buffer_bytes", "expected buffers of at least 64 KiB");
             }
         }
         Ok(())
@@ -460,8 +460,8 @@ mod tests {
         assert!(ZeroConfig { shard_size: Some(4), ..config.clone() }.validate(4).is_err());
         assert_eq!(
             config.validate(6).unwrap_err().to_string(),
-            "axes are data=2 x tensor=2, but there are 6 ranks: expected one axis \"data\", others with names of their own of \
-             letters, digits and _, and numbers of ranks whose product is 6"
+            "axes are data=2 x tensor=2, but there are 6 ranks: expected one axis \"data\", unique names of letters, \
+             digits and _, and sizes whose product is 6"
         );
         let error = ZeroConfig { secondary_shard_size: Some(3), ..ZeroConfig::new(Stage::Parameters) }.validate(4);
         assert!(matches!(error, Err(ConfigError::SecondaryShards { got: 3, world: 4 })));

@@ -51,7 +51,7 @@ impl Backing {
         let file = OpenOptions::new().read(true).write(true).create_new(true).mode(0o600).open(&path);
         let file = file.map_err(|error| folder::not_writable(&path, error))?;
         if rustix::fs::fstatfs(&file).is_ok_and(|stat| stat.f_type as u64 == TMPFS_MAGIC) {
-            dir.warn_once("is kept in memory (tmpfs): what is swapped out to it frees none");
+            dir.warn_once("is kept in memory (tmpfs): offloading to it frees no memory");
         }
         let mut backing = Self {
             dir,
@@ -68,7 +68,7 @@ impl Backing {
             match backing.bypass_page_cache() {
                 Ok(alignment) => (backing.direct, backing.alignment) = (true, alignment),
                 Err(reason) => backing.dir.warn_once(&format!(
-                    "{reason}; using buffered I/O, with the page cache dropped behind it, which is slower"
+                    "{reason}; using buffered I/O and dropping its pages from the page cache, which is slower"
                 )),
             }
         }
@@ -85,7 +85,9 @@ impl Backing {
         let stat = rustix::fs::statx(&self.file, c"", AtFlags::EMPTY_PATH, flags).ok();
         let told = stat.filter(|stat| stat.stx_mask & flags.bits() != 0);
         let needed = match told {
-            Some(stat) if stat.stx_dio_offset_align == 0 => return Err("the file system has no direct I/O".to_string()),
+            Some(stat) if stat.stx_dio_offset_align == 0 => {
+                return Err("the file system does not support direct I/O".to_string());
+            }
             Some(stat) => stat.stx_dio_mem_align.max(stat.stx_dio_offset_align) as usize,
             // A kernel before 6.1: the probe below tests the usual alignment.
             None => LEAST_ALIGNMENT,
@@ -189,7 +191,7 @@ impl Backing {
                 Err(Errno::FBIG) => return Err(too_large(self.file.metadata().map_or(0, |found| found.len()))),
                 Err(error @ (Errno::OPNOTSUPP | Errno::NOSYS)) => {
                     self.dir.warn_once(&format!(
-                        "the file system cannot reserve space ({error}), which may run out during training"
+                        "the file system cannot reserve space ({error}): the disk may fill up during training"
                     ));
                     self.sparse.store(true, Ordering::Relaxed);
                 }
@@ -207,7 +209,7 @@ impl Backing {
 
     /// Checks that the file still has the bytes that were reserved.
     pub(crate) fn check_length(&self, expected_bytes: u64) -> Result<(), DiskError> {
-        let got_bytes = self.file.metadata().map_err(system_at("look at", &self.path))?.len();
+        let got_bytes = self.file.metadata().map_err(system_at("read the metadata of", &self.path))?.len();
         if got_bytes < expected_bytes {
             let path = self.path.clone();
             return Err(DiskError::Truncated { path, expected_bytes, got_bytes });

@@ -81,10 +81,10 @@ impl BufferPool {
             Err(DiskError::Setting { key, value: value.to_string(), reason: reason.to_string() })
         };
         if options.count == 0 {
-            return refuse("buffer_count", 0, "a pool needs a buffer");
+            return refuse("buffer_count", 0, "a pool needs at least one buffer");
         }
         if options.bytes == 0 {
-            return refuse("buffer_size", 0, "a buffer needs a size");
+            return refuse("buffer_size", 0, "a buffer needs at least one byte");
         }
         if !options.alignment.is_power_of_two() || options.alignment < 4096 {
             return refuse("alignment", options.alignment, "it must be a power of two of at least 4096");
@@ -225,7 +225,7 @@ impl SwapBuffer {
     /// # Panics
     /// If that is more than [`SwapBuffer::capacity`].
     pub fn set_len(&mut self, len: usize) {
-        assert!(len <= self.capacity(), "a buffer of {} bytes cannot show {len}", self.capacity());
+        assert!(len <= self.capacity(), "a buffer of {} bytes cannot have length {len}", self.capacity());
         self.len = len;
     }
 
@@ -263,7 +263,11 @@ impl SwapBuffer {
     fn elements<T: Element>(&self) -> usize {
         const { assert!(align_of::<T>() <= 4096) };
         let size = size_of::<T>();
-        assert!(self.len.is_multiple_of(size), "{} bytes are no whole number of elements of {size} bytes", self.len);
+        assert!(
+            self.len.is_multiple_of(size),
+            "{} bytes are not a multiple of the element size of {size} bytes",
+            self.len
+        );
         self.len / size
     }
 

@@ -9,7 +9,7 @@ use std::time::Duration;
 #[derive(Debug, thiserror::Error)]
 pub enum DiskError {
     /// An unsupported setting.
-    #[error("{key} = {value} is refused: {reason}")]
+    #[error("{key} = {value} is invalid: {reason}")]
     Setting {
         /// The setting's name, as in a configuration file.
         key: &'static str,
@@ -19,13 +19,13 @@ pub enum DiskError {
         reason: String,
     },
     /// The folder for swap files does not exist.
-    #[error("{} does not exist: create it on the disk that is to be used, or correct nvme_path", path.display())]
+    #[error("{} does not exist: create it on the disk to offload to, or correct nvme_path", path.display())]
     Missing {
         /// The configured folder.
         path: PathBuf,
     },
     /// The configured folder for swap files is not a folder.
-    #[error("{} is not a folder: nvme_path must name a folder on the disk that is to be used", path.display())]
+    #[error("{} is not a folder: nvme_path must name a folder on the disk to offload to", path.display())]
     NotAFolder {
         /// The configured folder.
         path: PathBuf,
@@ -50,8 +50,8 @@ pub enum DiskError {
     },
     /// Another process has truncated the file: its contents are lost.
     #[error(
-        "{} was cut from outside: expected {expected_bytes} bytes, found {got_bytes}; nothing else may write to it: resume from \
-         the last checkpoint", path.display()
+        "{} was truncated by another process: expected {expected_bytes} bytes, found {got_bytes}; keep other processes \
+         from writing to it, and resume from the last checkpoint", path.display()
     )]
     Truncated {
         /// The file.
@@ -63,8 +63,9 @@ pub enum DiskError {
     },
     /// The disk has too little space.
     #[error(
-        "no space for {} more in {}, {} is free{}: free some, or set nvme_path to a folder on a larger disk",
-        Size(*needed_bytes), path.display(), Size(*free_bytes), if *quota { " but this user's quota is used up" } else { "" }
+        "no space for {} more in {}: {} is free{}; free some space, or set nvme_path to a folder on a larger disk",
+        Size(*needed_bytes), path.display(), Size(*free_bytes),
+        if *quota { ", but this user's quota is used up" } else { "" }
     )]
     NoSpace {
         /// The folder on the full disk.
@@ -78,8 +79,8 @@ pub enum DiskError {
     },
     /// The file would exceed the size limit of the process or the file system.
     #[error(
-        "{} would have {}, a process may have files of {}: raise the limit (ulimit -f), or use a file system that allows \
-         larger files", path.display(), Size(*needed_bytes), Size(*limit_bytes)
+        "{} would grow to {}, above the limit of {} per file: raise the limit (ulimit -f), or use a file system that \
+         allows larger files", path.display(), Size(*needed_bytes), Size(*limit_bytes)
     )]
     FileTooLarge {
         /// The file.
@@ -110,7 +111,7 @@ pub enum DiskError {
         reason: String,
     },
     /// An operation exceeded its deadline.
-    #[error("{doing} has not ended after {waited:?}")]
+    #[error("{doing} did not finish within {waited:?}")]
     Deadline {
         /// The operation.
         doing: String,
@@ -130,7 +131,8 @@ pub enum DiskError {
     /// The region does not fit its buffer.
     #[error(
         "a region of {region_bytes} bytes ({padded_bytes} on the disk) does not fit a buffer of {buffer_bytes} bytes \
-         aligned to {buffer_alignment}: the disk needs {alignment}; make the pool's buffers larger, or move the region in parts"
+         aligned to {buffer_alignment}: the disk needs {alignment}; make the pool's buffers larger, or transfer the \
+         region in parts"
     )]
     Unfit {
         /// The region's bytes.
@@ -163,7 +165,7 @@ pub enum DiskError {
         source: io::Error,
     },
     /// The file's transfers are no longer reliable.
-    #[error("{} is no longer used: {reason}", path.display())]
+    #[error("{} can no longer be used: {reason}", path.display())]
     Stopped {
         /// The file.
         path: PathBuf,

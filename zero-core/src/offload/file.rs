@@ -12,7 +12,7 @@ use crate::offload::engine::DiskEngine;
 use crate::offload::regions::Regions;
 use crate::offload::transfer::Transfer;
 use crate::offload::{
-    AioOptions, DiskError, DiskStats, EngineChoice, EngineKind, Region, SwapBuffer, SwapDir, Ticket, folder,
+    AioOptions, DiskError, DiskStats, EngineChoice, EngineKind, PendingTransfer, Region, SwapBuffer, SwapDir, folder,
 };
 
 /// Minimum growth of a file, if the disk has room, so that few allocations call the file system.
@@ -148,8 +148,8 @@ impl SwapFile {
     ///
     /// # Errors
     /// [`DiskError::NotAllocated`], [`DiskError::Unfit`], [`DiskError::Truncated`] if another process has truncated the file, or
-    /// [`DiskError::Stopped`] after an earlier transfer missed its deadline. Errors of the disk come from [`Ticket::wait`].
-    pub fn read(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
+    /// [`DiskError::Stopped`] after an earlier transfer missed its deadline. Errors of the disk come from [`PendingTransfer::wait`].
+    pub fn read(&self, region: Region, buffer: SwapBuffer) -> Result<PendingTransfer, DiskError> {
         self.submit(Direction::Read, region, buffer)
     }
 
@@ -157,11 +157,11 @@ impl SwapFile {
     ///
     /// # Errors
     /// Same as [`SwapFile::read`].
-    pub fn write(&self, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
+    pub fn write(&self, region: Region, buffer: SwapBuffer) -> Result<PendingTransfer, DiskError> {
         self.submit(Direction::Write, region, buffer)
     }
 
-    fn submit(&self, direction: Direction, region: Region, buffer: SwapBuffer) -> Result<Ticket, DiskError> {
+    fn submit(&self, direction: Direction, region: Region, buffer: SwapBuffer) -> Result<PendingTransfer, DiskError> {
         self.check(&region, &buffer)?;
         let (ticket, pieces) = Transfer::begin(direction, region, buffer, self.block, self.backing.clone());
         self.engine.submit(pieces);

@@ -50,7 +50,7 @@ impl SwapDir {
             Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
                 return Err(DiskError::NotAFolder { path: parent.to_path_buf() });
             }
-            Err(error) => return Err(system_at("look at", parent)(error)),
+            Err(error) => return Err(system_at("read the metadata of", parent)(error)),
         }
         sweep::sweep(parent)?;
         let name = sweep::new_job(&Machine::here());
@@ -64,7 +64,7 @@ impl SwapDir {
             let job = Self { owned: Arc::new(Owned { path, _lock: lock }) };
             if let Some(error) = refused {
                 job.warn_once(&format!(
-                    "the file system has no locks ({error}): if this job is killed, remove the folder"
+                    "the file system does not support locks ({error}): if this job is killed, remove the folder by hand"
                 ));
             }
             Ok(job)
@@ -102,7 +102,7 @@ impl Drop for Owned {
         if let Err(error) = sweep::remove(&self.path)
             && error.kind() != io::ErrorKind::NotFound
         {
-            tracing::warn!("{}, the folder of this job, stays: {error}", self.path.display());
+            tracing::warn!("cannot remove {}, the folder of this job: {error}", self.path.display());
         }
     }
 }
@@ -130,7 +130,7 @@ pub(crate) fn not_writable(path: &Path, source: io::Error) -> DiskError {
         }
         io::ErrorKind::StorageFull => no_space(path, 1, false),
         io::ErrorKind::QuotaExceeded => no_space(path, 1, true),
-        _ => system_at("create in", path)(source),
+        _ => system_at("write to", path)(source),
     }
 }
 
@@ -143,7 +143,7 @@ pub(crate) fn no_space(path: &Path, needed_bytes: u64, quota: bool) -> DiskError
 
 /// Checks that the disk of `path` has room for `bytes` more.
 pub(crate) fn require(path: &Path, bytes: u64) -> Result<(), DiskError> {
-    let free = free_bytes(path).map_err(system_at("look at the disk of", path))?;
+    let free = free_bytes(path).map_err(system_at("get the free space of", path))?;
     if bytes > free { Err(no_space(path, bytes, false)) } else { Ok(()) }
 }
 

@@ -9,7 +9,7 @@
 //! user, and nobody holds its lock. It removes only the files named above.
 //!
 //! * In: a [`SwapBuffer`] of a [`BufferPool`], moved into [`SwapFile::read`] or [`SwapFile::write`] with a [`Region`].
-//! * Out: the same buffer, from [`Ticket::wait`]. [`pipeline()`] does this for a sequence of items: it reads ahead, computes, and writes
+//! * Out: the same buffer, from [`PendingTransfer::wait`]. [`pipeline()`] does this for a sequence of items: it reads ahead, computes, and writes
 //!   behind.
 //! * Memory: the pool, which is mapped once; nothing else grows with the data. Files are opened with `O_DIRECT` to bypass the page cache.
 //!   If the file system does not support it, each chunk is dropped from the page cache after its transfer.
@@ -38,7 +38,7 @@
 //!
 //! # Ownership of buffers
 //!
-//! A transfer owns its buffer from `read` or `write` until its last chunk has ended, whatever happens to the [`Ticket`]. So the kernel
+//! A transfer owns its buffer from `read` or `write` until its last chunk has ended, whatever happens to the [`PendingTransfer`]. So the kernel
 //! never writes into memory that another owner uses. Dropping a ticket waits for its transfer. If a ticket's deadline passes, the transfer
 //! keeps the buffer, which returns to its pool when the kernel is done with it.
 //!
@@ -72,4 +72,4 @@ pub use folder::{SwapDir, free_bytes};
 pub use options::{AioOptions, EngineChoice};
 pub use pipeline::{Access, Item, Part, PipelineOptions, PipelineReport, Work, pipeline, pipeline_with};
 pub use regions::Region;
-pub use transfer::Ticket;
+pub use transfer::PendingTransfer;

@@ -70,11 +70,12 @@ impl AioOptions {
             ("aio.intra_op_parallelism", self.intra_op_parallelism, MOST_THREADS),
         ] {
             if !(1..=most).contains(&value) {
-                return refuse(key, value.to_string(), format!("it must be 1 to {most}"));
+                return refuse(key, value.to_string(), format!("it must be from 1 to {most}"));
             }
         }
         if self.use_gds {
-            let reason = "GPUDirect Storage is not supported; data go through buffers in memory: set it to false";
+            let reason =
+                "GPUDirect Storage is not supported; data passes through buffers in host memory: set it to false";
             return refuse("aio.use_gds", "true".to_string(), reason.to_string());
         }
         Ok(())
@@ -86,7 +87,8 @@ impl AioOptions {
         let asked = self.queue_depth * self.intra_op_parallelism;
         if asked > MOST_THREADS {
             tracing::warn!(
-                "aio.queue_depth {} x aio.intra_op_parallelism {} asks for {asked} I/O threads; a file has {MOST_THREADS} at most",
+                "aio.queue_depth {} x aio.intra_op_parallelism {} asks for {asked} I/O threads; using {MOST_THREADS}, \
+                 the maximum per file",
                 self.queue_depth,
                 self.intra_op_parallelism
             );
@@ -107,6 +109,6 @@ mod tests {
         assert!(refused(AioOptions { block_size: 5000, ..defaults.clone() }).starts_with("aio.block_size = 5000 is"));
         assert!(refused(AioOptions { queue_depth: 0, ..defaults.clone() }).contains("aio.queue_depth"));
         assert!(refused(AioOptions { intra_op_parallelism: 0, ..defaults.clone() }).contains("intra_op_parallelism"));
-        assert!(refused(AioOptions { use_gds: true, ..defaults }).starts_with("aio.use_gds = true is refused"));
+        assert!(refused(AioOptions { use_gds: true, ..defaults }).starts_with("aio.use_gds = true is invalid"));
     }
 }

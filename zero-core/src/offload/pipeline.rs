@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use crate::offload::{BufferPool, DiskError, Region, SwapBuffer, SwapFile, Ticket};
+use crate::offload::{BufferPool, DiskError, PendingTransfer, Region, SwapBuffer, SwapFile};
 
 /// The operation on a part of an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -179,7 +179,7 @@ struct Flow<'a> {
     /// Items from the current one to `next`.
     ahead: VecDeque<Vec<Loading>>,
     /// Items whose writes may be in flight, oldest first.
-    behind: VecDeque<(usize, Vec<Ticket>)>,
+    behind: VecDeque<(usize, Vec<PendingTransfer>)>,
     /// Items whose writes have ended since the last notification, in order.
     written: VecDeque<usize>,
     report: PipelineReport,
@@ -187,7 +187,7 @@ struct Flow<'a> {
 
 /// Buffer of a part before the compute.
 enum Loading {
-    Reading(Ticket),
+    Reading(PendingTransfer),
     Ready(SwapBuffer),
 }
 
@@ -274,7 +274,7 @@ impl Flow<'_> {
 
     /// Takes the buffers of completed writes.
     fn finish_done_writes(&mut self) -> Result<(), DiskError> {
-        while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(Ticket::is_done)) {
+        while self.behind.front().is_some_and(|(_, tickets)| tickets.iter().all(PendingTransfer::is_done)) {
             self.finish_oldest_write()?;
         }
         Ok(())

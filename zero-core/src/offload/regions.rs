@@ -41,7 +41,7 @@ impl Region {
     pub fn parts(&self, part_bytes: usize) -> impl Iterator<Item = Region> + use<> {
         let region = *self;
         let step = part_bytes / region.alignment * region.alignment;
-        assert!(step > 0, "parts of {part_bytes} bytes are less than the alignment of {}", region.alignment);
+        assert!(step > 0, "parts of {part_bytes} bytes are smaller than the alignment of {} bytes", region.alignment);
         (0..region.bytes).step_by(step).map(move |start| Region {
             offset: region.offset + start as u64,
             bytes: step.min(region.bytes - start),

@@ -51,7 +51,7 @@ pub(crate) fn sweep(parent: &Path) -> Result<(), DiskError> {
             Ok(false) => {}
             // Another job has already removed it.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => tracing::warn!("{}, left by another job, stays: {error}", entry.path().display()),
+            Err(error) => tracing::warn!("cannot remove {}, left by another job: {error}", entry.path().display()),
         }
     }
     Ok(())
@@ -116,7 +116,7 @@ fn remove_if_dead(path: &Path) -> io::Result<bool> {
         Err(error) => return Err(io::Error::new(io::Error::from(error).kind(), format!("its {LOCK}: {error}"))),
     };
     if !FileType::from_raw_mode(rustix::fs::fstat(&lock)?.st_mode).is_file() {
-        return Err(io::Error::other(format!("its {LOCK} is no regular file")));
+        return Err(io::Error::other(format!("its {LOCK} is not a regular file")));
     }
     match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
         // Held until the folder is gone. Two jobs cannot both get here, and no job reuses an existing folder.
@@ -155,7 +155,9 @@ fn remove_own(path: &Path, folder: BorrowedFd<'_>) -> io::Result<()> {
     if let Some(name) = foreign {
         // Its lock stays too, so that the folder can still be recognized.
         let name = name.to_string_lossy();
-        return Err(io::Error::other(format!("{name} in it is no job's: move it away, or remove the folder")));
+        return Err(io::Error::other(format!(
+            "it contains {name}, which no job created: move that away, or remove the folder"
+        )));
     }
     match rustix::fs::unlinkat(folder, LOCK, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => remove_folder(path),

@@ -1,6 +1,6 @@
 //! One read or write of a region. It owns the buffer until its last chunk has ended, and then passes it to the waiter.
 //!
-//! Chunks end on the file's threads; [`Ticket`] waits on the caller's. The last chunk of a transfer sees the effects of all others (`left`
+//! Chunks end on the file's threads; [`PendingTransfer`] waits on the caller's. The last chunk of a transfer sees the effects of all others (`left`
 //! is decremented with acquire and release ordering) and sends the buffer to the waiter, which therefore sees the bytes.
 
 use std::io;
@@ -53,7 +53,7 @@ impl Transfer {
         mut buffer: SwapBuffer,
         block: usize,
         backing: Arc<Backing>,
-    ) -> (Ticket, impl Iterator<Item = Chunk>) {
+    ) -> (PendingTransfer, impl Iterator<Item = Chunk>) {
         backing.counters.start(direction);
         let bytes = region.padded_bytes();
         let left = AtomicUsize::new(bytes.div_ceil(block));
@@ -67,7 +67,7 @@ impl Transfer {
         if bytes == 0 {
             transfer.end();
         }
-        let ticket = Ticket { transfer: transfer.clone(), outcome: Some(outcome) };
+        let ticket = PendingTransfer { transfer: transfer.clone(), outcome: Some(outcome) };
         let piece = move |start| Chunk {
             transfer: transfer.clone(),
             ended: false,
@@ -126,7 +126,7 @@ impl Transfer {
     /// allocated again.
     fn abandon(&self, waited: Duration) -> DiskError {
         let doing = self.describe();
-        self.backing.stop(format!("{doing} did not end within {waited:?}"));
+        self.backing.stop(format!("{doing} did not finish within {waited:?}"));
         DiskError::Deadline { doing, waited }
     }
 }
@@ -220,7 +220,7 @@ impl Chunk {
 impl Drop for Chunk {
     fn drop(&mut self) {
         if !self.ended {
-            self.transfer.lose("what served it stopped in the middle of a transfer");
+            self.transfer.lose("its I/O thread stopped during a transfer");
         }
     }
 }
@@ -228,14 +228,14 @@ impl Drop for Chunk {
 /// A transfer in flight. Dropping it waits for the end.
 #[must_use = "dropping a ticket waits for its transfer"]
 #[derive(Debug)]
-pub struct Ticket {
+pub struct PendingTransfer {
     transfer: Arc<Transfer>,
     /// `None` once it has been waited for.
     outcome: Option<Receiver<Outcome>>,
 }
 
-impl Ticket {
-    /// Returns whether [`Ticket::wait`] would return at once.
+impl PendingTransfer {
+    /// Returns whether [`PendingTransfer::wait`] would return at once.
     pub fn is_done(&self) -> bool {
         self.outcome.as_ref().is_none_or(|outcome| !outcome.is_empty())
     }
@@ -257,7 +257,7 @@ impl Ticket {
     }
 }
 
-impl Drop for Ticket {
+impl Drop for PendingTransfer {
     fn drop(&mut self) {
         if let Some(Err(error)) = self.take(ENDING_LIMIT) {
             tracing::error!("a dropped transfer failed: {error}");

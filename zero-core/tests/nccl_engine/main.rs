@@ -344,7 +344,7 @@ fn a_collective_that_hangs_ends_at_the_deadline_on_all_ranks() {
         // As it found out itself, or as it was told by who did first.
         assert!(note.starts_with(&format!("rank {rank} ")), "{note}");
         assert!(note.contains("all_reduce of 16 f32 (max) for gradients (operation 2 of group 'world')"), "{note}");
-        assert!(note.contains("to end on its device; it has been started here and goes on"), "{note}");
+        assert!(note.contains("to finish on its device; it has started here but not finished"), "{note}");
     }
     assert!(hung.took < Duration::from_secs(20), "{:?}", hung.took);
     let flights = hung.flights();
@@ -359,7 +359,7 @@ fn a_rank_whose_communicator_cannot_be_aborted_ends() {
     let hung = with_fault("stall", 2, "no-abort:1:2");
     assert!(hung.notes[1].is_none(), "{:?}", hung.notes);
     let told = &hung.outputs[1];
-    assert!(told.contains("its communicator could not be ended (ncclCommAbort: "), "{told}");
+    assert!(told.contains("the communicator could not be aborted (ncclCommAbort: "), "{told}");
     assert!(told.contains("operation 2 of group 'world'"), "{told}");
     assert!(hung.note(0).contains("operation 2 of group 'world'"), "{}", hung.note(0));
 }
@@ -413,8 +413,8 @@ fn own_work_that_does_not_end_is_told_from_late_ranks() {
     let notes = launched("own work", 2);
     let all = [notes.note(0), notes.note(1)].join("\n");
     // Whichever rank's deadline passes first says what it sees.
-    let own = "this rank's own work before it has not ended";
-    assert!(all.contains(own) || all.contains("so other ranks have not come to it"), "{all}");
+    let own = "this rank's own earlier work has not finished";
+    assert!(all.contains(own) || all.contains("so other ranks have not started it"), "{all}");
     assert!(notes.note(0).contains("operation 0 of group 'world'"), "{all}");
 }
 
@@ -441,7 +441,7 @@ fn an_asynchronous_error_is_every_ranks_error() {
 fn a_communicator_that_is_never_made_ends_at_the_deadline() {
     let hung = with_fault("stall of the last", 2, "init-hang:1:0");
     assert!(hung.note(1).contains("[75] rank 1 waited"), "{}", hung.note(1));
-    assert!(hung.note(1).contains("making the communicator"), "{}", hung.note(1));
+    assert!(hung.note(1).contains("the creation of the communicator"), "{}", hung.note(1));
     assert!(hung.note(0).contains("NCCL has not finished setting it up"), "{}", hung.note(0));
 }
 
@@ -474,7 +474,9 @@ fn a_killed_process_is_named_by_all_others() {
         let note = killed.note(rank);
         assert!(note.starts_with(&format!("rank {rank} stopped in ")), "{note}");
         assert!(
-            note.contains("because rank 1 failed: its connection ended: has its process, or its machine, ended?"),
+            note.contains(
+                "because rank 1 failed: its connection ended; check whether its process and its machine still run"
+            ),
             "{note}"
         );
     }
@@ -485,7 +487,9 @@ fn a_killed_process_is_named_by_all_others() {
     for rank in [1, 2] {
         let note = killed.note(rank);
         assert!(
-            note.contains("because rank 0 failed: its connection ended: has its process, or its machine, ended?"),
+            note.contains(
+                "because rank 0 failed: its connection ended; check whether its process and its machine still run"
+            ),
             "{note}"
         );
     }
@@ -537,14 +541,10 @@ fn what_cannot_be_made_says_what_to_change() {
         }
     };
     told(Shim::Full, &[], &["ok"]);
-    told(
-        Shim::Full,
-        &[("LOCAL_RANK", "1")],
-        &["[2] ranks 0 and 1 have both chosen the GPU at 0000:02:00.0", "LOCAL_RANK"],
-    );
+    told(Shim::Full, &[("LOCAL_RANK", "1")], &["[2] ranks 0 and 1 both use the GPU at 0000:02:00.0", "LOCAL_RANK"]);
     let one = [("SHIM_DEVICES", "1")];
-    told(Shim::Full, &one, &["[2] ranks 0 and 1 have both chosen the GPU at 0000:01:00.0", "CUDA_VISIBLE_DEVICES"]);
-    told(Shim::Full, &[("LOCAL_RANK", "7")], &["[2] there is no device 7: this process sees 4"]);
+    told(Shim::Full, &one, &["[2] ranks 0 and 1 both use the GPU at 0000:01:00.0", "CUDA_VISIBLE_DEVICES"]);
+    told(Shim::Full, &[("LOCAL_RANK", "7")], &["[2] there is no GPU 7: this process sees 4"]);
     told(Shim::Nothing, &[], &["[2] libnccl cannot be used", "libnccl.so.2", "install NCCL 2.18 or newer"]);
     told(Shim::NoNccl, &[], &["[2] libnccl cannot be used"]);
     told(Shim::OldNccl, &[], &["[2] libnccl has no ncclCommSplit: NCCL 2.18 or newer is needed"]);

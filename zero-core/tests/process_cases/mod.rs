@@ -478,7 +478,10 @@ fn a_killed_rank_ends_the_others() {
     if super::LINK == LinkUnderTest::Sockets {
         for rank in [0, 2] {
             let note = launched.note(rank);
-            assert!(note.starts_with("rank 1 of 3: its connection ended: has its process, or its machine"), "{note}");
+            assert!(
+                note.starts_with("rank 1 of 3: its connection ended; check whether its process and its machine"),
+                "{note}"
+            );
         }
         assert!(launched.took < Duration::from_secs(2), "far from the deadline: {:?}", launched.took);
         assert_eq!(launched.flights().len(), 2);

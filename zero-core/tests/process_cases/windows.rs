@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use zero_core::collective::DType;
-use zero_core::window::{Expose, Exposure, Key, Seen, Whole, Window};
+use zero_core::window::{Expose, Exposure, GatherRequest, Key, ReadValue, Window};
 
 use super::*;
 
@@ -35,10 +35,10 @@ impl Expose for Piece {
     }
 }
 
-fn bytes_of(seen: Seen<Piece>) -> (String, Vec<u8>) {
+fn bytes_of(seen: ReadValue<Piece>) -> (String, Vec<u8>) {
     match seen {
-        Seen::Bytes { tag, bytes } => (tag, bytes),
-        Seen::Here(_) => panic!("ranks are processes"),
+        ReadValue::Bytes { tag, bytes } => (tag, bytes),
+        ReadValue::Here(_) => panic!("ranks are processes"),
     }
 }
 
@@ -79,10 +79,10 @@ pub(super) fn window(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     let pieces: Vec<_> = peers.iter().map(|&peer| (peer, peer * len..(peer + 1) * len)).collect();
     let tag = format!("u8 [{len}]");
     let own = Some((rank * len, &piece.bytes[..]));
-    let whole = Whole { dtype: DType::U8, elements: world * len, tag: &tag, own, pieces: &pieces };
+    let whole = GatherRequest { dtype: DType::U8, elements: world * len, tag: &tag, own, pieces: &pieces };
     let all = window.gather(whole, key(50, 3), &"a whole")?;
     assert_eq!(all.into_u8(), (0..world).flat_map(|rank| Piece::new(rank, len).bytes.clone()).collect::<Vec<u8>>());
-    let hole = Whole { own: None, ..whole };
+    let hole = GatherRequest { own: None, ..whole };
     assert!(matches!(window.gather(hole, key(50, 3), &"a whole"), Err(CommError::Shape { .. })));
 
     // A pending value holds up nobody but those who want it.
@@ -249,12 +249,13 @@ pub(super) fn window_tag(run: &ProcessRun, _: &Path) -> Result<(), CommError> {
     run.comm().barrier()?;
     if rank == 1 {
         let tag = "u8 [5000]";
-        let whole = Whole { dtype: DType::U8, elements: 5001, tag, own: None, pieces: &[(0, 0..5001)] };
+        let whole = GatherRequest { dtype: DType::U8, elements: 5001, tag, own: None, pieces: &[(0, 0..5001)] };
         assert!(matches!(window.gather(whole, key, &"a"), Err(CommError::Mismatch { .. })));
-        let whole = Whole { dtype: DType::U8, elements: 5000, tag: "f32 [5000]", own: None, pieces: &[(0, 0..5000)] };
+        let whole =
+            GatherRequest { dtype: DType::U8, elements: 5000, tag: "f32 [5000]", own: None, pieces: &[(0, 0..5000)] };
         let error = window.gather(whole, key, &"a").unwrap_err().to_string();
         assert!(error.contains("f32 [5000]") && error.contains("u8 [5000]"), "{error}");
-        let whole = Whole { dtype: DType::U8, elements: 5000, tag, own: None, pieces: &[(0, 0..5000)] };
+        let whole = GatherRequest { dtype: DType::U8, elements: 5000, tag, own: None, pieces: &[(0, 0..5000)] };
         assert_eq!(window.gather(whole, key, &"a")?.into_u8(), Piece::new(0, 5000).bytes);
     }
     assert!(world == 2);

@@ -122,10 +122,10 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     let added = added_tokens(&folder, &mut settings)?;
     // The library panics at some damaged files.
     let read = caught(|| tokenizer(&main, &settings, added));
-    let problem = |told: String| wrong_data(&main[0], format!("is no tokenizer that can be used ({told})"));
+    let problem = |told: String| wrong_data(&main[0], format!("cannot be used as a tokenizer ({told})"));
     let (tokenizer, named) = match read {
         Ok(read) => read.map_err(|error| problem(error.to_string()))?,
-        Err(panic) => return Err(problem(format!("the tokenizers library fails at it: {panic}"))),
+        Err(panic) => return Err(problem(format!("the tokenizers library panicked: {panic}"))),
     };
     let beside = BESIDE.iter().map(|file| folder.join(file)).filter(|path| path.is_file() && !main.contains(path));
     let mut files = Vec::new();
@@ -151,7 +151,7 @@ fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     serde_json::from_slice(bytes)
         .map(Some)
-        .map_err(|error| wrong_data(path, format!("is not a whole JSON object ({error}): write it again")))
+        .map_err(|error| wrong_data(path, format!("is not a valid JSON object ({error}): download or save it again")))
 }
 
 /// Returns added tokens by id; the entries of `special_tokens_map.json` are added to the settings.

@@ -19,7 +19,7 @@ pub use self::chat::Message;
 pub(super) use self::chat::{ChatTemplate, MARK};
 use self::files::Read;
 use super::wordpiece::{GOES_ON, SPECIAL};
-use super::{Cutting, check_ids};
+use super::{TokenizeOptions, check_ids};
 use crate::caught::caught;
 use crate::error::{Result, io, wrong, wrong_data};
 
@@ -39,8 +39,8 @@ const BEGINS: [&str; 2] = ["<s>", "[CLS]"];
 const LETTERS: [&str; 4] = ["a", "A", "0", "."];
 
 /// The error message for a folder without a chat template.
-pub const NO_TEMPLATE: &str = "has no chat template: expected a chat_template in tokenizer_config.json, or \
-                                      chat_template.jinja, of a model that was trained to chat";
+pub const NO_TEMPLATE: &str = "has no chat template: expected chat_template in tokenizer_config.json, or the file \
+                               chat_template.jinja; use a model that was trained to chat";
 
 /// A tokenizer, which converts text to token ids.
 pub struct Tokenizer {
@@ -79,8 +79,8 @@ impl Tokenizer {
     /// # Errors
     ///
     /// [`DataError`](crate::DataError) if a file cannot be used, or the tokenizer has tokens that the model does not know.
-    pub fn find(text: &Path, cutting: &Cutting<'_>) -> Result<Self> {
-        let (found, whose) = match cutting.tokenizer {
+    pub fn find(text: &Path, options: &TokenizeOptions<'_>) -> Result<Self> {
+        let (found, whose) = match options.tokenizer {
             Some(given) => match Self::read(given)? {
                 Some(found) => (Some(found), given),
                 None => {
@@ -90,66 +90,66 @@ impl Tokenizer {
                 }
             },
             None => {
-                let read = cutting.folders.iter().map(|folder| Ok((Self::read(folder)?, *folder)));
+                let read = options.folders.iter().map(|folder| Ok((Self::read(folder)?, *folder)));
                 read.collect::<Result<Vec<_>>>()?.into_iter().find(|(found, _)| found.is_some()).unwrap_or((None, text))
             }
         };
-        let ids = "or cut the text with the model's own tokenizer and give the ids: --data FILE.safetensors with an int tensor \
-                   input_ids [rows, T]";
-        let vocab_size = cutting.vocab_size;
+        let ids = "or tokenize the text with the model's tokenizer and pass the ids: --data FILE.safetensors with an \
+                   integer tensor input_ids [rows, T]";
+        let vocab_size = options.vocab_size;
         let Some(found) = found else {
             let other = |folder: &&Path| OTHERS.iter().map(|file| folder.join(file)).find(|path| path.is_file());
-            if let Some(other) = cutting.folders.iter().find_map(other) {
+            if let Some(other) = options.folders.iter().find_map(other) {
                 let problem = format!(
-                    "is the model's tokenizer, and of a kind that is not read: add its tokenizer.json (transformers' \
-                     save_pretrained writes one), give one with --tokenizer FILE, {ids}"
+                    "is the model's tokenizer, in a format that is not supported: add its tokenizer.json \
+                     (transformers' save_pretrained writes one), pass one with --tokenizer FILE, {ids}"
                 );
                 return Err(wrong_data(&other, problem));
             }
-            if cutting.sentences {
-                let problem = "is text, and no tokenizer is there: make one from it with `zero tokenizer DIR --data FILE`, and give \
-                               it with --tokenizer DIR";
+            if options.sentences {
+                let problem = "is text, but there is no tokenizer: create one from it with `zero tokenizer DIR --data \
+                               FILE`, and pass it with --tokenizer DIR";
                 return Err(wrong_data(text, problem));
             }
             let tokens = gpt2::TOKENS;
             if vocab_size < tokens {
                 let problem = format!(
-                    "is text, which without a tokenizer of the model's own is cut into GPT-2's tokens, but the model has \
-                     {vocab_size} tokens, and GPT-2 {tokens}: give its tokenizer with --tokenizer FILE, {ids}"
+                    "is text, but the model has no tokenizer, and GPT-2's does not fit: it has {tokens} tokens, but \
+                     the model has {vocab_size} tokens; pass the model's tokenizer with --tokenizer FILE, {ids}"
                 );
                 return Err(wrong_data(text, problem));
             }
             // A preset has no tokenizer of its own.
-            if let Some(folder) = cutting.folders.iter().find(|folder| folder.is_dir())
-                && !(cutting.is_gpt2 && vocab_size <= PADDED)
+            if let Some(folder) = options.folders.iter().find(|folder| folder.is_dir())
+                && !(options.is_gpt2 && vocab_size <= PADDED)
             {
                 let problem = format!(
-                    "has no tokenizer: add the model's tokenizer.json (transformers' save_pretrained writes one), give one with \
-                     --tokenizer FILE, {ids}"
+                    "has no tokenizer: add the model's tokenizer.json (transformers' save_pretrained writes one), pass \
+                     one with --tokenizer FILE, {ids}"
                 );
                 return Err(wrong_data(folder, problem));
             }
             let end = Some(tokens as u32 - 1);
             let (kind, begin, files) = (Kind::Gpt2, Vec::new(), Vec::new());
             let named = BTreeMap::new();
-            let whose = "GPT-2's own tokenizer".to_string();
+            let whose = "the built-in GPT-2 tokenizer".to_string();
             return Ok(Self { kind, checksum: 0, begin, bos: end, end, sentences: false, named, files, whose });
         };
         let tokens = found.tokens();
         // Some models have no row for an added token, such as BART's <mask>: it must not occur.
         if found.tokens_of_model() > vocab_size {
             let problem = format!(
-                "has a tokenizer of {tokens} tokens, and the model knows {vocab_size}: use the tokenizer that the model was \
-                 made for"
+                "has a tokenizer of {tokens} tokens, but the model has {vocab_size}: use the tokenizer that was made \
+                 for the model"
             );
             return Err(wrong_data(whose, problem));
         }
         let found = Self { whose: whose.display().to_string(), ..found };
-        if cutting.sentences { found.for_sentences(whose) } else { Ok(found) }
+        if options.sentences { found.for_sentences(whose) } else { Ok(found) }
     }
 
     pub(super) fn new(tokenizer: tokenizers::Tokenizer, checksum: u32, end: Option<u32>) -> Self {
-        let begin = put_before(&tokenizer);
+        let begin = prefix_ids(&tokenizer);
         let kind = Kind::File(Box::new(tokenizer));
         let (named, files) = (BTreeMap::new(), Vec::new());
         Self { kind, checksum, begin, bos: None, end, sentences: false, named, files, whose: String::new() }
@@ -160,7 +160,7 @@ impl Tokenizer {
         for token in SPECIAL {
             if self.id(token).is_none() {
                 let problem =
-                    format!("has no token {token}: expected a tokenizer as BERT's (`zero tokenizer` makes one)");
+                    format!("has no token {token}: expected a tokenizer like BERT's (`zero tokenizer` creates one)");
                 return Err(wrong_data(path, problem));
             }
         }
@@ -250,10 +250,10 @@ impl Tokenizer {
     }
 
     /// Returns the tokens that begin a text for a model with an encoder.
-    pub fn begin_of(&self, settings: &Seq2SeqSettings) -> Vec<u32> {
+    pub fn encoder_prefix(&self, settings: &Seq2SeqSettings) -> Vec<u32> {
         match settings.has_begin {
             true => self.begin().into_iter().collect(),
-            false => self.put_before().to_vec(),
+            false => self.prefix_ids().to_vec(),
         }
     }
 
@@ -263,7 +263,7 @@ impl Tokenizer {
     }
 
     /// Returns the tokens before a text that a model continues, such as Llama's beginning of text; none for GPT-2.
-    pub fn put_before(&self) -> &[u32] {
+    pub fn prefix_ids(&self) -> &[u32] {
         if self.sentences { &[] } else { &self.begin }
     }
 
@@ -425,7 +425,7 @@ impl Tokenizer {
 
 /// Returns the library's encoding, or its error or panic as text.
 fn encoding(cut: impl FnOnce() -> Result<tokenizers::Encoding, String>) -> Result<tokenizers::Encoding, String> {
-    caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be cut into tokens: {error}"))
+    caught(cut).and_then(|cut| cut).map_err(|error| format!("cannot be tokenized: {error}"))
 }
 
 fn largest(vocabulary: std::collections::HashMap<String, u32>) -> usize {
@@ -447,7 +447,7 @@ fn learned_files(tokenizer: &tokenizers::Tokenizer) -> Vec<SideFile> {
 }
 
 /// Returns the special tokens that a tokenizer's template puts before the text.
-fn put_before(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
+fn prefix_ids(tokenizer: &tokenizers::Tokenizer) -> Vec<u32> {
     for text in LETTERS {
         let Ok(Ok(around)) = caught(|| tokenizer.encode(text, true)) else { continue };
         let special = around.get_special_tokens_mask().iter().take_while(|&&special| special == 1).count();
@@ -464,8 +464,8 @@ mod tests {
 
     use super::*;
 
-    fn cutting<'a>(vocab_size: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
-        Cutting { vocab_size, n_positions: 8, folders, ..Cutting::default() }
+    fn options<'a>(vocab_size: usize, folders: &'a [&'a Path]) -> TokenizeOptions<'a> {
+        TokenizeOptions { vocab_size, n_positions: 8, folders, ..TokenizeOptions::default() }
     }
 
     /// Writes a tokenizer whose vocabulary is a few words.
@@ -486,34 +486,34 @@ mod tests {
     fn the_models_own_cuts_and_gpt2s_where_it_has_none() {
         let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
         words(dir.path(), &["<unk>", "a", "rose", "is", "</s>"]);
-        let own = Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap();
+        let own = Tokenizer::find(text, &options(5, &[dir.path()])).unwrap();
         assert_eq!((own.tokens(), own.end()), (5, Some(4)));
         assert_eq!(own.encode("a rose is a flower").unwrap(), [1, 2, 3, 1, 0]);
         std::fs::write(dir.path().join("tokenizer_config.json"), r#"{"eos_token": {"content": "is"}}"#).unwrap();
-        assert_eq!(Tokenizer::find(text, &cutting(5, &[dir.path()])).unwrap().end(), Some(3));
+        assert_eq!(Tokenizer::find(text, &options(5, &[dir.path()])).unwrap().end(), Some(3));
         // An explicitly given one.
-        let given = Cutting { tokenizer: Some(dir.path()), ..cutting(50257, &[]) };
+        let given = TokenizeOptions { tokenizer: Some(dir.path()), ..options(50257, &[]) };
         assert_eq!(Tokenizer::find(text, &given).unwrap().tokens(), 5);
-        let gpt2 = Tokenizer::find(text, &cutting(50257, &[])).unwrap();
+        let gpt2 = Tokenizer::find(text, &options(50257, &[])).unwrap();
         assert_eq!(gpt2.encode("Hello world").unwrap(), [15496, 995]);
     }
 
     #[test]
     fn what_is_not_the_models_is_refused() {
         let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());
-        let told = |cutting: &Cutting<'_>| Tokenizer::find(text, cutting).err().unwrap().to_string();
-        let error = told(&cutting(32000, &[]));
+        let told = |options: &TokenizeOptions<'_>| Tokenizer::find(text, options).err().unwrap().to_string();
+        let error = told(&options(32000, &[]));
         assert!(error.starts_with("book.txt: is text") && error.contains("the model has 32000 tokens"), "{error}");
         words(dir.path(), &["<unk>", "a", "rose"]);
-        let error = told(&cutting(2, &[dir.path()]));
-        assert!(error.contains("a tokenizer of 3 tokens, and the model knows 2"), "{error}");
+        let error = told(&options(2, &[dir.path()]));
+        assert!(error.contains("a tokenizer of 3 tokens, but the model has 2"), "{error}");
         for (file, content) in [("tokenizer.json", "{"), ("tokenizer.model", ""), ("vocab.json", "{}")] {
             let dir = tempfile::tempdir().unwrap();
             std::fs::write(dir.path().join(file), content).unwrap();
-            let error = told(&cutting(50257, &[dir.path()]));
+            let error = told(&options(50257, &[dir.path()]));
             assert!(error.contains(file) && error.contains("tokenizer"), "{error}");
         }
-        let missing = Cutting { tokenizer: Some(Path::new("/nowhere")), ..cutting(50257, &[]) };
+        let missing = TokenizeOptions { tokenizer: Some(Path::new("/nowhere")), ..options(50257, &[]) };
         assert!(told(&missing).contains("--tokenizer /nowhere: expected a tokenizer.json"));
     }
 }

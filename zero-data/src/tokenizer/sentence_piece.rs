@@ -104,7 +104,7 @@ pub(super) fn read(
     let is_unigram = match model.trainer.model.unwrap_or(UNIGRAM) {
         UNIGRAM => true,
         MERGES => false,
-        _ => return Err("is a SentencePiece model of words or letters: expected one of pieces".into()),
+        _ => return Err("is a SentencePiece model of type word or char: expected unigram or bpe".into()),
     };
     let control = model.pieces.iter().filter(|piece| [CONTROL, OF_USER].contains(&piece.kind));
     let added: Vec<AddedToken> =
@@ -117,8 +117,8 @@ pub(super) fn read(
         (false, class) if !class.starts_with("gemma") => (llama(&model, settings)?, LLAMA),
         _ => {
             let expected =
-                "expected Llama's, T5's or XLM-RoBERTa's: save a tokenizer.json with transformers' save_pretrained";
-            return Err(format!("is a SentencePiece model of another kind ({class:?}): {expected}").into());
+                "expected Llama's, T5's or XLM-RoBERTa's; save a tokenizer.json with transformers' save_pretrained";
+            return Err(format!("is a SentencePiece model of an unsupported class ({class:?}): {expected}").into());
         }
     };
     for token in added {

@@ -116,13 +116,13 @@ impl<'a> Inputs<'a> {
         let Shape { batch, heads, kv_heads, queries, keys, causal, window, .. } = self.shape;
         assert!(
             kv_heads == heads || kv_heads > 0 && heads.is_multiple_of(kv_heads),
-            "attention: {heads} heads of queries cannot share {kv_heads} of keys"
+            "attention: {heads} query heads cannot share {kv_heads} key heads"
         );
         assert!(
             window.is_none_or(|window| causal && window > 0),
-            "attention: a window of {window:?} keys, expected a causal one of one at least"
+            "attention: a window of {window:?} keys, expected causal attention and at least one key"
         );
-        assert!(queries > 0 && keys > 0, "attention: {queries} queries and {keys} keys, expected one at least of each");
+        assert!(queries > 0 && keys > 0, "attention: {queries} queries and {keys} keys, expected at least one of each");
         assert!(!causal || queries == keys, "attention: causal with {queries} queries and {keys} keys");
         let (d, c) = (self.d(), self.c());
         for (name, rows, d, t) in [("q", self.q, d, queries), ("k", self.k, c, keys), ("v", self.v, c, keys)] {

@@ -135,7 +135,7 @@ fn by_chunks<T: Operand>(
     let count = targets.iter().filter(|target| Some(**target) != ignored).count();
     for (row, target) in targets.iter().enumerate() {
         let inside = Some(*target) == ignored || usize::try_from(*target).is_ok_and(|target| target < v);
-        assert!(inside, "cross-entropy: target {target} of row {row} is not one of the vocabulary's 0..{v}");
+        assert!(inside, "cross-entropy: target {target} of row {row} is outside of the vocabulary 0..{v}");
     }
     if count == 0 {
         if let Some((dx, dw)) = grads {

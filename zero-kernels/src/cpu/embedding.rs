@@ -87,12 +87,12 @@ fn segments<'a>(
 fn check(ids: &[i64], table: usize, d: usize) {
     assert!(
         if d == 0 { table == 0 } else { table.is_multiple_of(d) },
-        "embedding: the table has {table} elements, which are not whole rows of {d}"
+        "embedding: the table has {table} elements, expected a whole number of rows of {d}"
     );
     let v = table.checked_div(d).unwrap_or(usize::MAX);
     for (row, id) in ids.iter().enumerate() {
         let inside = usize::try_from(*id).is_ok_and(|id| id < v);
-        assert!(inside, "embedding: id {id} of row {row} is not one of the table's 0..{v}");
+        assert!(inside, "embedding: id {id} of row {row} is outside of the table's rows 0..{v}");
     }
 }
 

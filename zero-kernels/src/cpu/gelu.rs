@@ -72,7 +72,7 @@ pub fn backward<T: Number>(
 
 fn check_rows(len: usize, f: usize, biased: bool) {
     let whole = !biased || if f == 0 { len == 0 } else { len.is_multiple_of(f) };
-    assert!(whole, "gelu: `x` has {len} elements, which are not whole rows of the bias's {f}");
+    assert!(whole, "gelu: `x` has {len} elements, expected a whole number of rows of the bias's length {f}");
 }
 
 vectorised! {
@@ -324,7 +324,7 @@ mod tests {
     fn lengths_that_do_not_fit_are_named() {
         let mut out = [0.0; 8];
         assert_panics(&["`out` has 8 elements, expected 7"], || forward(Gelu::Erf, &[0.0; 7], None, &mut out));
-        assert_panics(&["8 elements", "whole rows of the bias's 3"], || {
+        assert_panics(&["8 elements", "rows of the bias's length 3"], || {
             forward(Gelu::Erf, &[0.0; 8], Some(&[0.0; 3]), &mut [0.0; 8]);
         });
         assert_panics(&["`dbias` has 2 elements, expected 4"], || {

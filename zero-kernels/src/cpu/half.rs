@@ -135,7 +135,7 @@ pub fn widened<H: Half>(from: &[H]) -> Vec<f32> {
 ///
 /// If the lengths differ.
 pub fn narrow_into<H: Half>(from: &[f32], to: &mut [H]) {
-    assert_eq!(from.len(), to.len(), "a conversion keeps the number of elements");
+    assert_eq!(from.len(), to.len(), "conversion: input and output differ in length");
     let tasks = from.chunks(TASK).zip(to.chunks_mut(TASK)).collect();
     spread(from.len(), tasks, |(from, to)| H::narrow(from, to));
 }

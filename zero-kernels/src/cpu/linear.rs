@@ -233,7 +233,7 @@ vectorised! {
 /// Returns the number of rows of `width` in `len` elements.
 fn rows(name: &str, len: usize, width: usize) -> usize {
     let n = len.checked_div(width).unwrap_or(0);
-    assert_eq!(len, n * width, "linear: `{name}` has {len} elements, which are not whole rows of {width}");
+    assert_eq!(len, n * width, "linear: `{name}` has {len} elements, expected a whole number of rows of {width}");
     n
 }
 
@@ -364,11 +364,9 @@ mod tests {
         assert_panics(&["`residual` has 5 elements"], || forward(&[0.0; 4], w, None, Some(&[0.0; 5]), &mut [0.0; 6]));
         assert_panics(&["`g` has 5 elements, expected 2 rows of 3"], || backward_x(&[0.0; 5], w, &mut [0.0; 4]));
         assert_panics(&["`g` has 5 elements", "rows of 3"], || backward_bias(&[0.0; 5], &mut [0.0; 3]));
-        assert_panics(&["ends beyond the 6 elements there are"], || {
-            assert_eq!(Matrix::strided(&[0.0; 6], 2, 3, 4, 1).rows(), 2)
-        });
+        assert_panics(&["ends beyond its 6 elements"], || assert_eq!(Matrix::strided(&[0.0; 6], 2, 3, 4, 1).rows(), 2));
         // A sum that overflows is beyond any end.
-        assert_panics(&["ends beyond the 6 elements there are"], || {
+        assert_panics(&["ends beyond its 6 elements"], || {
             assert_eq!(Matrix::strided(&[0.0; 6], 3, 1, 1 << (usize::BITS - 1), 1).rows(), 3)
         });
     }

@@ -22,7 +22,7 @@ impl<'a, T> Matrix<'a, T> {
     ///
     /// If `data` does not have `rows * columns` elements.
     pub fn new(data: &'a [T], rows: usize, columns: usize) -> Self {
-        assert_eq!(data.len(), rows * columns, "a matrix of {rows} x {columns} has another number of elements");
+        assert_eq!(data.len(), rows * columns, "wrong number of elements for a matrix of {rows} x {columns}");
         Self { data, rows, columns, row_stride: columns, column_stride: 1 }
     }
 
@@ -39,8 +39,8 @@ impl<'a, T> Matrix<'a, T> {
                 .and_then(|(row, column)| row.checked_add(column));
             assert!(
                 last.is_some_and(|last| last < data.len()),
-                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends beyond the {} \
-                 elements there are",
+                "a matrix of {rows} x {columns} with strides {row_stride} and {column_stride} ends beyond its {} \
+                 elements",
                 data.len()
             );
         }
@@ -108,7 +108,7 @@ impl Write {
 
 /// Computes `scale * a * b` into `out`, row-major without gaps.
 pub(super) fn multiply(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>, scale: f32, threads: Parallelism) {
-    assert_eq!(out.len(), a.rows * b.columns, "a product of {} x {}", a.rows, b.columns);
+    assert_eq!(out.len(), a.rows * b.columns, "wrong number of elements for a product of {} x {}", a.rows, b.columns);
     // SAFETY: `out` is borrowed for this call alone and holds every element, by the length just checked.
     unsafe { multiply_into(out.as_mut_ptr(), b.columns, write, a, b, scale, threads) }
 }

@@ -133,7 +133,7 @@ pub fn instructions() -> &'static str {
     } else if avx512::Avx512::detect().is_some() {
         return "AVX512_BF16";
     }
-    "fp32, to which they are widened"
+    "conversion to fp32"
 }
 
 /// Runs `work` on every task, on the pool's threads if `threads` allows it and there are enough multiplications.

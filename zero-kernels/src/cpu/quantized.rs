@@ -11,7 +11,7 @@ use super::reduce::add;
 use crate::quantized::{BLOCK, Quantized};
 
 /// The most rows that [`forward`] accepts.
-pub const FEW: usize = 16;
+pub const MAX_ROWS: usize = 16;
 
 /// Blocks of a row of the weight per task.
 const PART: usize = 4;
@@ -31,7 +31,7 @@ pub fn dequantized(how: Quantized, rows: &[u8], out: &mut [f32]) {
     spread(d * how.width, tasks, |(rows, out)| widen(how, rows, out));
 }
 
-/// Computes `x * w + bias + residual` for up to [`FEW`] rows.
+/// Computes `x * w + bias + residual` for up to [`MAX_ROWS`] rows.
 ///
 /// # Shapes
 ///
@@ -45,7 +45,7 @@ pub fn forward(how: Quantized, x: &[f32], w: &[u8], bias: Option<&[f32]>, residu
     let n = out.len() / f.max(1);
     let bytes = 2 * how.format.words(f);
     let d = w.len() / bytes.max(1);
-    assert!(n <= FEW, "quantized: {n} rows, expected {FEW} at most");
+    assert!(n <= MAX_ROWS, "quantized: {n} rows, expected at most {MAX_ROWS}");
     check_rows("quantized", "w", w.len(), d, bytes);
     check_rows("quantized", "x", x.len(), n, d);
     check_rows("quantized", "out", out.len(), n, f);

@@ -6,6 +6,6 @@ mod rule;
 mod state;
 
 pub use elements::Elements;
-pub use pass::{Average, Norms, Stretch, Target, run_stretch};
+pub use pass::{Average, Chunk, Norms, Target, update_chunk};
 pub use rule::{Kernel, Sweep};
 pub use state::{State, step_key};

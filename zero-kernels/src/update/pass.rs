@@ -74,7 +74,7 @@ impl Average<'_> {
 
 /// The arrays of a contiguous part of the shard. All have the same length, except that a gradient and states that the pass
 /// does not read are empty.
-pub struct Stretch<'a> {
+pub struct Chunk<'a> {
     /// The parameter, or its master copy.
     pub p: &'a mut [f32],
     /// The gradient.
@@ -93,12 +93,12 @@ pub struct Stretch<'a> {
 
 /// Updates a stretch of any length by `kernel`, on all threads of the pool. The gradient is multiplied by `scale` first. A
 /// first pass returns the sums over the elements `counted`.
-pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy, mut average, first } = stretch;
+pub fn update_chunk(kernel: Kernel, scale: f32, stretch: Chunk<'_>, counted: Range<usize>) -> Norms {
+    let Chunk { p, g, a, b, copy, mut average, first } = stretch;
     let mut copies = copy.map(Target::chunks);
     let mut averages = average.as_mut().map(Average::chunks);
     let (mut g, mut a, mut b) = (chunks_of(g), a.chunks(CHUNK), b.chunks(CHUNK));
-    let chunks: Vec<(Stretch<'_>, Range<usize>)> = p
+    let chunks: Vec<(Chunk<'_>, Range<usize>)> = p
         .chunks_mut(CHUNK)
         .enumerate()
         .map(|(index, p)| {
@@ -107,7 +107,7 @@ pub fn run_stretch(kernel: Kernel, scale: f32, stretch: Stretch<'_>, counted: Ra
             let (a, b) = (a.next().unwrap_or_default(), b.next().unwrap_or_default());
             let copy = copies.as_mut().and_then(Iterator::next);
             let average = averages.as_mut().and_then(Iterator::next);
-            (Stretch { p, g, a, b, copy, average, first: first + index * CHUNK }, counted)
+            (Chunk { p, g, a, b, copy, average, first: first + index * CHUNK }, counted)
         })
         .collect();
     let arch = pulp::Arch::new();
@@ -126,7 +126,7 @@ fn part(range: &Range<usize>, first: usize, len: usize) -> Range<usize> {
 struct Task<'a> {
     kernel: Kernel,
     scale: f32,
-    chunk: Stretch<'a>,
+    chunk: Chunk<'a>,
     counted: Range<usize>,
 }
 
@@ -140,8 +140,8 @@ impl pulp::NullaryFnOnce for Task<'_> {
 }
 
 #[inline(always)]
-fn one(kernel: Kernel, scale: f32, chunk: Stretch<'_>, counted: Range<usize>) -> Norms {
-    let Stretch { p, g, a, b, copy, average, first } = chunk;
+fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>, counted: Range<usize>) -> Norms {
+    let Chunk { p, g, a, b, copy, average, first } = chunk;
     let written = (copy, average);
     match (a, b) {
         (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, written, counted),

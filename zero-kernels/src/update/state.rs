@@ -110,7 +110,7 @@ fn hash(mut x: u32) -> u32 {
 mod tests {
     use super::*;
     use crate::rule::Rule;
-    use crate::update::{Elements, Kernel, Stretch, run_stretch};
+    use crate::update::{Chunk, Elements, Kernel, update_chunk};
 
     #[test]
     fn rounding_is_to_a_neighbour_and_right_in_the_mean() {
@@ -141,7 +141,7 @@ mod tests {
             let kernel = Kernel::new(Rule::adamw(), 1e-3, time);
             for first in (0..numel).step_by(cut) {
                 let range = first..numel.min(first + cut);
-                let stretch = Stretch {
+                let stretch = Chunk {
                     p: &mut p[range.clone()],
                     g: Elements::F32(&gradient[range.clone()]),
                     a: State::Bf16(&mut m[range.clone()]),
@@ -150,7 +150,7 @@ mod tests {
                     average: None,
                     first,
                 };
-                run_stretch(kernel, 1.0, stretch, 0..0);
+                update_chunk(kernel, 1.0, stretch, 0..0);
             }
         }
         (p, m, v)
@@ -172,8 +172,8 @@ mod tests {
         for time in 2..302 {
             let (a, b) = (State::Bf16(&mut m), State::Bf16(&mut v));
             let g = vec![1e-3; numel];
-            let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first: 0 };
-            run_stretch(Kernel::new(Rule::adamw(), 1e-3, time), 1.0, stretch, 0..0);
+            let stretch = Chunk { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first: 0 };
+            update_chunk(Kernel::new(Rule::adamw(), 1e-3, time), 1.0, stretch, 0..0);
         }
         let mean = v.iter().map(|v| f64::from(v.to_f32())).sum::<f64>() / numel as f64;
         let expected = (0..300).fold(f64::from(bf16::from_f32(1e-4).to_f32()), |v, _| v * 0.999 + 1e-6 * 0.001);

@@ -274,7 +274,7 @@ mod tests {
                 "decoder_attention_heads = 7; change it to a divisor of d_model = 1024",
             ),
             (r#"{"encoder_layers": 0}"#, "encoder_layers = 0"),
-            (r#"{"vocab_size": 2}"#, "eos_token_id = 2; change it to a token of the 2 there are"),
+            (r#"{"vocab_size": 2}"#, "eos_token_id = 2; change it to a token id below 2"),
             (r#"{"activation_function": "swish"}"#, "activation_function = \"swish\""),
         ] {
             let error = BartConfig::from_json(text).unwrap_err().to_string();

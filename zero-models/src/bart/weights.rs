@@ -33,12 +33,12 @@ hf_weights!(Bart, BartConfig, "BartForConditionalGeneration");
 /// # Errors
 /// Same as [`load`].
 #[cfg(feature = "burn")]
-pub fn load_beneath_head<B: zero_ops::FusedBackend>(
+pub fn load_without_head<B: zero_ops::FusedBackend>(
     model: Bart<B>,
     checkpoint: &Checkpoint,
     device: &B::Device,
 ) -> Result<(Bart<B>, Vec<String>)> {
-    crate::hf_load::load_beneath_head::<BartConfig, B, _>(model, checkpoint, device)
+    crate::hf_load::load_without_head::<BartConfig, B, _>(model, checkpoint, device)
 }
 
 /// Sizes of most layers, which keep the width of the model.
@@ -103,7 +103,7 @@ impl Family for BartConfig {
         if bias.to_f32()?.iter().all(|&x| x == 0.0) {
             return Ok(());
         }
-        let (got, supported) = ("numbers that are not 0".into(), "a bias of zeros, or none".into());
+        let (got, supported) = ("values that are not 0".into(), "a bias of zeros, or none".into());
         Err(ModelError::Unsupported { model: Self::FAMILY, key: HEAD_BIAS, got, supported })
     }
 

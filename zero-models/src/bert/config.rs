@@ -298,7 +298,8 @@ impl BertConfig {
         let dropout = ("classifier_dropout", self.classifier_dropout.unwrap_or_default());
         let offset = self.position_offset();
         if self.max_position_embeddings <= offset {
-            let (field, expected) = ("max_position_embeddings", format!("above {offset}, as positions begin there"));
+            let (field, expected) =
+                ("max_position_embeddings", format!("above {offset}, because positions start there"));
             let got = self.max_position_embeddings.to_string();
             return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got, expected });
         }

@@ -14,7 +14,7 @@ use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding, line
 use crate::attention::{Masks, attend};
 use crate::hf_params::Family;
 use crate::layers::{Ids, by_sequence, check_positions, dense, dense_activated, dense_onto, normed};
-use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding, each_field, rows};
 use crate::{Activation, BertBatch, BertConfig, BertKind, BertPredictions, init};
 
 /// BERT with the heads that its [`BertHead`](crate::BertHead) selects.
@@ -280,7 +280,7 @@ impl<B: FusedBackend> Bert<B> {
 }
 
 fn of_head<'a, T>(part: &'a Option<T>, what: &str) -> &'a T {
-    part.as_ref().unwrap_or_else(|| panic!("this BERT has not {what}: set BertConfig::head to one that has it"))
+    part.as_ref().unwrap_or_else(|| panic!("this BERT does not have {what}: set BertConfig::head to one that has it"))
 }
 
 impl<B: Backend> Adaptable<B> for Bert<B> {
@@ -297,7 +297,7 @@ impl<B: Backend> Adaptable<B> for Bert<B> {
         }
     }
 
-    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+    fn tables(&mut self, each: &mut VisitEmbedding<'_, B>) {
         let BertEmbeddings { word_embeddings: words, word_embeddings_adapter: adapter, .. } = &mut self.embeddings;
         each("embeddings.word_embeddings", words.lazy_shape().dims(), adapter);
     }

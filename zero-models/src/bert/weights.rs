@@ -63,12 +63,12 @@ hf_weights!(Bert, BertConfig, "BertForPreTraining", by_kind);
 /// # Errors
 /// Same as [`load`].
 #[cfg(feature = "burn")]
-pub fn load_beneath_head<B: zero_ops::FusedBackend>(
+pub fn load_without_head<B: zero_ops::FusedBackend>(
     model: Bert<B>,
     checkpoint: &crate::safetensors_file::Checkpoint,
     device: &B::Device,
 ) -> crate::Result<(Bert<B>, Vec<String>)> {
-    by_kind!(model, Names => crate::hf_load::load_beneath_head::<Names, B, _>(model, checkpoint, device))
+    by_kind!(model, Names => crate::hf_load::load_without_head::<Names, B, _>(model, checkpoint, device))
 }
 
 impl BertConfig {

@@ -152,7 +152,7 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     hooks: Hooks<'_>,
 ) -> Result<Vec<Vec<u32>>> {
     how.check()?;
-    let known = format!("below {}, the number of tokens that the model knows", model.vocabulary());
+    let known = format!("below {}, the size of the vocabulary", model.vocabulary());
     let forced = [("forced_first", how.forced_first), ("forced_last", how.forced_last)];
     let forced = forced.iter().filter_map(|(field, token)| Some((*field, (*token)? as usize)));
     check_each(
@@ -161,7 +161,10 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
     )?;
     if let (Some(most), Some(row)) = (how.max_length, prompts.iter().position(|prompt| how.most(prompt) == 0)) {
         let length = prompts[row].len();
-        let problem = format!("has {length} tokens, and prompt and text together may have {most}: shorten it");
+        let problem = format!(
+            "has {length} tokens, but max_length is {most}, for prompt and new tokens together: shorten it or raise \
+             max_length"
+        );
         return Err(ModelError::Prompt { row, problem });
     }
     check(prompts, |prompt| how.most(prompt), model.positions(), model.vocabulary())?;
@@ -251,8 +254,13 @@ impl Sampling {
             (p > 0.0 && p <= 1.0, "top_p", p.to_string(), "above 0, at most 1"),
             (again.is_finite() && again > 0.0, "repetition_penalty", again.to_string(), "above 0"),
             (beams > 0, "beams", beams.to_string(), "at least 1"),
-            (draws_nothing, "beams", beams.to_string(), "1, or a temperature of 0: beam search draws nothing"),
-            (power.is_finite(), "length_penalty", power.to_string(), "a number"),
+            (
+                draws_nothing,
+                "beams",
+                beams.to_string(),
+                "1, or set the temperature to 0, because beam search does not sample",
+            ),
+            (power.is_finite(), "length_penalty", power.to_string(), "a finite number"),
         ];
         check_each("sampling", values)
     }
@@ -272,14 +280,15 @@ pub(crate) fn check(
         }
         if let Some(token) = prompt.iter().find(|token| **token as usize >= vocabulary) {
             return problem(format!(
-                "has the token {token}, and the model knows {vocabulary}: use the tokenizer that the model was made for"
+                "has the token {token}, but the model has {vocabulary} tokens: use the tokenizer that was made for the \
+                 model"
             ));
         }
         let (length, new) = (prompt.len(), new(prompt));
         if length.saturating_add(new) > positions {
             return problem(format!(
-                "has {length} tokens, with {new} new ones more than the model's {positions} positions: shorten it or lower \
-                 max_new_tokens"
+                "has {length} tokens, and with {new} new ones exceeds the model's {positions} positions: shorten it or \
+                 lower max_new_tokens"
             ));
         }
     }

@@ -63,7 +63,7 @@ impl Sampling {
             let keys = match serde_json::from_slice(&bytes) {
                 Ok(Value::Object(keys)) => keys,
                 Ok(other) => return Err(problem(format!("holds {other}: expected a JSON object"))),
-                Err(error) => return Err(problem(format!("is not a whole JSON file ({error}): write it again"))),
+                Err(error) => return Err(problem(format!("is not valid JSON ({error}): download or save it again"))),
             };
             let keys = Keys { path: &path, keys };
             if std::mem::take(&mut is_first) {
@@ -139,13 +139,13 @@ impl Keys<'_> {
     }
 
     fn count(&self, key: &str) -> Result<Option<usize>> {
-        self.get(key, "expected a whole number from 0 up", |value| value.as_u64().map(|count| count as usize))
+        self.get(key, "expected a whole number of at least 0", |value| value.as_u64().map(|count| count as usize))
     }
 
     /// Reads a token id, or a list of them.
     fn tokens(&self, key: &str) -> Result<Option<Vec<u32>>> {
         let token = |value: &Value| value.as_u64().and_then(|number| u32::try_from(number).ok());
-        self.get(key, "expected numbers of tokens", |value| match value {
+        self.get(key, "expected a token id, or a list of token ids", |value| match value {
             Value::Array(list) => list.iter().map(token).collect(),
             one => token(one).map(|token| vec![token]),
         })
@@ -155,7 +155,7 @@ impl Keys<'_> {
         match self.tokens(key)?.as_deref() {
             None | Some([]) => Ok(None),
             Some([token]) => Ok(Some(*token)),
-            Some(_) => Err(self.wrong(key, "expected one token")),
+            Some(_) => Err(self.wrong(key, "expected one token id")),
         }
     }
 }

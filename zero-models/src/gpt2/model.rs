@@ -15,7 +15,7 @@ use zero_ops::{AttentionOptions, FusedBackend, checkpoint_block, embedding};
 use crate::attention::{Masks, attend_packed};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
-use crate::linear::{Adaptable, Adapter, EachTable, Linear, each_field, rows};
+use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding, each_field, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, Gpt2Config, init};
 
@@ -175,7 +175,7 @@ impl<B: Backend> Adaptable<B> for Gpt2<B> {
         }
     }
 
-    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+    fn tables(&mut self, each: &mut VisitEmbedding<'_, B>) {
         each("wte", self.wte.lazy_shape().dims(), &mut self.wte_adapter);
     }
 }

@@ -164,7 +164,7 @@ fn write_tensor(
         return Ok(());
     }
     let &[rows, columns] = param.shape.as_slice() else {
-        let problem = format!("has shape {:?}, and only a matrix can be transposed", param.shape);
+        let problem = format!("has shape {:?}, but only a matrix can be transposed", param.shape);
         return Err(ModelError::KeyMap { rule: tensor.name.to_string(), problem });
     };
     let values = read_checked(read, param, 0..numel)?;

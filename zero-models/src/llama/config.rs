@@ -248,18 +248,19 @@ impl LlamaConfig {
         };
         let head_width = self.head_width();
         if head_width == 0 || !head_width.is_multiple_of(2) {
-            return wrong("head_dim", head_width, "an even width, as positions turn pairs".into());
+            return wrong("head_dim", head_width, "an even width, because RoPE rotates pairs of elements".into());
         }
         let (factor, rotated) = (self.partial_rotary_factor, self.rotary_width());
         if factor > 1.0 || rotated == 0 || !rotated.is_multiple_of(2) {
-            let expected = format!("at most 1, and an even part of the {head_width} elements of a head");
+            let expected =
+                format!("a value of at most 1 that gives an even number of a head's {head_width} elements, at least 2");
             let field = "partial_rotary_factor";
             return Err(ModelError::ConfigValue { model: Self::FAMILY, field, got: factor.to_string(), expected });
         }
         if let Some(RopeScaling::LongRope { short_factor, long_factor, .. }) = &self.rope_scaling
             && let Some(factors) = [short_factor, long_factor].into_iter().find(|list| list.len() != rotated / 2)
         {
-            let expected = format!("{} numbers, one for each pair that is rotated", rotated / 2);
+            let expected = format!("{} numbers, one for each rotated pair", rotated / 2);
             return wrong("rope_scaling.short_factor and long_factor", factors.len(), expected);
         }
         if let Some(layers) = self.layer_types.as_ref().filter(|layers| layers.len() != self.num_hidden_layers) {
@@ -774,14 +775,14 @@ mod tests {
             (r#"{"rope_scaling": {"rope_type": "longrope"}}"#, "missing field `short_factor`"),
             (
                 r#"{"model_type": "phi3", "rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0]}}"#,
-                "long_factor = 1; change it to 48 numbers, one for each pair that is rotated",
+                "long_factor = 1; change it to 48 numbers, one for each rotated pair",
             ),
             (
                 r#"{"model_type": "phi3", "partial_rotary_factor": 1.5}"#,
-                "partial_rotary_factor = 1.5; change it to at most 1",
+                "partial_rotary_factor = 1.5; change it to a value of at most 1",
             ),
             (r#"{"model_type": "phi3", "partial_rotary_factor": 0.0}"#, "partial_rotary_factor = 0"),
-            (r#"{"model_type": "phi3", "head_dim": 9223372036854775808}"#, "a number of parameters = "),
+            (r#"{"model_type": "phi3", "head_dim": 9223372036854775808}"#, "parameter count = "),
             (
                 r#"{"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}}"#,
                 "supported: default, longrope",
@@ -813,7 +814,7 @@ mod tests {
                 "num_hidden_layers = 9223372036854775808; change it to 1 to",
             ),
             (r#"{"num_hidden_layers": 70000, "hidden_size": 2, "num_attention_heads": 1}"#, "at most 10000"),
-            (r#"{"head_dim": 2147483648}"#, "a number of parameters = "),
+            (r#"{"head_dim": 2147483648}"#, "parameter count = "),
         ] {
             let error = LlamaConfig::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

@@ -14,7 +14,7 @@ use super::rotary::Angles;
 use crate::attention::{Masks, attend};
 use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
-use crate::linear::{Adaptable, Adapter, EachTable, Linear, rows};
+use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding, rows};
 use crate::loss::next_token_model;
 use crate::{Activation, LlamaConfig, init};
 
@@ -331,7 +331,7 @@ impl<B: Backend> Adaptable<B> for Llama<B> {
         }
     }
 
-    fn tables(&mut self, each: &mut EachTable<'_, B>) {
+    fn tables(&mut self, each: &mut VisitEmbedding<'_, B>) {
         each("embed_tokens", self.embed_tokens.lazy_shape().dims(), &mut self.embed_tokens_adapter);
     }
 }

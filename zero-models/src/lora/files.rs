@@ -40,7 +40,7 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
 ///
 /// # Errors
 /// If the folder has no adapter, or one for another model.
-pub fn whole_tables(model: &ModelConfig, dir: &Path) -> Result<Vec<String>> {
+pub fn full_embeddings(model: &ModelConfig, dir: &Path) -> Result<Vec<String>> {
     let (adapted, whole, _) = open(dir, model.clone(), None)?;
     let known = adapted.lora.modules_to_save.len();
     let ModelConfig::Adapted(whole) = whole else { unreachable!("an adapter was opened") };
@@ -53,14 +53,16 @@ fn open(dir: &Path, model: ModelConfig, weights: Option<PathBuf>) -> Result<(Ada
     let for_another = |error| {
         let dir = dir.display();
         let problem = format!(
-            "the adapter in {dir} is for another model: {error}; give the base that it was made for, with its vocabulary resized as it was then"
+            "the adapter in {dir} is for another model: {error}; use the base model that it was trained with, with the \
+             same vocabulary size"
         );
         ModelError::Adapter { problem }
     };
     let adapted = AdaptedModel::new(model, LoraConfig::from_dir(dir)?, weights).map_err(for_another)?;
     if !dir.join(ADAPTER).is_file() && dir.join(PICKLED).is_file() {
         let problem = format!(
-            "{} has {PICKLED}, which is not read: load it with PEFT, and save it with save_pretrained(..., safe_serialization=True)",
+            "{} has {PICKLED}, which is not supported: load it with PEFT, and save it with save_pretrained(..., \
+             safe_serialization=True)",
             dir.display()
         );
         return Err(ModelError::Adapter { problem });
@@ -105,7 +107,7 @@ pub fn merge_with(
         && adapted.parameters().iter().any(|param| param.path == format!("{table}_adapter.a"))
     {
         let problem =
-            format!("the adapter of {table} cannot be merged: the head is the same table, and would change with it");
+            format!("the adapter of {table} cannot be merged: the head uses the same table, and would change with it");
         return Err(ModelError::Adapter { problem });
     }
     let weights = Checkpoint::open(base)?;

@@ -37,9 +37,9 @@ use zero_ops::FusedBackend;
 
 #[cfg(feature = "burn")]
 pub use self::files::load;
-pub use self::files::{merge, merge_with, whole_tables};
+pub use self::files::{full_embeddings, merge, merge_with};
 #[cfg(feature = "burn")]
-pub use crate::linear::{Adaptable, Adapter, EachTable, Linear};
+pub use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding};
 pub use crate::peft::LoraConfig;
 #[cfg(feature = "burn")]
 use crate::{AdaptedModel, ModelConfig, ModelError, Result};

@@ -106,7 +106,7 @@ impl AdaptedModel {
         };
         if let Some(other) = self.other_target(&targets) {
             let problem = format!(
-                "target_modules has {other}, which is a table and no layer that can be adapted: leave it out, or train it whole \
+                "target_modules has {other}, a table that cannot have an adapter: remove it, or train the full table \
                  (modules_to_save)"
             );
             return Err(ModelError::Adapter { problem });
@@ -283,7 +283,7 @@ fn unknown<'a>(key: &str, got: &str, names: impl Iterator<Item = &'a str>) -> Mo
     ends.dedup();
     let last = got.rsplit('.').next().unwrap_or(got);
     let problem = format!(
-        "{key} has \"{got}\", which no layer of the model is called{}; its layers are {}",
+        "{key} has \"{got}\", which matches no layer of the model{}; its layers are {}",
         did_you_mean(last, &ends),
         ends.join(", ")
     );

@@ -114,7 +114,7 @@ fn feed_forward(named: &Value) -> Result<(bool, Activation)> {
         Some(name) => Some((true, read(name)?)),
         None => Some((false, read(text)?)),
     });
-    let (got, supported) = (named.to_string(), "relu, gelu or gelu_new, alone or behind gated-".to_string());
+    let (got, supported) = (named.to_string(), "relu, gelu or gelu_new, alone or with the prefix gated-".to_string());
     found.ok_or(ModelError::Unsupported { model, key, got, supported })
 }
 
@@ -289,7 +289,7 @@ mod tests {
             (r#"{"is_encoder_decoder": false}"#, "is_encoder_decoder = false is not implemented"),
             (
                 r#"{"feed_forward_proj": "gated-silu"}"#,
-                "feed_forward_proj = \"gated-silu\" is not implemented, and ignoring it would give other results; supported: relu, gelu or gelu_new",
+                "feed_forward_proj = \"gated-silu\" is not implemented, and ignoring it would change the results; supported: relu, gelu or gelu_new",
             ),
             (r#"{"feed_forward_proj": "relu-gated"}"#, "feed_forward_proj = \"relu-gated\""),
             (r#"{"feed_forward_proj": 3}"#, "feed_forward_proj = 3"),
@@ -298,7 +298,7 @@ mod tests {
             (r#"{"num_heads": 0}"#, "num_heads = 0; change it to at least 1"),
             (r#"{"d_model": 99999999999}"#, "d_model = 99999999999; change it to 1 to"),
             (r#"{"num_decoder_layers": 4000000000}"#, "num_decoder_layers = 4000000000; change it to at most"),
-            (r#"{"d_kv": 4000000000, "num_heads": 4000000000}"#, "a number of parameters = "),
+            (r#"{"d_kv": 4000000000, "num_heads": 4000000000}"#, "parameter count = "),
             (r#"{"relative_attention_num_buckets": 3}"#, "relative_attention_num_buckets = 3; change it to at least 4"),
             (
                 r#"{"relative_attention_max_distance": 16}"#,
@@ -306,7 +306,7 @@ mod tests {
             ),
             (r#"{"dropout_rate": 1}"#, "dropout_rate = 1"),
             (r#"{"layer_norm_epsilon": 0}"#, "layer_norm_epsilon = 0; change it to above 0"),
-            (r#"{"vocab_size": 1}"#, "eos_token_id = 1; change it to a token of the 1 there are"),
+            (r#"{"vocab_size": 1}"#, "eos_token_id = 1; change it to a token id below 1"),
         ] {
             let error = T5Config::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{text}: {error}");

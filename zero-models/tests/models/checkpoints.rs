@@ -161,7 +161,10 @@ fn a_family_is_found_without_a_model_type() {
         (r#"{"hidden_size": 8}"#, "no model_type"),
     ] {
         let told = of(config).unwrap_err().to_string();
-        assert_contains(&told, &[got, "expected a model_type of gpt2, bart, t5, mt5, bert, roberta, "]);
+        assert_contains(
+            &told,
+            &[got, "expected one of these values of model_type: gpt2, bart, t5, mt5, bert, roberta, "],
+        );
     }
 }
 
@@ -169,7 +172,7 @@ fn a_family_is_found_without_a_model_type() {
 fn quantized_folders_and_pointers_are_named() {
     let config = r#"{"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}"#;
     let told = ModelConfig::from_json(config).unwrap_err().to_string();
-    assert_contains(&told, &["quantization_config = \"gptq\"", "original checkpoints that are not quantized"]);
+    assert_contains(&told, &["quantization_config = \"gptq\"", "checkpoints that are not quantized (--quantize"]);
     let dir = folder();
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 548105171\n";
     std::fs::write(dir.path().join("model.safetensors"), pointer).unwrap();
@@ -274,8 +277,8 @@ fn a_truncated_file_is_refused_wherever_it_ends() {
     let header_end = 8 + u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let claimed = format!("it claims {} bytes", header_end - 8);
     for (length, reason) in [
-        (0, "expected 8 bytes of length, the file has 0"),
-        (7, "expected 8 bytes of length, the file has 7"),
+        (0, "expected 8 bytes for the header length, the file has 0"),
+        (7, "expected 8 bytes for the header length, the file has 7"),
         (8, &claimed),
         (header_end - 1, &claimed),
         (header_end, "the file has 0 after the header"),
@@ -403,7 +406,7 @@ fn an_index_that_disagrees_with_its_shards_is_refused() {
     let mut map = listing(&written);
     map.insert("extra".to_string(), "model-00000.safetensors".into());
     write_index(dir.path(), map);
-    assert_contains(&refusal(dir.path()), &["\"extra\"", "the shard lacks it"]);
+    assert_contains(&refusal(dir.path()), &["\"extra\"", "the shard does not have it"]);
 }
 
 #[test]

@@ -205,7 +205,7 @@ fn a_barts_head_may_be_fresh_or_left_out() {
     for folder in [dir.path().to_path_buf(), fixture("bart_tiny")] {
         assert!(bart::weights::load(config.init::<B>(&device), &folder, &device).is_err());
         let checkpoint = Checkpoint::open(&folder).unwrap();
-        let (model, fresh) = bart::weights::load_beneath_head(config.init::<B>(&device), &checkpoint, &device).unwrap();
+        let (model, fresh) = bart::weights::load_without_head(config.init::<B>(&device), &checkpoint, &device).unwrap();
         assert!(fresh.len() == 4 && fresh.iter().all(|name| name.starts_with("classification_head.")), "{fresh:?}");
         loaded.push(model.shared.val().into_data());
     }
@@ -229,7 +229,7 @@ fn an_encoders_head_may_be_fresh() {
         let model = config.init::<B>(&device);
         assert!(bert::weights::load(model.clone(), dir.path(), &device).is_err());
         let checkpoint = Checkpoint::open(dir.path()).unwrap();
-        let (_, fresh) = bert::weights::load_beneath_head(model, &checkpoint, &device).unwrap();
+        let (_, fresh) = bert::weights::load_without_head(model, &checkpoint, &device).unwrap();
         assert_eq!(fresh.len(), 4, "{fresh:?}");
     }
 }
@@ -361,9 +361,9 @@ fn what_a_bart_cannot_read_is_told() {
     let how = Sampling { max_new_tokens: 5, ..Sampling::default() };
     for (text, how, expected) in [
         (vec![], how.clone(), "prompt 0 is empty"),
-        (vec![61], how.clone(), "has the token 61, and the model knows 61"),
-        (vec![5; 25], how.clone(), "has 25 tokens, with 0 new ones more than the model's 24 positions"),
-        (vec![5], Sampling { max_new_tokens: 24, ..how.clone() }, "has 1 tokens, with 24 new ones more than"),
+        (vec![61], how.clone(), "has the token 61, but the model has 61 tokens"),
+        (vec![5; 25], how.clone(), "has 25 tokens, and with 0 new ones exceeds the model's 24 positions"),
+        (vec![5], Sampling { max_new_tokens: 24, ..how.clone() }, "has 1 tokens, and with 24 new ones exceeds"),
     ] {
         let told = bart::generate(&model, &[text], &how, &device).unwrap_err().to_string();
         assert!(told.contains(expected), "{told}");
@@ -376,7 +376,7 @@ fn what_a_bart_cannot_read_is_told() {
         bias.bytes[..4].copy_from_slice(&1f32.to_le_bytes());
     });
     let told = bart::weights::from_pretrained::<B>(dir.path(), &device).unwrap_err().to_string();
-    assert!(told.contains("final_logits_bias = numbers that are not 0 is not implemented"), "{told}");
+    assert!(told.contains("final_logits_bias = values that are not 0 is not implemented"), "{told}");
 }
 
 #[test]

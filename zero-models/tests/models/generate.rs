@@ -163,8 +163,8 @@ fn what_cannot_be_gone_on_with_is_told() {
     let base = Sampling { max_new_tokens: 20, ..Sampling::default() };
     for (prompts, expected) in [
         (vec![vec![1], vec![]], "prompt 1 is empty"),
-        (vec![vec![1, 257]], "prompt 0 has the token 257, and the model knows 257"),
-        (vec![vec![1; 13]], "has 13 tokens, with 20 new ones more than the model's 32 positions"),
+        (vec![vec![1, 257]], "prompt 0 has the token 257, but the model has 257 tokens"),
+        (vec![vec![1; 13]], "has 13 tokens, and with 20 new ones exceeds the model's 32 positions"),
     ] {
         let text = told(&prompts, &base);
         assert!(text.contains(expected), "{text}");

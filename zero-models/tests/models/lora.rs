@@ -194,7 +194,7 @@ fn what_does_not_fit_is_told() {
     };
     let text = bad(targets(&["c_atn"]));
     assert!(text.contains("did you mean \"c_attn\"?") && text.contains("c_attn, c_fc, c_proj"), "{text}");
-    assert!(bad(targets(&["q_proj"])).contains("\"q_proj\", which no layer of the model is called"));
+    assert!(bad(targets(&["q_proj"])).contains("\"q_proj\", which matches no layer of the model"));
     assert!(bad(targets(&["h\\.[0"])).contains("target_modules \"h\\\\.[0\": "), "{}", bad(targets(&["h\\.[0"])));
     assert!(bad(LoraConfig { r: 0, ..LoraConfig::default() }).contains("r = 0"));
     assert!(bad(LoraConfig { lora_dropout: 1.0, ..LoraConfig::default() }).contains("lora_dropout = 1"));
@@ -208,13 +208,16 @@ fn what_does_not_fit_is_told() {
     let adapted = AdaptedModel::new(gpt2.clone(), wte, None).unwrap();
     let out = std::env::temp_dir().join("never-written");
     let error = merge_with(&adapted, &fixture("gpt2_tiny"), &out, &ExportOptions::default(), |_| unreachable!());
-    assert!(error.unwrap_err().to_string().contains("wte cannot be merged: the head is the same table"));
+    assert!(error.unwrap_err().to_string().contains("wte cannot be merged: the head uses the same table"));
 
     // An adapter for another base.
     let model = gpt2::weights::from_pretrained::<Flex>(&fixture("gpt2_tiny"), &Default::default()).unwrap();
     let text =
         load(model, &gpt2, &fixture("bert_tiny_classes").join("lora"), &Default::default()).unwrap_err().to_string();
-    assert!(text.contains("is for another model") && text.contains("give the base that it was made for"), "{text}");
+    assert!(
+        text.contains("is for another model") && text.contains("use the base model that it was trained with"),
+        "{text}"
+    );
     let wider = Gpt2Config { n_embd: 96, ..Gpt2Config::from_file(&fixture("gpt2_tiny").join("config.json")).unwrap() };
     let model = wider.init::<Flex>(&Default::default());
     let text = load(model, &wider.into(), &fixture("gpt2_tiny/lora"), &Default::default()).unwrap_err().to_string();
@@ -301,7 +304,7 @@ fn layers_are_named_as_peft_names_them() {
             ..LoraConfig::default()
         };
         let told = AdaptedModel::new(config(case), lora, None).unwrap_err().to_string();
-        assert!(told.contains(target) && told.contains("no layer that can be adapted"), "{told}");
+        assert!(told.contains(target) && told.contains("a table that cannot have an adapter"), "{told}");
     }
     // Look-around, and names of other families beside those that are there.
     assert_eq!(paths(&gpt2, &["^(?!.*mlp).*c_proj$"]), 2);
@@ -356,7 +359,7 @@ fn adapters_of_other_saves_are_read() {
 
     std::fs::rename(dir.path().join("adapter_model.safetensors"), dir.path().join("adapter_model.bin")).unwrap();
     let told = load(merged, &config(case), dir.path(), &device).unwrap_err().to_string();
-    assert!(told.contains("has adapter_model.bin, which is not read"), "{told}");
+    assert!(told.contains("has adapter_model.bin, which is not supported"), "{told}");
 }
 
 #[test]
@@ -394,7 +397,7 @@ fn heads_are_those_of_transformers() {
         bert::weights::load(config.init::<Flex>(&device), &fixture("bert_tiny"), &device).unwrap_err().to_string();
     assert!(error.contains("2 missing: classifier.weight, classifier.bias"), "{error}");
     let weights = Checkpoint::open(&fixture("bert_tiny")).unwrap();
-    let (model, fresh) = bert::weights::load_beneath_head(config.init::<Flex>(&device), &weights, &device).unwrap();
+    let (model, fresh) = bert::weights::load_without_head(config.init::<Flex>(&device), &weights, &device).unwrap();
     assert_eq!(fresh, ["classifier.weight", "classifier.bias"]);
     // The encoder's rows of both are the same.
     let [ids, types, mask] =

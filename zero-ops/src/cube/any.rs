@@ -75,7 +75,7 @@ pub(crate) fn run<B: Backend>(
             };
             same(T::run(name, same::<Vec<FloatTensor<B>>, Vec<T>>(inputs), outputs, run))
         },
-        panic!("callers have asked whether the backend's tensors are CubeCL's")
+        panic!("the backend's tensors are not CubeCL's: check has_cube_tensors first")
     )
 }
 
@@ -123,7 +123,7 @@ pub fn begin_read<B: Backend>(tensors: Vec<FloatTensor<B>>) -> Read {
     on_the_tensor_of!(
         FloatTensor<B>,
         T => read_of(T::into_memory(same::<Vec<FloatTensor<B>>, Vec<T>>(tensors))),
-        panic!("callers have asked whether the backend's tensors are CubeCL's")
+        panic!("the backend's tensors are not CubeCL's: check has_cube_tensors first")
     )
 }
 
@@ -218,7 +218,7 @@ struct Begun(std::sync::Mutex<Option<(End, Box<dyn Any + Send>)>>);
 #[cfg(feature = "cuda")]
 impl Begun {
     fn end(&self) {
-        let begun = self.0.lock().expect("nobody panics with it").take();
+        let begun = self.0.lock().expect("no thread panics while it holds the lock").take();
         if let Some((end, inputs)) = begun {
             end();
             drop(inputs);
@@ -247,7 +247,7 @@ impl OnCuda {
         }
 
         let outputs = tensors.iter().map(|tensor| (tensor.shape(), tensor.dtype())).collect();
-        run::<B>("end of an operation beside", tensors, outputs, Pass(self.clone()))
+        run::<B>("end of a concurrent operation", tensors, outputs, Pass(self.clone()))
     }
 }
 
@@ -290,7 +290,7 @@ pub fn begin_on_cuda<B: Backend>(
             if let Some(end) = (self.begin)(&spans(&inputs), &spans(&outputs)) {
                 // Both sides' memory is held until later work is ordered: the outputs too may be dropped before that.
                 let held: Box<dyn Any + Send> = Box::new((inputs, outputs.clone()));
-                *self.begun.0.0.lock().expect("nobody panics with it") = Some((end, held));
+                *self.begun.0.0.lock().expect("no thread panics while it holds the lock") = Some((end, held));
             }
             same(outputs)
         }
@@ -360,7 +360,7 @@ impl<B: Backend, T: OnCube> Memory<B> for Of<T> {
 /// Returns the address of a tensor without gaps. Waits until the device's thread has launched all earlier work.
 #[cfg(feature = "cuda")]
 fn span(memory: &CubeTensor<cubecl::cuda::CudaRuntime>) -> CudaSpan {
-    let resource = memory.client.get_resource(memory.handle.clone()).expect("memory that a handle holds");
+    let resource = memory.client.get_resource(memory.handle.clone()).expect("the handle keeps its memory");
     CudaSpan { pointer: resource.resource().ptr, elements: elements(memory) }
 }
 
@@ -386,7 +386,7 @@ pub(crate) fn uninit_on_cuda<B: Backend>(
 pub(crate) fn same<A: 'static, T: 'static>(value: A) -> T {
     let mut value = Some(value);
     let value = (&mut value as &mut dyn Any).downcast_mut::<Option<T>>();
-    value.and_then(Option::take).expect("the types have been compared")
+    value.and_then(Option::take).expect("the types are equal")
 }
 
 /// Returns the number of elements of a tensor.

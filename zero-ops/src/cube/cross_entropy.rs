@@ -320,7 +320,7 @@ fn with_gradients<T: OnCube, const OUTPUTS: usize>(
     let made = T::run("cross-entropy with gradients", operands.into(), promised, move |given| {
         loss_with_gradients(first(&mut given.into_iter()), ignored, None, of_weight)
     });
-    made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
+    made.try_into().unwrap_or_else(|_| unreachable!("the kernel returns all outputs"))
 }
 
 compiled! {

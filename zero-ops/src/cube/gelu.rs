@@ -192,7 +192,7 @@ pub(crate) fn gelu_backward<T: OnCube>(kind: Gelu, x: T, bias: Option<T>, grad: 
         [dx].into_iter().chain(d_bias).collect()
     });
     let mut made = made.into_iter();
-    (made.next().expect("an output was promised"), made.next())
+    (made.next().expect("the kernel returns one output"), made.next())
 }
 
 compiled! {

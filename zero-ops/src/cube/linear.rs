@@ -97,7 +97,7 @@ pub(crate) fn linear<T: OnCube>(x: T, weight: T, bias: Option<T>, residual: Opti
         let is_made = on_matrix_units(&x, &weight, &out, &added);
         vec![if is_made { out } else { add(elsewhere(x, weight, out), added) }]
     });
-    made.into_iter().next().expect("an output was promised")
+    made.into_iter().next().expect("the kernel returns one output")
 }
 
 /// Implements [`fused_linear_x_backward`](crate::FusedBackend::fused_linear_x_backward).

@@ -153,7 +153,7 @@ pub fn fused_update<B: Backend>(
     }
     let order = plans.clone();
     let mut made = any::run::<B>("fused update", inputs, outputs, FusedUpdate { plans, number }).into_iter();
-    let mut next = || made.next().expect("as many tensors as were promised");
+    let mut next = || made.next().expect("the kernel returns all outputs");
     let updated = order.into_iter().map(|plan| Updated {
         parameter: next(),
         states: (0..plan.update.rule.states()).map(|_| next()).collect(),
@@ -186,10 +186,10 @@ fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
     );
     assert!(
         copy.is_none() || !matches!(update.rule, Rule::Lamb { .. }),
-        "LAMB makes no copy of a parameter that stays"
+        "LAMB does not support 16-bit copies of parameters"
     );
     for x in [gradient].into_iter().chain(states).chain(copy) {
-        assert_eq!(elements(x), elements(parameter), "elements of a gradient, a state or a copy, and of its parameter");
+        assert_eq!(elements(x), elements(parameter), "a gradient, state or copy differs in size from its parameter");
     }
 }
 
@@ -254,7 +254,7 @@ impl Body for FusedUpdate {
         let mut inputs = inputs.into_iter();
         let mut items = Vec::with_capacity(self.plans.len());
         for plan in &self.plans {
-            let mut next = || flat(inputs.next().expect("as many tensors as were given"));
+            let mut next = || flat(inputs.next().expect("all inputs are passed on"));
             let (parameter, gradient) = (owned(next()), next());
             let states = (0..plan.update.rule.states()).map(|_| match plan.made {
                 true => empty(&parameter, parameter.meta.shape().clone(), plan.state_dtype),
@@ -613,7 +613,7 @@ compiled! {
 mod tests {
     use burn::tensor::{Tensor, TensorData, TensorPrimitive};
     use half::bf16;
-    use zero_kernels::update::{Elements, State, Stretch, run_stretch};
+    use zero_kernels::update::{Chunk, Elements, State, update_chunk};
 
     use super::*;
     use crate::cube::tested::{Plain, TestRuntime};
@@ -655,8 +655,8 @@ mod tests {
                 (parameter, states) = (item.parameter, item.states);
                 let mut halves = kept.iter_mut().map(|kept| State::Bf16(kept));
                 let (a, b) = (halves.next().unwrap(), halves.next().unwrap_or(State::Bf16(&mut [])));
-                let stretch = Stretch { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first };
-                run_stretch(Kernel::new(rule, 1e-3, time), 1.0, stretch, 0..0);
+                let stretch = Chunk { p: &mut p, g: Elements::F32(&g), a, b, copy: None, average: None, first };
+                update_chunk(Kernel::new(rule, 1e-3, time), 1.0, stretch, 0..0);
                 for (state, kept) in states.iter().zip(&kept) {
                     let kept: Vec<f32> = kept.iter().map(|kept| kept.to_f32()).collect();
                     assert!(values(state) == kept, "states of step {time} of {rule:?}, {len} elements");

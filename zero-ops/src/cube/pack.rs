@@ -88,14 +88,14 @@ pub fn pack<B: Backend>(
         let cut = Cut::new(numel, world, from, at, columns);
         at += columns;
         if let Some(tensor) = &tensor {
-            assert_eq!(elements(tensor), numel, "elements of a tensor that is packed");
+            assert_eq!(elements(tensor), numel, "a tensor to pack has another number of elements than its item");
         }
         cuts.push((cut, tensor.is_some()));
         inputs.extend(tensor);
     }
     let body = Pack { cuts, world, columns, dtype, factor };
     let bucket = any::run::<B>("pack", inputs, vec![(Shape::new([world, columns]), dtype)], body).pop();
-    Ok(bucket.expect("one tensor was promised"))
+    Ok(bucket.expect("the kernel returns one tensor"))
 }
 
 /// Unpacks the columns of `bucket`, which has `world` rows or, with 1, the rank's own row, into targets. Each element is multiplied by
@@ -121,7 +121,11 @@ pub fn unpack<B: Backend>(
     if !fits || !is_float(bucket.dtype()) || !has_cube_tensors::<B>() || !items.iter().all(taken) {
         return Err((bucket, items));
     }
-    assert_eq!(elements(&bucket), world * columns, "elements of a bucket of {world} rows of {columns} columns");
+    assert_eq!(
+        elements(&bucket),
+        world * columns,
+        "wrong number of elements for a bucket of {world} rows of {columns} columns"
+    );
     let mut cuts = Vec::with_capacity(items.len());
     let mut outputs = Vec::with_capacity(items.len());
     let mut inputs = vec![bucket];
@@ -136,8 +140,8 @@ pub fn unpack<B: Backend>(
         at += columns;
         let mut shape = Shape::new([numel.max(1)]);
         if let Some(target) = &target {
-            assert_eq!(elements(target), numel.max(1), "elements of a target");
-            assert_eq!(target.dtype(), dtype, "type of a target");
+            assert_eq!(elements(target), numel.max(1), "a target has another number of elements than its item");
+            assert_eq!(target.dtype(), dtype, "a target has another type than its item");
             shape = target.shape();
         }
         outputs.push((shape, dtype));
@@ -176,9 +180,17 @@ pub fn sum_parts<B: Backend>(
     for SumItem { parts, range, dtype } in items {
         let first = parts.first().expect("a sum has at least one part");
         for part in &parts {
-            assert_eq!((elements(part), part.dtype()), (elements(first), first.dtype()), "parts of a sum");
+            assert_eq!(
+                (elements(part), part.dtype()),
+                (elements(first), first.dtype()),
+                "the parts of a sum differ in size or type"
+            );
         }
-        assert!(range.start <= range.end && range.end <= elements(first), "{range:?} of {}", elements(first));
+        assert!(
+            range.start <= range.end && range.end <= elements(first),
+            "range {range:?} is outside of the {} elements",
+            elements(first)
+        );
         outputs.push((Shape::new([range.len()]), dtype));
         plans.push((parts.len(), range, dtype));
         inputs.extend(parts);
@@ -199,7 +211,7 @@ struct Cut {
 impl Cut {
     fn new(numel: usize, world: usize, from: usize, at: usize, columns: usize) -> Self {
         let stride = numel.div_ceil(world);
-        assert!(from + columns <= stride, "columns {from}..{} of a tensor that has {stride}", from + columns);
+        assert!(from + columns <= stride, "columns {from}..{} of a tensor with {stride} columns", from + columns);
         Self { numel, stride, from, at, columns }
     }
 
@@ -258,7 +270,7 @@ impl Body for Pack {
         let inputs: Vec<CubeTensor<R>> = inputs.into_iter().map(flat).collect();
         let mut present = inputs.iter();
         let items = self.cuts.iter().map(|&(cut, some)| match some {
-            true => (cut, present.next().expect("as many tensors as were given")),
+            true => (cut, present.next().expect("all inputs are passed on")),
             // Without a tensor any array will do, as it is not read.
             false => (Cut { numel: 0, ..cut }, &inputs[0]),
         });
@@ -302,7 +314,7 @@ impl Body for Unpack {
         let targets = self.cuts.iter().map(|&(cut, dtype, some)| {
             let shape = Shape::new([cut.numel.max(1)]);
             if some {
-                return owned(flat(inputs.next().expect("as many tensors as were given")));
+                return owned(flat(inputs.next().expect("all inputs are passed on")));
             }
             if cut.numel > 0 && cut.from == 0 && cut.columns >= cut.stride {
                 return empty(&bucket, shape, dtype);

@@ -64,14 +64,14 @@ pub(crate) fn run<T: OnCube, const INPUTS: usize, const OUTPUTS: usize>(
         let mut given = given.into_iter();
         body(first(&mut given), given.next()).into()
     });
-    made.try_into().unwrap_or_else(|_| unreachable!("as many outputs were promised"))
+    made.try_into().unwrap_or_else(|_| unreachable!("the kernel returns all outputs"))
 }
 
 type Many<T, const N: usize> = [CubeTensor<<T as OnCube>::Runtime>; N];
 
 /// Returns the first inputs of an operation.
 pub(crate) fn first<T, const N: usize>(given: &mut impl Iterator<Item = T>) -> [T; N] {
-    std::array::from_fn(|_| given.next().expect("an operation is run with the inputs that it was given"))
+    std::array::from_fn(|_| given.next().expect("all inputs are passed on"))
 }
 
 impl<R: CubeRuntime> OnCube for CubeTensor<R> {
@@ -146,14 +146,14 @@ impl<R: CubeRuntime> OnCube for FusionTensor<FusionCubeRuntime<R>> {
                 let (description, to) = (CustomOpIr::new("give", &[tensor.into_ir()], &[]), place.clone());
                 register(&client, streams, description, move |give, handles| {
                     let tensor = handles.get_float_tensor::<Plain<R>>(&give.inputs[0]);
-                    *to.lock().expect("nobody panics with it") = Some(tensor);
+                    *to.lock().expect("no thread panics while it holds the lock") = Some(tensor);
                 });
                 place
             })
             .collect();
         // Submits the work of the thread's stream; does not wait for the device.
         client.sync(|| ());
-        given.into_iter().map(|place| taken(&place).expect("the stream has run all that it was given")).collect()
+        given.into_iter().map(|place| taken(&place).expect("the stream has run all operations")).collect()
     }
 
     fn from_memory(memory: CubeTensor<R>) -> Self {
@@ -179,7 +179,7 @@ type Handles<R> = HandleContainer<<Plain<R> as BackendIr>::Handle>;
 type Place<R> = Mutex<Option<CubeTensor<R>>>;
 
 fn taken<R: CubeRuntime>(place: &Place<R>) -> Option<CubeTensor<R>> {
-    place.lock().expect("nobody panics with it").take()
+    place.lock().expect("no thread panics while it holds the lock").take()
 }
 
 /// An operation in a fusion stream, run when the stream reaches it.
@@ -214,9 +214,9 @@ impl<R: CubeRuntime, F: Fn(&CustomOpIr, &mut Handles<R>) + Send + Sync> Operatio
 
 /// Checks that results have the promised shapes and types: fusion has used these before the tensors exist.
 fn check<R: CubeRuntime>(made: &[CubeTensor<R>], expected: &[(Shape, DType)]) {
-    assert_eq!(made.len(), expected.len(), "a kernel makes the tensors that it was said to make");
+    assert_eq!(made.len(), expected.len(), "wrong number of outputs of a kernel");
     for (made, (shape, dtype)) in made.iter().zip(expected) {
-        assert_eq!((&made.shape(), made.dtype), (shape, *dtype), "a kernel makes what it was said to make");
+        assert_eq!((&made.shape(), made.dtype), (shape, *dtype), "wrong shape or type of a kernel's output");
     }
 }
 

@@ -68,7 +68,7 @@ fn open() -> Result<Option<File>, String> {
     config.compilation.cache = Some(CacheConfig::File(slot));
     let mut state = CubeClRuntimeConfig::storage().lock();
     if state.is_some() {
-        return Err("a device was used before".into());
+        return Err("this process has already used a device".into());
     }
     *state = Some(config.into());
     Ok(Some(lock))
@@ -97,7 +97,10 @@ fn program_key() -> Result<String, String> {
         .map_err(|error: cudarc::driver::DriverError| unknown(&error))?;
     architectures.dedup();
     let [architecture] = architectures[..] else {
-        return Err("the visible GPUs have several architectures; choose those of one with CUDA_VISIBLE_DEVICES".into());
+        return Err(
+            "the visible GPUs have different architectures; select GPUs of one architecture with CUDA_VISIBLE_DEVICES"
+                .into(),
+        );
     };
     let (mut major, mut minor) = (0, 0);
     // SAFETY: writes the two numbers passed to it.

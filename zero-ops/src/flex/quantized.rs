@@ -24,9 +24,12 @@ pub(super) fn linear(
     residual: Option<FlexTensor>,
     how: Quantized,
 ) -> FlexTensor {
-    let _span = tracing::trace_span!("linear, quantised").entered();
+    let _span = tracing::trace_span!("linear, quantized").entered();
     let [n, _] = dims(&x);
-    if n > quantized::FEW || !are_f32([&x].into_iter().chain(&bias).chain(&residual)) || weight.dtype() != STORED_AS {
+    if n > quantized::MAX_ROWS
+        || !are_f32([&x].into_iter().chain(&bias).chain(&residual))
+        || weight.dtype() != STORED_AS
+    {
         let dtype = x.dtype().into();
         return Flex::fused_linear(x, Flex::dequantized(weight, how, dtype), bias, residual);
     }

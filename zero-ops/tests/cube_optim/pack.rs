@@ -220,13 +220,17 @@ fn parts_are_added_in_the_order_of_ranks() {
 fn what_does_not_fit_is_refused() {
     let item =
         |numel, columns| PackItem { tensor: Some(tensor::<Plain>(vec![1.0; 10], DType::F32)), numel, from: 0, columns };
-    assert_panics("elements of a tensor that is packed", || drop(pack::<Plain>(vec![item(9, 5)], 2, DType::F32, 1.0)));
-    assert_panics("of a tensor that has 5", || drop(pack::<Plain>(vec![item(10, 6)], 2, DType::F32, 1.0)));
+    assert_panics("a tensor to pack has another number of elements", || {
+        drop(pack::<Plain>(vec![item(9, 5)], 2, DType::F32, 1.0))
+    });
+    assert_panics("of a tensor with 5 columns", || drop(pack::<Plain>(vec![item(10, 6)], 2, DType::F32, 1.0)));
     let absent = PackItem { tensor: None, ..item(10, 5) };
     assert!(pack::<Plain>(vec![absent], 2, DType::F32, 1.0).is_err(), "there is no tensor to know the device by");
     let bucket = || tensor::<Plain>(vec![1.0; 10], DType::F32);
     let item = || UnpackItem { target: None, numel: 8, from: 0, columns: 4, dtype: DType::F32 };
-    assert_panics("elements of a bucket of 2 rows", || drop(unpack::<Plain>(bucket(), 2, vec![item()], 1.0)));
+    assert_panics("number of elements for a bucket of 2 rows", || {
+        drop(unpack::<Plain>(bucket(), 2, vec![item()], 1.0))
+    });
     let parts = vec![bucket(), tensor::<Plain>(vec![1.0; 11], DType::F32)];
     let sum = SumItem { parts, range: 0..10, dtype: DType::F32 };
     assert_panics("parts of a sum", || drop(sum_parts::<Plain>(vec![sum], 1.0)));

@@ -50,7 +50,7 @@ impl ModuleMapper for Fill {
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let path = self.path.join(".");
-        let values = self.values.remove(&path).unwrap_or_else(|| panic!("there are no values of {path}"));
+        let values = self.values.remove(&path).unwrap_or_else(|| panic!("no values for parameter {path}"));
         let (id, tensor, mapper) = param.consume();
         let (shape, device, train) = (tensor.shape(), tensor.device(), tensor.is_require_grad());
         let filled = Tensor::from_data(TensorData::new(values, shape), &device);

@@ -27,9 +27,9 @@ type Any = FloatTensor<Dispatch>;
 fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     let dtype = operands[0].dtype();
     let known = matches!(dtype, DType::F32 | DType::BF16 | DType::F16);
-    assert!(known, "{}: an operand is {dtype:?}; cast it to 32 or 16 bit", op.name());
+    assert!(known, "{}: an operand is {dtype:?}; cast it to fp32, bf16 or fp16", op.name());
     for other in &operands {
-        assert_eq!(other.dtype(), dtype, "{}: operands differ in type; cast one of them", op.name());
+        assert_eq!(other.dtype(), dtype, "{}: operands have different types; cast one of them", op.name());
     }
     // The host's kernel has no dropout of attention probabilities.
     let has_kernel = !matches!(&op, Op::Attention { options, .. } if options.dropout.is_some());
@@ -145,14 +145,20 @@ pub fn attention(
 /// Same as [`attention`].
 pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: AttentionOptions) -> Tensor<2> {
     let [n, width] = qkv.dims();
-    assert!(width.is_multiple_of(3), "attention: rows of {width} columns hold no three parts");
+    assert!(width.is_multiple_of(3), "attention: rows of {width} columns are not divisible into query, key and value");
     run(attention_of([n, width / 3], mask, options), vec![qkv.into_dispatch()])
 }
 
 fn attention_of([n, d]: [usize; 2], mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
     let AttentionOptions { batch, heads, .. } = options;
-    assert!(batch > 0 && n.is_multiple_of(batch), "attention: {n} rows are no {batch} sequences of one length");
-    assert!(heads > 0 && d.is_multiple_of(heads), "attention: {d} columns are no {heads} heads of one width");
+    assert!(
+        batch > 0 && n.is_multiple_of(batch),
+        "attention: {n} rows are not divisible into {batch} sequences of equal length"
+    );
+    assert!(
+        heads > 0 && d.is_multiple_of(heads),
+        "attention: {d} columns are not divisible into {heads} heads of equal width"
+    );
     if let Some(mask) = &mask {
         assert_eq!(mask.dims(), [batch, n / batch], "attention: the mask must be [batch, positions]");
     }

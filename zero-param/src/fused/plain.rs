@@ -70,7 +70,7 @@ fn column(x: Any) -> Tensor<2> {
 
 fn check(name: &str, ids: &[i64], count: usize) {
     let wrong = ids.iter().find(|id| usize::try_from(**id).map_or(true, |id| id >= count));
-    assert!(wrong.is_none(), "{name}: {wrong:?} is not in 0..{count}");
+    assert!(wrong.is_none(), "{name}: expected ids in 0..{count}, got {wrong:?}");
 }
 
 fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {

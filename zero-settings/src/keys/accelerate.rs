@@ -4,16 +4,16 @@ use crate::auto::Fill;
 use crate::node::Node;
 use crate::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
-const LAUNCHER: T = T::no_effect("the launcher decides this (`zero launch`, torchrun, mpirun), not the plan");
-const TPU: T = T::no_effect("there are no TPUs here");
-const DYNAMO: T = T::no_effect("there is no torch.compile here");
+const LAUNCHER: T = T::no_effect("set by the launcher (`zero launch`, torchrun, mpirun), not by the plan");
+const TPU: T = T::no_effect("TPUs are not available");
+const DYNAMO: T = T::no_effect("torch.compile is not available");
 const OTHER_PLUGIN: T = T::no_effect("the section belongs to another distributed_type");
 const DEVICES: K = K::OneOf("none cpu nvme");
 
 /// All keys of the top level.
 pub(crate) const ACCELERATE: &[Key] = keys! {
     compute_environment = "LOCAL_MACHINE" => K::OneOf("LOCAL_MACHINE AMAZON_SAGEMAKER"),
-        T::refused("only LOCAL_MACHINE: SageMaker starts its own jobs");
+        T::refused("SageMaker starts its own jobs; use LOCAL_MACHINE");
     distributed_type = null => K::Text, T::ACTED;
     deepspeed_config = null => K::section(keys! {
         deepspeed_config_file = "none" => K::Text, T::ACTED;
@@ -26,7 +26,7 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
         deepspeed_hostfile = "none", deepspeed_multinode_launcher = "pdsh", deepspeed_inclusion_filter = "none",
         deepspeed_exclusion_filter = "none" => K::Text, LAUNCHER;
         deepspeed_moe_layer_cls_names = null => K::Text,
-            T::no_effect("nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others");
+            T::no_effect("not needed: parameters are gathered on use, in any order, even if ranks use different ones");
     }), T::ACTED;
     mixed_precision = "no" => K::OneOf("no fp16 bf16 fp8"), T::ACTED;
     fp16 = null => K::YesNo,
@@ -35,7 +35,7 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
     num_processes = -1 => K::Int { min: -1, max: i64::MAX as i128 }, T::ACTED;
     num_machines = 1 => K::COUNT,
         T::no_effect(
-            "the launcher decides this (`zero launch`, torchrun, mpirun), not the plan; only FSDP's HYBRID strategies read it",
+            "set by the launcher (`zero launch`, torchrun, mpirun), not by the plan; only FSDP's HYBRID strategies read it",
         );
     machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
     main_process_ip = null, rdzv_backend = "static" => K::Text, LAUNCHER;
@@ -66,8 +66,8 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
     mpirun_config = null => K::Open(Gate::Given), LAUNCHER;
     parallelism_config = null => K::Open(Gate::Given),
         T::refused(
-            "the models of zero-train are data parallel; groups that shard and replicate are fsdp_sharding_strategy: HYBRID_SHARD, other \
-             axes are ZeroConfig::axes of a program's own",
+            "the models of zero-train are data parallel; for groups that shard and replicate, set \
+             fsdp_sharding_strategy: HYBRID_SHARD; for other axes, set ZeroConfig::axes in your own program",
         );
     tpu_name = null, tpu_zone = null, command_file = null => K::Text, TPU;
     tpu_vm = [], tpu_env = [], commands = [] => K::Texts, TPU;

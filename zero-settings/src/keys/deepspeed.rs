@@ -7,16 +7,16 @@ use crate::node::Node;
 use crate::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
 /// Options for one contiguous buffer of all block inputs.
-const CONTIGUOUS: T = T::no_effect("inputs of blocks have one size, and each takes the memory that another has left");
+const CONTIGUOUS: T = T::no_effect("all block inputs have the same size and reuse each other's freed memory");
 const CLOCK: T = T::no_effect("throughput is always measured, at the end of a step");
-const COMPILER: T = T::no_effect("it compiles PyTorch's graphs");
+const COMPILER: T = T::no_effect("it configures PyTorch's graph compiler");
 const LOW_PRECISION_MASTER: T = T::refused(
-    "master weights are always fp32; remove the key, or take `bf16_optimizer_states` of the section `bf16` for the moments",
+    "master weights are always fp32; remove the key, or set `bf16.bf16_optimizer_states` to store the moments in bf16",
 );
-const NO_LOGGER: T = T::not_yet("there is no such log yet; use tensorboard or csv_monitor");
+const NO_LOGGER: T = T::not_yet("this logger is not implemented; use tensorboard or csv_monitor");
 const NO_PIPELINE: T = T::no_effect("there are no pipeline stages");
-const SAVES: T = T::not_yet("checkpoints have no such option yet");
-const WRITER: T = T::no_effect("it tunes DeepSpeed's writer of checkpoints");
+const SAVES: T = T::not_yet("checkpoints do not have this option");
+const WRITER: T = T::no_effect("it tunes DeepSpeed's checkpoint writer");
 const DTYPES: K = K::OneOf("fp32 fp16 bf16");
 /// `data_types` also takes PyTorch's names.
 const TORCH_DTYPES: K =
@@ -25,7 +25,7 @@ const TORCH_DTYPES: K =
 const BF16: &[Key] = keys! {
     enabled = false => K::Bool, T::ACTED.auto(Fill::Bf16);
     check_grad_overflow = true => K::Bool, T::ACTED;
-    immediate_grad_update = false => K::Bool, T::no_effect("gradients are added up as they arrive");
+    immediate_grad_update = false => K::Bool, T::no_effect("gradients are always accumulated as they arrive");
     bf16_master_weights_and_grads = false => K::Bool, LOW_PRECISION_MASTER;
     bf16_optimizer_states = false => K::Bool, T::ACTED;
 };
@@ -39,7 +39,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
     scheduler = null => K::Tagged(&SCHEDULERS), T::ACTED;
     fp16 = null => K::section(keys! {
         enabled = false => K::Bool, T::ACTED.auto(Fill::Fp16);
-        auto_cast = false => K::Bool, T::no_effect("inputs have the type the program gives them");
+        auto_cast = false => K::Bool, T::no_effect("inputs keep the type that the program gives them");
         loss_scale = 0 => K::POSITIVE, T::ACTED;
         initial_scale_power = 16 => K::Int { min: 0, max: 127 }, T::ACTED;
         loss_scale_window = 1000 => K::COUNT, T::ACTED;
@@ -60,26 +60,26 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         Node::Bool(true) => "fp32".into(),
         _ => Node::Null,
     });
-    seq_parallel_communication_data_type = "fp32" => DTYPES, T::no_effect("sequences are not split");
+    seq_parallel_communication_data_type = "fp32" => DTYPES, T::no_effect("there is no sequence parallelism");
     data_types = null => K::section(keys! {
         grad_accum_dtype = null => TORCH_DTYPES, T::ACTED;
         param_dtype = null, buffer_dtype = null => TORCH_DTYPES,
             T::refused("the type follows from bf16.enabled and fp16.enabled; remove the key");
     }), T::ACTED;
     managed_gradient_accumulation = true => K::Bool,
-        T::no_effect("the trainer counts the micro-batches of a step; a loop of your own ends one with ZeroEngine::step_now");
+        T::no_effect("the trainer counts the micro-batches of a step; in your own loop, end a step with ZeroEngine::step_partial");
     sequence_parallel_size = 1 => K::ONE_UP,
-        T::refused("sequences are not split over ranks; leave it at 1, or out");
+        T::refused("sequences are not split over ranks; set it to 1, or remove it");
     sparse_gradients = false => K::Bool, T::no_effect("gradients of embeddings are dense");
-    disable_allgather = false => K::Bool, T::no_effect("there is one way to gather");
-    allgather_size = null => K::COUNT, T::no_effect("deprecated; the all-gather of parameters has no such setting");
+    disable_allgather = false => K::Bool, T::no_effect("there is only one way to gather parameters");
+    allgather_size = null => K::COUNT, T::no_effect("deprecated; it does not apply to the all-gather used here");
     zero_allow_untested_optimizer = false => K::Bool, T::QUIET;
-    zero_force_ds_cpu_optimizer = true => K::Bool, T::no_effect("there is one optimizer for all devices");
-    dataloader_drop_last = false => K::Bool, T::no_effect("the data loader is the program's");
-    vocabulary_size = null => K::ONE_UP, T::no_effect("DeepSpeed only warns of its alignment");
+    zero_force_ds_cpu_optimizer = true => K::Bool, T::no_effect("the same optimizer runs on all devices");
+    dataloader_drop_last = false => K::Bool, T::no_effect("the program provides the data loader");
+    vocabulary_size = null => K::ONE_UP, T::no_effect("DeepSpeed uses it only for an alignment warning");
     graph_harvesting = false => K::Bool, T::no_effect("it tunes PyTorch's CUDA graphs");
     use_data_before_expert_parallelism = false => K::Bool, T::no_effect("there is no expert parallelism");
-    dump_state = false => K::Bool, T::no_effect("`explain` prints the plan");
+    dump_state = false => K::Bool, T::no_effect("`zero check FILE` and `ZeroPlan::explain` describe the plan");
     log_level = null => K::Text, T::no_effect("the program decides what is logged");
     // Observing.
     steps_per_print = null => K::ONE_UP, T::ACTED;
@@ -104,22 +104,23 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         profile_step = 1, module_depth = -1 => K::INT, T::QUIET;
         top_modules = 1 => K::COUNT, T::QUIET;
         output_file = null => K::Text, T::QUIET;
-    }), T::not_yet("operations are not counted yet");
+    }), T::not_yet("operations are not counted");
     comms_logger = null => K::switch(keys! {
         enabled = false, verbose = false, prof_all = true, debug = false => K::Bool, T::QUIET;
         prof_ops = [] => K::Texts, T::QUIET;
-    }), T::not_yet("collectives are not logged one by one yet");
+    }), T::not_yet("collectives are not logged individually");
     timers = null => K::section(keys! {
         throughput = null => K::section(keys! { enabled = true, synchronized = true => K::Bool, CLOCK; }), T::ACTED;
     }), T::ACTED;
     // Memory, files.
     activation_checkpointing = null => K::section(keys! {
         partition_activations = false => K::Bool,
-            T::no_effect("it is for ranks that hold the same activations (model parallel); here each has its own rows");
+            T::no_effect("it is for ranks that hold the same activations (model parallelism); here each rank has its own rows");
         contiguous_memory_optimization = false => K::Bool, CONTIGUOUS;
         number_checkpoints = null => K::COUNT, CONTIGUOUS;
-        synchronize_checkpoint_boundary = false => K::Bool, T::no_effect("nothing waits at the end of a block");
-        profile = false => K::Bool, T::no_effect("--trace FILE has the time of each block that is computed again");
+        synchronize_checkpoint_boundary = false => K::Bool,
+            T::no_effect("there is no synchronization at the end of a block");
+        profile = false => K::Bool, T::no_effect("--trace FILE records the time of each recomputed block");
         cpu_checkpointing = false => K::Bool, T::ACTED;
         // Not DeepSpeed's: the number of leading blocks, and a folder to use instead of host memory.
         blocks = null => K::COUNT, T::ACTED;
@@ -131,7 +132,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         intra_op_parallelism = 1 => K::ONE_UP, T::ACTED;
         single_submit = false, overlap_events = true => K::Bool, T::ACTED;
         use_gds = false => K::Bool,
-            T::refused("data does not move between a disk and a GPU's memory directly; remove the key");
+            T::refused("direct transfers between disk and GPU memory are not implemented; remove the key");
     }), T::ACTED;
     // Not DeepSpeed's, which has no such keys.
     watchdog = null => K::section(keys! {
@@ -151,7 +152,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         enabled = false, enable_nebula_load = true => K::Bool, T::QUIET;
         nebula_load_path = null, persistent_storage_path = null => K::Text, T::QUIET;
         persistent_time_interval = 100, num_of_version_in_retention = 2 => K::COUNT, T::QUIET;
-    }), T::no_effect("it is a service of one cloud");
+    }), T::no_effect("Nebula is a service of Azure");
     datastates_ckpt = null => K::Open(Gate::Given), SAVES;
     // Features of DeepSpeed that are not part of ZeRO.
     elasticity = null => K::switch(keys! {
@@ -161,18 +162,18 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         min_gpus = 1, max_gpus = 10000, num_gpus_per_node = 1, model_parallel_size = 1, min_time = 0
             => K::COUNT, T::QUIET;
         version = 0.2 => K::NUM, T::QUIET;
-    }), T::refused("it would choose other batch sizes; give them in the batch keys");
+    }), T::refused("it would choose other batch sizes; set the batch size keys instead");
     amp = null => K::switch(keys! {
         enabled = false => K::Bool, T::QUIET;
         opt_level = null => K::Text, T::QUIET;
         loss_scale = null, keep_batchnorm_fp32 = null, master_weights = null, min_loss_scale = null,
         max_loss_scale = null => K::Any, T::QUIET;
-    }), T::refused("NVIDIA's amp does not exist here; use bf16 or fp16");
+    }), T::refused("NVIDIA's amp is not available; use bf16 or fp16");
     torch_autocast = null => K::switch(keys! {
         enabled = false => K::Bool, T::QUIET;
         dtype = "bfloat16" => K::Text, T::QUIET;
         lower_precision_safe_modules = [] => K::Texts, T::QUIET;
-    }), T::refused("PyTorch's autocast does not exist here; use bf16 or fp16");
+    }), T::refused("PyTorch's autocast is not available; use bf16 or fp16");
     progressive_layer_drop = null => K::switch(keys! {
         enabled = false => K::Bool, T::QUIET;
         theta = 1 => K::FRACTION, T::QUIET;
@@ -183,7 +184,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         max_iter = 100, gas_boundary_resolution = 1, layer_num = 0 => K::COUNT, T::QUIET;
         tol = 1e-2, stability = 1e-6 => K::POSITIVE, T::QUIET;
         layer_name = "bert.encoder.layer" => K::Text, T::QUIET;
-    }), T::no_effect("it only steers quantised training");
+    }), T::no_effect("it only controls quantized training, which is not implemented");
     hybrid_engine = null => K::switch(keys! {
         enabled = false, release_inference_cache = false, pin_parameters = true, enable_cuda_graph = false
             => K::Bool, T::QUIET;
@@ -214,13 +215,15 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         passes = [] => K::Texts, COMPILER;
     }), T::ACTED;
     compression_training = null => K::Open(Gate::Enabled), T::refused("models are not compressed; remove the section");
-    quantize_training = null => K::Open(Gate::Enabled), T::refused("training is not quantised; remove the section");
-    weight_quantization = null => K::Open(Gate::Given), T::refused("weights are not quantised; remove the section");
+    quantize_training = null => K::Open(Gate::Enabled),
+        T::refused("quantized training is not implemented; remove the section");
+    weight_quantization = null => K::Open(Gate::Given),
+        T::refused("weight quantization is not implemented; remove the section");
     sparse_attention = null => K::Open(Gate::Given),
-        T::no_effect("DeepSpeed hands it to models that ask for it; the models here attend to everything");
+        T::no_effect("DeepSpeed passes it to models that ask for it; the models here use dense attention");
     data_efficiency = null, curriculum_learning = null => K::Open(Gate::Enabled),
-        T::refused("samples are taken as the program's loader gives them");
+        T::refused("samples are used as the program's loader returns them");
     expert_parallel = null => K::Open(Gate::Enabled), T::refused("there is no expert parallelism; remove the section");
     msamp = null => K::Open(Gate::Enabled), T::refused("fp8 is not supported; use bf16");
-    autotuning = null => K::Open(Gate::Enabled), T::not_yet("settings are taken as they are, not searched");
+    autotuning = null => K::Open(Gate::Enabled), T::not_yet("settings are used as given, without a search");
 };

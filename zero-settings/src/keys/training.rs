@@ -3,12 +3,12 @@
 use crate::auto::Fill;
 use crate::rule::{Fate as T, Key, Kind as K, Tagged, keys};
 
-const KERNEL: T = T::no_effect("it chooses among PyTorch's kernels");
-const STATE: T = T::refused("moments are in fp32, or in bf16 by `bf16.bf16_optimizer_states`; remove the key");
-const NO_SUCH_RULE: T = T::refused("the optimizer has no such variant; remove the key");
+const KERNEL: T = T::no_effect("it selects a PyTorch kernel");
+const STATE: T = T::refused("moments are stored in fp32, or in bf16 with `bf16.bf16_optimizer_states`; remove the key");
+const NO_SUCH_RULE: T = T::refused("this variant of the optimizer is not implemented; remove the key");
 const FREED: T = T::no_effect("gradients are always freed");
-const CLIPS: T = T::refused("clipping is the top-level key `gradient_clipping`; move the value there");
-const RESUMES: T = T::refused("where a schedule resumes is read from the checkpoint; remove the key");
+const CLIPS: T = T::refused("clipping is set by the top-level key `gradient_clipping`; move the value there");
+const RESUMES: T = T::refused("a schedule resumes at the step in the checkpoint; remove the key");
 const SHAPES: K = K::OneOf("log linear");
 
 /// Parameters of Adam and AdamW.

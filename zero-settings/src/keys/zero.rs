@@ -5,14 +5,13 @@ use crate::node::Node;
 use crate::rule::{Fate as T, Gate, Key, Kind as K, keys};
 
 const ALWAYS_BUCKETS: T = T::no_effect("gradients are always reduced through contiguous buckets");
-const GATHERS: T = T::no_effect("the all-gather of parameters has no such setting");
-const PYTORCH: T = T::no_effect("it works around PyTorch");
-const FETCHES: T = T::not_yet("the all-gather of parameters has no such variant yet");
-const SAVES: T = T::not_yet("checkpoints have no such option yet");
+const GATHERS: T = T::no_effect("it does not apply to the all-gather used here");
+const PYTORCH: T = T::no_effect("it is a workaround for PyTorch");
+const FETCHES: T = T::not_yet("this variant of the all-gather is not implemented");
+const SAVES: T = T::not_yet("checkpoints do not have this option");
 const SUPER_OFFLOAD: T = T::no_effect("updates of offloaded state overlap with the next forward pass anyway");
-const LEAF: T = T::no_effect(
-    "nothing is lost: parameters are gathered as they are used, in any order, also if other ranks use others",
-);
+const LEAF: T =
+    T::no_effect("not needed: parameters are gathered on use, in any order, even if ranks use different ones");
 const NO_FEEDBACK: T =
     T::no_effect("error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss");
 const DEVICES: K = K::OneOf("none cpu nvme");
@@ -41,7 +40,7 @@ pub(crate) const ZERO: &[Key] = keys! {
         // Off by default in DeepSpeed; overlap does not change any result.
         pipeline_read = true, pipeline_write = true => K::Bool, T::ACTED;
         fast_init = false => K::Bool,
-            T::no_effect("optimizer state on a disk begins there, without being written first");
+            T::no_effect("optimizer state on disk needs no initial write");
         ratio = 1 => K::FRACTION, T::ACTED;
         super_offload = false => K::Bool, SUPER_OFFLOAD;
         cpuadam_cores_perc = 0.8 => K::FRACTION, SUPER_OFFLOAD;
@@ -59,17 +58,18 @@ pub(crate) const ZERO: &[Key] = keys! {
     stage3_param_persistence_threshold = 100000 => K::COUNT, T::ACTED.since_stage(3).auto(Fill::Persistence);
     // `sys.maxsize`, DeepSpeed's "no limit".
     stage3_model_persistence_threshold = 9223372036854775807 => K::COUNT,
-        T::not_yet("persistent parameters are not limited in sum").since_stage(3);
+        T::not_yet("the total size of persistent parameters is not limited").since_stage(3);
     stage3_gather_16bit_weights_on_model_save = false => K::Bool, T::ACTED.since_stage(3).auto(Fill::SaveModel);
     stage3_module_granularity_threshold = 0 => K::INT, FETCHES.since_stage(3);
     stage3_use_all_reduce_for_fetch_params = false => K::Bool, FETCHES.since_stage(3);
     stage3_allgather_sequential = false => K::Bool,
-        T::no_effect("nothing is lost: each parameter is gathered by an operation of its own").since_stage(3);
+        T::no_effect("not needed: each parameter is gathered by its own operation").since_stage(3);
     memory_efficient_linear = true, override_module_apply = true => K::Bool, PYTORCH.since_stage(3);
     pipeline_loading_checkpoint = false => K::Bool, T::no_effect("there are no pipeline stages").since_stage(3);
     enable_sanity_checks = false => K::Bool, T::no_effect("the checks are always on");
-    log_trace_cache_warnings = false => K::Bool, T::not_yet("changes of the trace are not logged").since_stage(3);
-    save_muon_momentum_buffer_in_memory = false => K::Bool, T::no_effect("there is no Muon optimizer");
+    log_trace_cache_warnings = false => K::Bool,
+        T::not_yet("changes in the gather order are not logged").since_stage(3);
+    save_muon_momentum_buffer_in_memory = false => K::Bool, T::no_effect("the Muon optimizer is not implemented");
     leaf_module = null => K::section(keys! { classes = [], names = [], name_suffixes = [] => K::Texts, LEAF; }),
         T::ACTED.since_stage(3);
     // ZeRO++, MiCS, ZenFlow.
@@ -84,14 +84,14 @@ pub(crate) const ZERO: &[Key] = keys! {
     }), NO_FEEDBACK;
     mics_shard_size = -1 => K::INT, T::ACTED.since_stage(1);
     mics_hierarchical_params_gather = false => K::Bool,
-        T::no_effect("a rank reads the shards of its group at once, within the node and across");
+        T::no_effect("a rank reads the shards of its group directly, within and across nodes");
     zenflow = null => K::section(keys! {
         topk_ratio = 0.1, auto_ratio = 0.99, pt_reserved_cores_perc = 0.5 => K::FRACTION, T::QUIET;
         select_strategy = "auto" => K::OneOf("auto step epoch"), T::QUIET;
         select_interval = null, update_interval = null, steps_per_epoch = null => K::ONE_UP, T::QUIET;
         overlap_step = false, offload = false => K::Bool, T::QUIET;
         full_warm_up_rounds = 0 => K::COUNT, T::QUIET;
-    }), T::refused("ZenFlow applies most gradients late, which is another training; remove the section");
+    }), T::refused("ZenFlow applies most gradients late, which changes the training result; remove the section");
     // Deprecated.
     cpu_offload = null => K::Bool, T::renamed("offload_optimizer", cpu_offload);
     cpu_offload_param = null, cpu_offload_params = null => K::Bool, T::renamed("offload_param", cpu_offload);

@@ -24,9 +24,9 @@ fn the_shared_accelerate_file() {
     assert_eq!(plan.zero.reduce_bucket_size, 500_000_000);
     assert_eq!(plan.warnings, []);
     let error = config.resolve(&Context { world: Some(2), ..context }).unwrap_err().to_string();
-    assert!(
-        error.ends_with("num_processes: the file asks for a world of 1, but the program has 2: change one of them")
-    );
+    assert!(error.ends_with(
+        "num_processes: the file sets a world size of 1, but the program runs 2 rank(s): change one of them"
+    ));
 }
 
 /// Accelerate's template for a stage.
@@ -129,10 +129,10 @@ fn a_deepspeed_config_file_is_found_beside_the_yaml() {
     std::fs::write(folder.path().join("ds/zero2.json"), r#"{"train_batch_size": 4, "gradient_clipping": 1}"#).unwrap();
     let error = Config::from_file(&path).unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(&folder.path().display().to_string(), "DIR"), @r#"
-    DIR/acc.yaml: deepspeed_config.zero_stage: stands beside deepspeed_config_file, and Accelerate refuses both: remove it here and write `zero_optimization.stage` in ds/zero2.json
-    DIR/acc.yaml: deepspeed_config.gradient_clipping: stands beside deepspeed_config_file, and Accelerate refuses both: remove it here and write `gradient_clipping` in ds/zero2.json
-    DIR/acc.yaml: mixed_precision: stands beside deepspeed_config_file, and Accelerate refuses both: remove it here and write `fp16.enabled` or `bf16.enabled` in ds/zero2.json
-    DIR/ds/zero2.json: zero_optimization: missing: Accelerate asks for this section in a deepspeed_config_file
+    DIR/acc.yaml: deepspeed_config.zero_stage: cannot be combined with deepspeed_config_file (Accelerate rejects it too): remove it here and write `zero_optimization.stage` in ds/zero2.json
+    DIR/acc.yaml: deepspeed_config.gradient_clipping: cannot be combined with deepspeed_config_file (Accelerate rejects it too): remove it here and write `gradient_clipping` in ds/zero2.json
+    DIR/acc.yaml: mixed_precision: cannot be combined with deepspeed_config_file (Accelerate rejects it too): remove it here and write `fp16.enabled` or `bf16.enabled` in ds/zero2.json
+    DIR/ds/zero2.json: zero_optimization: missing: Accelerate requires this section in a deepspeed_config_file
     "#);
 
     std::fs::remove_file(folder.path().join("ds/zero2.json")).unwrap();
@@ -158,7 +158,7 @@ fn other_distributed_types() {
     assert_eq!(one.processes(), Some(1));
     let message = |kind: &str| yaml(&format!("distributed_type: {kind}\n"), &micro).unwrap_err().to_string();
     insta::assert_snapshot!(message("MEGATRON_LM"), @"acc.yaml: distributed_type: MEGATRON_LM is not supported: there is no tensor or pipeline parallelism; write DEEPSPEED");
-    insta::assert_snapshot!(message("XLA"), @"acc.yaml: distributed_type: XLA is not supported: there are no TPUs here");
+    insta::assert_snapshot!(message("XLA"), @"acc.yaml: distributed_type: XLA is not supported: TPUs are not available; use GPUs or the CPU");
     insta::assert_snapshot!(message("MULTI_GPUS"), @r#"acc.yaml: distributed_type: expected DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type, got "MULTI_GPUS""#);
     insta::assert_snapshot!(message(""), @"acc.yaml: distributed_type: missing: give DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type");
     insta::assert_snapshot!(message("NO\nnum_processes: 2"), @"acc.yaml: num_processes: is 2, but distributed_type NO runs one process: change one of them");
@@ -176,7 +176,7 @@ fn strategies_of_fsdp_are_stages_and_groups() {
         );
         yaml(&text, &micro)
     };
-    const MACHINES: &str = "num_machines: has no effect: the launcher decides this (`zero launch`, torchrun, mpirun), not the plan; \
+    const MACHINES: &str = "num_machines: has no effect: set by the launcher (`zero launch`, torchrun, mpirun), not by the plan; \
         only FSDP's HYBRID strategies read it\n";
     let two = "num_processes: 4\nnum_machines: 2\n";
     for (strategy, number, stage, size) in [
@@ -213,15 +213,15 @@ fn strategies_of_fsdp_are_stages_and_groups() {
 
     let hybrid = "  fsdp_sharding_strategy: HYBRID_SHARD\n";
     let told = |ranks, keys| read(ranks, keys).unwrap_err().to_string();
-    insta::assert_snapshot!(told(two, "  fsdp_sharding_strategy: HYBRID\n"), @r#"acc.yaml: fsdp_config.fsdp_sharding_strategy: expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or its number from 1 on, got "HYBRID""#);
-    insta::assert_snapshot!(told("num_processes: 5\nnum_machines: 2\n", hybrid), @"acc.yaml: num_processes: 5 ranks on 2 machines: HYBRID_SHARD shards within each, expected as many on all");
-    insta::assert_snapshot!(told("", hybrid), @"acc.yaml: num_processes: missing: HYBRID_SHARD shards within a machine; give the ranks of all, and num_machines");
+    insta::assert_snapshot!(told(two, "  fsdp_sharding_strategy: HYBRID\n"), @r#"acc.yaml: fsdp_config.fsdp_sharding_strategy: expected one of FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, or its number (1 to 5), got "HYBRID""#);
+    insta::assert_snapshot!(told("num_processes: 5\nnum_machines: 2\n", hybrid), @"acc.yaml: num_processes: 5 ranks on 2 machines: HYBRID_SHARD shards within a machine, which requires the same number of ranks on each");
+    insta::assert_snapshot!(told("", hybrid), @"acc.yaml: num_processes: missing: HYBRID_SHARD shards within a machine; give the total number of ranks, and num_machines");
     // Keys that the file has, not those that they are turned into.
     let text = format!("distributed_type: FSDP\n{two}fsdp_config:\n  fsdp_reshard_after_forward: HYBRID_SHARD\n");
     let five = yaml(&text, &Context { world: Some(5), ..micro.clone() }).unwrap_err().to_string();
     insta::assert_snapshot!(five, @"
-    acc.yaml: num_processes: the file asks for a world of 4, but the program has 5: change one of them
-    acc.yaml: fsdp_config.fsdp_reshard_after_forward: 2 does not divide 5 ranks: expected a number that does, or -1 for all
+    acc.yaml: num_processes: the file sets a world size of 4, but the program runs 5 rank(s): change one of them
+    acc.yaml: fsdp_config.fsdp_reshard_after_forward: 2 does not divide 5 ranks: expected a divisor of the number of ranks, or -1 for all
     ");
     let none = "  fsdp_sharding_strategy: NO_SHARD\n  fsdp_offload_params: true\n";
     insta::assert_snapshot!(warnings(&read("num_processes: 4\n", none).unwrap()), @"fsdp_config.fsdp_offload_params: has no effect at stage 0, only from stage 1");

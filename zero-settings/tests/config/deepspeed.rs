@@ -52,7 +52,7 @@ fn the_shared_deepspeed_file() {
         ZeroPlan::builder(Stage::Gradients).micro_batch(1).check_replicas(7).build(2).unwrap().zero.check_replicas,
         7
     );
-    assert!(checked.explain().contains("Replicas: compared before every 100 updates"));
+    assert!(checked.explain().contains("Replicas: compared every 100 updates"));
     assert_eq!(plan.warnings, []);
     insta::assert_snapshot!(plan.explain(), @r#"
     ZeRO stage 3 over 2 ranks: optimizer state, gradients and parameters are sharded.
@@ -61,7 +61,7 @@ fn the_shared_deepspeed_file() {
     Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01.
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements, overlapped with the backward pass, with each micro-batch.
-    Parameters: 50,000 elements are prefetched (all-gather ahead of use); one stays gathered if it has up to 1,000 elements, or if it is used again within 1,000,000,000 elements, as long as no more than 1,000,000 are held.
+    Parameters: 50,000 elements are prefetched (all-gather ahead of use); a parameter stays gathered if it has at most 1,000 elements, or if it is used again within 1,000,000,000 elements, as long as no more than 1,000,000 elements are gathered.
     "#);
     // Written for two ranks; at others its three batch sizes contradict each other.
     let error = Config::from_file(file("deepspeed_zero3.json")).unwrap().resolve(&on(4)).unwrap_err();
@@ -116,7 +116,7 @@ fn the_cifar_tutorial_with_fp16_and_a_prescaled_sum() {
         panic!("{:?}", plan.precision)
     };
     insta::assert_snapshot!(warnings(&plan), @r#"
-    zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting
+    zero_optimization.allgather_bucket_size: has no effect: it does not apply to the all-gather used here
     zero_optimization.cpu_offload: deprecated; write `offload_optimizer`
     "#);
 }
@@ -151,7 +151,7 @@ fn bing_bert_with_lamb_and_with_adam_without_bias_correction() {
     let explained = plan.explain();
     let line = explained.lines().find(|line| line.contains("LAMB")).unwrap_or(&explained);
     insta::assert_snapshot!(line, @"Optimizer: LAMB, lr 0.011, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01, no bias correction, trust ratio from 0.01 to 0.3.");
-    insta::assert_snapshot!(warnings(&plan), @"sparse_attention: has no effect: DeepSpeed hands it to models that ask for it; the models here attend to everything");
+    insta::assert_snapshot!(warnings(&plan), @"sparse_attention: has no effect: DeepSpeed passes it to models that ask for it; the models here use dense attention");
 
     let defaults = json(r#"{"train_batch_size": 2, "optimizer": {"type": "lamb"}}"#, &on(2)).unwrap();
     assert_eq!(defaults.rule(), Rule::lamb());
@@ -233,11 +233,11 @@ fn stage_3_with_everything_on_nvme() {
     assert_eq!(plan.report.tensorboard, Some(LogFiles { output_path: "logs".into(), job_name: "run".into() }));
     assert_eq!(plan.report.csv_monitor, None);
     insta::assert_snapshot!(warnings(&plan), @r#"
-    activation_checkpointing.partition_activations: has no effect: it is for ranks that hold the same activations (model parallel); here each has its own rows
-    activation_checkpointing.contiguous_memory_optimization: has no effect: inputs of blocks have one size, and each takes the memory that another has left
-    activation_checkpointing.number_checkpoints: has no effect: inputs of blocks have one size, and each takes the memory that another has left
-    activation_checkpointing.synchronize_checkpoint_boundary: has no effect: nothing waits at the end of a block
-    activation_checkpointing.profile: has no effect: --trace FILE has the time of each block that is computed again
+    activation_checkpointing.partition_activations: has no effect: it is for ranks that hold the same activations (model parallelism); here each rank has its own rows
+    activation_checkpointing.contiguous_memory_optimization: has no effect: all block inputs have the same size and reuse each other's freed memory
+    activation_checkpointing.number_checkpoints: has no effect: all block inputs have the same size and reuse each other's freed memory
+    activation_checkpointing.synchronize_checkpoint_boundary: has no effect: there is no synchronization at the end of a block
+    activation_checkpointing.profile: has no effect: --trace FILE records the time of each recomputed block
     "#);
 }
 
@@ -302,7 +302,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     // Without the program's values each is named, with what to supply.
     insta::assert_snapshot!(json(text, &Context::default()).unwrap_err(), @r#"
     ds.json: optimizer.params.lr: "auto" cannot be filled: supply the learning rate (Auto::learning_rate), or give a number
-    ds.json: optimizer.params.betas: "auto" cannot be filled: supply both decays (Auto::beta_1 and Auto::beta_2), or give two numbers
+    ds.json: optimizer.params.betas: "auto" cannot be filled: supply both betas (Auto::beta_1 and Auto::beta_2), or give two numbers
     ds.json: optimizer.params.eps: "auto" cannot be filled: supply epsilon (Auto::epsilon), or give a number
     ds.json: optimizer.params.weight_decay: "auto" cannot be filled: supply the weight decay (Auto::weight_decay), or give a number
     ds.json: train_micro_batch_size_per_gpu: no batch size: give train_batch_size or train_micro_batch_size_per_gpu, or let the program supply Auto::micro_batch
@@ -311,7 +311,7 @@ fn the_hugging_face_trainer_configuration_is_all_auto() {
     ds.json: zero_optimization.stage3_param_persistence_threshold: "auto" cannot be filled: supply the model's hidden size (Task::hidden_size, Auto::hidden_size), or give a number of elements
     ds.json: fp16.enabled: "auto" cannot be filled: supply the precision (Auto::mixed_precision), or write true or false
     ds.json: bf16.enabled: "auto" cannot be filled: supply the precision (Auto::mixed_precision), or write true or false
-    ds.json: scheduler.params.warmup_num_steps: "auto" cannot be filled: supply the steps of the warm-up (Auto::warmup_steps), or give a number
+    ds.json: scheduler.params.warmup_num_steps: "auto" cannot be filled: supply the number of warm-up steps (Auto::warmup_steps), or give a number
     "#);
 }
 
@@ -403,7 +403,7 @@ fn one_folder_holds_what_is_on_a_disk() {
         "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}, "offload_param": {"device": "nvme", "nvme_path": "/b"}}}"#;
     let config = Config::from_text("ds.json", Format::Json, text).unwrap();
     assert_eq!(config.nvme_path(), Some("/a".into()));
-    insta::assert_snapshot!(warnings(&config.resolve(&on(1)).unwrap()), @"zero_optimization.offload_param.nvme_path: has no effect: parameters lie in the optimizer state's folder, /a");
+    insta::assert_snapshot!(warnings(&config.resolve(&on(1)).unwrap()), @"zero_optimization.offload_param.nvme_path: has no effect: parameters are stored in the optimizer state's folder, /a");
     let activations = |path: &str| {
         let more = format!(r#"}}, "activation_checkpointing": {{"nvme_path": "{path}"}}}}"#);
         Config::from_text("ds.json", Format::Json, &text.replace("}}}", &format!("}}{more}")))
@@ -411,7 +411,7 @@ fn one_folder_holds_what_is_on_a_disk() {
     let plan = activations("/a").unwrap().resolve(&on(1)).unwrap();
     assert_eq!(plan.offload_activations, Some(OffloadDevice::Nvme { path: "/a".into() }));
     let error = activations("/c").unwrap_err().to_string();
-    assert!(error.contains("/c is another folder than model state's, /a"), "{error}");
+    assert!(error.contains("/c differs from the folder of model state, /a"), "{error}");
     let cpu = text.replace("\"nvme\"", "\"cpu\"");
     assert_eq!(Config::from_text("ds.json", Format::Json, &cpu).unwrap().nvme_path(), None);
 }

@@ -23,17 +23,17 @@ fn all_problems_are_reported_together() {
     ds.json: train_batch_size: expected a whole number of at least 1, got -8
     ds.json: train_micro_batch_size: unknown key; did you mean `train_micro_batch_size_per_gpu`?
     ds.json: gradient_clipping: expected a number of at least 0, got "1.0"
-    ds.json: optimizer.params.learning_rate: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
+    ds.json: optimizer.params.learning_rate: unknown key; known keys: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
     ds.json: optimizer.params.betas: expected two numbers of at least 0 and below 1, got [0.9, 1]
-    ds.json: optimizer.params.amsgrad: true is not supported: the optimizer has no such variant; remove the key
-    ds.json: optimizer.params.wd: unknown key; known here: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
+    ds.json: optimizer.params.amsgrad: true is not supported: this variant of the optimizer is not implemented; remove the key
+    ds.json: optimizer.params.wd: unknown key; known keys: lr, betas, eps, weight_decay, adam_w_mode, torch_adam, bias_correction, capturable, set_grad_none, fused, foreach
     ds.json: scheduler.type: expected one of WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, got "Cosine"
     ds.json: bf16.enable: unknown key; did you mean `enabled`?
     ds.json: fp16: expected a map, got []
     ds.json: zero_optimization.stage3_max_live_params: unknown key; did you mean `stage3_max_live_parameters`?
     ds.json: zero_optimization.overlap_comm: expected true or false, got 1
     ds.json: zero_optimization.reduce_bucket_size: expected a whole number of at least 1, got 0.5
-    ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which is another training; remove the section
+    ds.json: zero_optimization.zenflow: this section is not supported: ZenFlow applies most gradients late, which changes the training result; remove the section
     ds.json: zero_optimization.offload_param.device: expected one of none, cpu, nvme, got "disk"
     "#);
     let key = "train_micro_batch_size";
@@ -56,7 +56,7 @@ fn groups_divide_the_ranks() {
     // One group of all.
     assert_eq!((plan(3, 4).unwrap().zero.shard_size, plan(3, -1).unwrap().zero.shard_size), (None, None));
     assert!(plan(3, 2).unwrap().explain().contains("parameters are sharded, within 2 groups of 2 ranks."));
-    insta::assert_snapshot!(plan(3, 3).unwrap_err(), @"ds.json: zero_optimization.mics_shard_size: 3 does not divide 4 ranks: expected a number that does, or -1 for all");
+    insta::assert_snapshot!(plan(3, 3).unwrap_err(), @"ds.json: zero_optimization.mics_shard_size: 3 does not divide 4 ranks: expected a divisor of the number of ranks, or -1 for all");
     insta::assert_snapshot!(warnings(&plan(0, 2).unwrap()), @"zero_optimization.mics_shard_size: has no effect at stage 0, only from stage 1");
     assert_eq!(plan(0, 2).unwrap().zero.shard_size, None);
 }
@@ -71,12 +71,12 @@ fn a_second_cut_divides_the_ranks_of_stage_3() {
     assert_eq!((size(3, "2"), size(3, "1"), size(3, "4"), size(2, "2")), (Some(2), None, None, None));
     let explained = plan(3, "2").unwrap().explain();
     assert!(
-        explained.contains("; a second cut of the parameters serves gathers within 2 groups of 2 ranks"),
+        explained.contains("; parameters are gathered from a secondary partition within 2 groups of 2 ranks"),
         "{explained}"
     );
     insta::assert_snapshot!(warnings(&plan(2, "2").unwrap()), @"zero_optimization.zero_hpz_partition_size: has no effect at stage 2, only from stage 3");
-    insta::assert_snapshot!(plan(3, "3").unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: 3 does not divide 4 ranks: expected a number that does, or 1 for no second cut");
-    insta::assert_snapshot!(plan(3, r#"2, "mics_shard_size": 2"#).unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: gathers stay within the groups of mics_shard_size: expected one of the two keys");
+    insta::assert_snapshot!(plan(3, "3").unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: 3 does not divide 4 ranks: expected a divisor of the number of ranks, or 1 for no secondary partition");
+    insta::assert_snapshot!(plan(3, r#"2, "mics_shard_size": 2"#).unwrap_err(), @"ds.json: zero_optimization.zero_hpz_partition_size: gathers already stay within the groups of mics_shard_size: remove one of the two keys");
 }
 
 #[test]
@@ -110,7 +110,7 @@ fn moments_are_in_bf16_if_the_file_says_so() {
     let built =
         ZeroPlan::builder(Stage::Parameters).precision(Precision::Fp32).bf16_optimizer_states(true).build(2).unwrap();
     assert!(built.zero.bf16_optimizer_states);
-    insta::assert_snapshot!(plan(r#"{"bf16_master_weights_and_grads": true}"#).unwrap_err(), @"ds.json: bf16.bf16_master_weights_and_grads: true is not supported: master weights are always fp32; remove the key, or take `bf16_optimizer_states` of the section `bf16` for the moments");
+    insta::assert_snapshot!(plan(r#"{"bf16_master_weights_and_grads": true}"#).unwrap_err(), @"ds.json: bf16.bf16_master_weights_and_grads: true is not supported: master weights are always fp32; remove the key, or set `bf16.bf16_optimizer_states` to store the moments in bf16");
 }
 
 #[test]
@@ -151,20 +151,20 @@ fn features_that_would_change_training_are_refused() {
     let lamb = r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0, "amsgrad": true,
         "eps_inside_sqrt": true, "max_coeff": 0.1, "min_coeff": -1, "bias_correction": 1, "max_coef": 3}}}"#;
     insta::assert_snapshot!(message(lamb), @r#"
-    ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is the top-level key `gradient_clipping`; move the value there
-    ds.json: optimizer.params.amsgrad: true is not supported: the optimizer has no such variant; remove the key
-    ds.json: optimizer.params.eps_inside_sqrt: true is not supported: the optimizer has no such variant; remove the key
+    ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is set by the top-level key `gradient_clipping`; move the value there
+    ds.json: optimizer.params.amsgrad: true is not supported: this variant of the optimizer is not implemented; remove the key
+    ds.json: optimizer.params.eps_inside_sqrt: true is not supported: this variant of the optimizer is not implemented; remove the key
     ds.json: optimizer.params.min_coeff: expected a number of at least 0, got -1
     ds.json: optimizer.params.bias_correction: expected true or false, got 1
     ds.json: optimizer.params.max_coef: unknown key; did you mean `max_coeff`?
     "#);
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"max_coeff": 0.001}}}"#), @"ds.json: optimizer.params.min_coeff: 0.01 is above `max_coeff`, 0.001: give a smaller one, or a larger `max_coeff`");
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}"#), @"ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is the top-level key `gradient_clipping`; move the value there");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}}}"#), @"ds.json: optimizer.params.max_grad_norm: 1 is not supported: clipping is set by the top-level key `gradient_clipping`; move the value there");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "elasticity": {"enabled": true}, "amp": {"enabled": true}}"#), @r#"
-    ds.json: elasticity: this section is not supported: it would choose other batch sizes; give them in the batch keys
-    ds.json: amp: this section is not supported: NVIDIA's amp does not exist here; use bf16 or fp16
+    ds.json: elasticity: this section is not supported: it would choose other batch sizes; set the batch size keys instead
+    ds.json: amp: this section is not supported: NVIDIA's amp is not available; use bf16 or fp16
     "#);
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "sequence_parallel_size": 2}"#), @r#"ds.json: sequence_parallel_size: 2 is not supported: sequences are not split over ranks; leave it at 1, or out"#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "sequence_parallel_size": 2}"#), @r#"ds.json: sequence_parallel_size: 2 is not supported: sequences are not split over ranks; set it to 1, or remove it"#);
     assert!(
         json(r#"{"train_batch_size": 2, "gradient_allreduce_op": "mean", "sequence_parallel_size": 1, "amp": {"enabled": false}}"#, &on(2)).is_ok()
     );
@@ -176,14 +176,14 @@ fn settings_that_exclude_each_other() {
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "bf16": {"enabled": true}, "fp16": {"enabled": true}}"#), @"ds.json: bf16.enabled: bf16 and fp16 are both enabled: set one of them to false");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}"#), @"ds.json: zero_optimization.offload_param.device: parameters can only be offloaded at stage 3, and this is stage 2: raise the stage, or set the device to none");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}"#), @"ds.json: zero_optimization.offload_optimizer.nvme_path: missing: the device is nvme; give the folder to write to");
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {}}}"#), @"ds.json: zero_optimization.cpu_offload: is another name for `offload_optimizer`, which is given too: remove one");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {}}}"#), @"ds.json: zero_optimization.cpu_offload: is another name for `offload_optimizer`, which is also given: remove one");
     insta::assert_snapshot!(message(r#"{"gradient_accumulation_steps": 2}"#), @"ds.json: train_micro_batch_size_per_gpu: no batch size: give train_batch_size or train_micro_batch_size_per_gpu, or let the program supply Auto::micro_batch");
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "fp16": {"enabled": true, "loss_scale_window": 0}}"#), @"ds.json: fp16.loss_scale_window: expected more than 0 when loss_scale is 0 (dynamic), got 0");
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}"#), @"ds.json: scheduler.params.warmup_max_lr: missing: without an optimizer in the file there is no learning rate to take");
-    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupCosineLR", "params": {}}}"#), @r#"ds.json: scheduler.params.total_num_steps: missing: the schedule needs the optimizer steps of the training, or "auto""#);
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupLR", "params": {}}}"#), @"ds.json: scheduler.params.warmup_max_lr: missing: the file has no optimizer whose learning rate could be used");
+    insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "scheduler": {"type": "WarmupCosineLR", "params": {}}}"#), @r#"ds.json: scheduler.params.total_num_steps: missing: the schedule needs the total number of optimizer steps, or "auto""#);
     insta::assert_snapshot!(message(r#"{"train_batch_size": 2, "zero_optimization": {"stage": "auto"}, "steps_per_print": "auto"}"#), @r#"
-    ds.json: zero_optimization.stage: "auto" cannot be filled: the stage decides what the other keys mean; give a number from 0 to 3
-    ds.json: steps_per_print: "auto" cannot be filled: nothing stands for it at this key; give a value
+    ds.json: zero_optimization.stage: "auto" cannot be filled: the meaning of other keys depends on the stage; give a number from 0 to 3
+    ds.json: steps_per_print: "auto" cannot be filled: this key has no automatic value; give a value
     "#);
 }
 
@@ -227,11 +227,11 @@ fn keys_without_effect_are_named() {
     insta::assert_snapshot!(warnings(&plan), @r#"
     sparse_gradients: has no effect: gradients of embeddings are dense
     timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step
-    flops_profiler: not acted on yet: operations are not counted yet
+    flops_profiler: not supported yet: operations are not counted
     zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3
-    zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting
+    zero_optimization.allgather_bucket_size: has no effect: it does not apply to the all-gather used here
     zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss
-    gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none
+    gradient_clipping: not given: gradients are clipped to norm 1, as in DeepSpeed since 0.19.6 (earlier versions did not clip); write 1.0, or 0 to turn clipping off
     "#);
     insta::assert_snapshot!(plan.explain(), @r#"
     ZeRO stage 2 over 2 ranks: optimizer state and gradients are sharded, every rank holds all parameters.
@@ -242,11 +242,11 @@ fn keys_without_effect_are_named() {
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000,000 elements, overlapped with the backward pass.
     Warning: sparse_gradients: has no effect: gradients of embeddings are dense.
     Warning: timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step.
-    Warning: flops_profiler: not acted on yet: operations are not counted yet.
+    Warning: flops_profiler: not supported yet: operations are not counted.
     Warning: zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3.
-    Warning: zero_optimization.allgather_bucket_size: has no effect: the all-gather of parameters has no such setting.
+    Warning: zero_optimization.allgather_bucket_size: has no effect: it does not apply to the all-gather used here.
     Warning: zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss.
-    Warning: gradient_clipping: not given: gradients are clipped at norm 1, as in DeepSpeed since 0.19.6 (before, they were not clipped); write 1.0, or 0 for none.
+    Warning: gradient_clipping: not given: gradients are clipped to norm 1, as in DeepSpeed since 0.19.6 (earlier versions did not clip); write 1.0, or 0 to turn clipping off.
     "#);
 }
 

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde::Serialize;
-use zero_core::checkpoint::{Check, Listed, Listing, Remains, list};
+use zero_core::checkpoint::{Check, InterruptedSave, ListedCheckpoint, Listing, list};
 
 use super::describe::checked;
 use super::{FORMAT, InspectError};
@@ -30,7 +30,7 @@ pub struct Folder {
     /// The checkpoints, by step.
     pub checkpoints: Vec<FolderEntry>,
     /// Remains of incomplete saves, or the start of one in progress.
-    pub remains: Vec<Remains>,
+    pub remains: Vec<InterruptedSave>,
 }
 
 /// One checkpoint of a [`Folder`].
@@ -62,12 +62,12 @@ pub struct FolderEntry {
 pub fn folder(path: &Path, check: Check) -> Result<Folder, InspectError> {
     let listing = list(path, check)?;
     if listing.checkpoints.is_empty() {
-        let mut problem = "expected checkpoints (folders step-...) in it, there are none".to_string();
+        let mut problem = "expected checkpoints (folders step-...), found none".to_string();
         if !listing.remains.is_empty() {
             let names: Vec<&str> = listing.remains.iter().map(|remains| remains.name.as_str()).collect();
-            problem += &format!(", only what saves left that did not end: {}", names.join(", "));
+            problem += &format!(", only remains of incomplete saves: {}", names.join(", "));
         }
-        return Err(InspectError::Path { path: path.to_path_buf(), problem: problem + "; look at the path" });
+        return Err(InspectError::Path { path: path.to_path_buf(), problem: problem + "; check the path" });
     }
     let problems: Vec<String> = listing.problem(path).into_iter().collect();
     let Listing { checkpoints, latest, resume, remains, .. } = listing;
@@ -86,8 +86,8 @@ pub fn folder(path: &Path, check: Check) -> Result<Folder, InspectError> {
 }
 
 impl FolderEntry {
-    fn new(listed: Listed) -> Self {
-        let Listed { name, step, saved_unix_ms, world, crate_version, disk_bytes, problems, .. } = listed;
+    fn new(listed: ListedCheckpoint) -> Self {
+        let ListedCheckpoint { name, step, saved_unix_ms, world, crate_version, disk_bytes, problems, .. } = listed;
         let sound = problems.is_empty();
         let problems = problems.iter().map(ToString::to_string).collect();
         Self { name, step, saved_unix_ms, ranks: world, crate_version, disk_bytes, sound, problems }

@@ -65,9 +65,9 @@ impl Subject {
             return Ok(if named || path.join("manifest.json").exists() { Self::Checkpoint } else { Self::Folder });
         }
         if path.exists() {
-            no("expected the folder of a checkpoint (step-...) or the folder above, this is a file; name its folder")
+            no("expected a checkpoint folder (step-...) or its parent folder, got a file; name its folder")
         } else {
-            no("expected the folder of a checkpoint (step-...) or the folder above, there is nothing; look at the path")
+            no("expected a checkpoint folder (step-...) or its parent folder, found nothing; check the path")
         }
     }
 }

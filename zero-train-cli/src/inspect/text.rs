@@ -22,7 +22,7 @@ const NAMES: usize = 5;
 fn looked(checked: &str) -> &'static str {
     match checked {
         "contents" => "every checksum was computed",
-        _ => "only manifest, sizes and headers were looked at",
+        _ => "only manifest, sizes and headers were checked",
     }
 }
 
@@ -34,7 +34,7 @@ fn moment(unix_ms: u64) -> String {
 impl Display for Inspection {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
         match self.problems.len() {
-            0 => writeln!(f, "{}: sound ({})", self.path, looked(self.checked))?,
+            0 => writeln!(f, "{}: intact ({})", self.path, looked(self.checked))?,
             problems => {
                 writeln!(f, "{}: damaged, {} ({})", self.path, count(problems, "problem"), looked(self.checked))?;
                 self.problems.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))?;
@@ -109,8 +109,8 @@ impl EngineFacts {
             let masters = parameters.dtypes.get("F32").copied().unwrap_or(0);
             match parameters.tensors - masters {
                 _ if dtype == "F32" => {}
-                0 => text += " with fp32 masters",
-                without => text += &format!(", {} without an fp32 master", count(without, "parameter")),
+                0 => text += " with fp32 master weights",
+                without => text += &format!(", {} without fp32 master weights", count(without, "parameter")),
             }
         }
         if let Some(steps) = self.steps {
@@ -126,8 +126,8 @@ fn model(model: Option<&ModelFacts>, parameters: &Group) -> String {
             format!("{family} ({name}), ")
         }
         Some(ModelFacts { family: Some(family), .. }) => format!("{family}, "),
-        Some(_) => "of a family not named, ".to_string(),
-        None => "not named, ".to_string(),
+        Some(_) => "of an unnamed family, ".to_string(),
+        None => "unnamed, ".to_string(),
     };
     let number = grouped(parameters.elements);
     text += &format!("{number} parameters in {}", count(parameters.tensors, "tensor"));
@@ -142,15 +142,15 @@ fn model(model: Option<&ModelFacts>, parameters: &Group) -> String {
 
 impl Display for OptimizerFacts {
     fn fmt(&self, f: &mut Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name.as_deref().unwrap_or("not named"))?;
+        f.write_str(self.name.as_deref().unwrap_or("unnamed"))?;
         if self.states.is_empty() {
             return f.write_str(", without state");
         }
         let states: Vec<&str> = self.states.keys().map(String::as_str).collect();
         write!(f, ": {}", states.join(", "))?;
         match self.without.as_slice() {
-            [] => f.write_str(" of every parameter")?,
-            without => write!(f, ", but not all of {}: {}", count(without.len(), "parameter"), some(without))?,
+            [] => f.write_str(" for every parameter")?,
+            without => write!(f, ", not all of them for {}: {}", count(without.len(), "parameter"), some(without))?,
         }
         match self.updates {
             Some([least, most]) if least == most => write!(f, ", after {}", count(most as usize, "update")),
@@ -180,20 +180,20 @@ impl Display for Folder {
             let ranks = ranks.map_or_else(|| "?".to_string(), |ranks| ranks.to_string());
             write!(f, "{name:<width$}  {saved:<23}  {ranks:>5}  {:>11}  ", format_bytes(*disk_bytes))?;
             match problems.len() {
-                0 => write!(f, "sound")?,
+                0 => write!(f, "intact")?,
                 problems => write!(f, "damaged, {}", count(problems, "problem"))?,
             }
             let is = |which: &Option<String>| which.as_ref() == Some(name);
-            let latest = if is(&self.latest) { "; `latest` names it" } else { "" };
-            let resume = if is(&self.resume) { "; `--resume auto` takes it" } else { "" };
+            let latest = if is(&self.latest) { "; named by `latest`" } else { "" };
+            let resume = if is(&self.resume) { "; used by `--resume auto`" } else { "" };
             writeln!(f, "{latest}{resume}")?;
             problems.iter().try_for_each(|problem| writeln!(f, "  - {problem}"))?;
         }
         if self.resume.is_none() {
-            writeln!(f, "\n`--resume auto` takes none of them")?;
+            writeln!(f, "\n`--resume auto` uses none of them")?;
         }
         if !self.remains.is_empty() {
-            writeln!(f, "\nleft by saves that did not end, or of one that goes on; the next save removes it:")?;
+            writeln!(f, "\nremains of incomplete saves, or a save in progress; the next save removes the remains:")?;
             let size = |bytes| format_bytes(bytes);
             self.remains.iter().try_for_each(|one| writeln!(f, "  {}  {}", one.name, size(one.disk_bytes)))?;
         }

@@ -40,34 +40,38 @@ impl Use {
         let resume = || -> Result<String, String> {
             let reader = "zero_core::checkpoint::Checkpoint reads its tensors at any number of ranks";
             let Some(engine) = engine else {
-                return Err(format!("not by the engine, which did not save it: its state has no \"engine\"; {reader}"));
+                return Err(format!(
+                    "not with the engine, which did not save it: its state has no \"engine\"; {reader}"
+                ));
             };
             match engine.version {
                 Some(ENGINE_VERSION) => {}
                 Some(version) => {
                     return Err(format!(
-                        "not by this version, which reads engine state of version {ENGINE_VERSION}: this is version {version}; \
-                         use the version that saved it"
+                        "not with this version, which reads engine state version {ENGINE_VERSION}: it has version \
+                         {version}; use the version that saved it"
                     ));
                 }
-                None => return Err(format!("not by the engine: its \"engine\" state names no version; {reader}")),
+                None => return Err(format!("not with the engine: its \"engine\" state names no version; {reader}")),
             }
             if parameters.tensors == 0 {
-                return Err("not by the engine: it has no tensor `model.…`".to_string());
+                return Err("not with the engine: it has no tensor `model.…`".to_string());
             }
             if !sound {
-                return Err("by nobody while it is damaged".to_string());
+                return Err("not possible while it is damaged".to_string());
             }
-            let mut words = "at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit".to_string();
+            let mut words =
+                "on any number of ranks, at any stage, with any bucket sizes, in fp32 or 16 bit".to_string();
             match &optimizer.name {
                 Some(name) => words += &format!(", with {name}"),
                 None => words += ", with the optimizer that saved it",
             }
             if optimizer.all.tensors == 0 {
-                words += "; there is no optimizer state, which starts from zero";
+                words += "; there is no optimizer state, so the optimizer starts from zero";
             }
             if !has_trainer {
-                words += "; by your program's ZeroEngine::load: there is no \"trainer\" state, which `zero train --resume` needs";
+                words += "; only with ZeroEngine::load in your program: there is no \"trainer\" state, which \
+                          `zero train --resume` needs";
             }
             Ok(words)
         };
@@ -75,7 +79,7 @@ impl Use {
         let export = match export {
             Ok(_) if !sound => Err("`zero export` refuses it while it is damaged".to_string()),
             Ok(model) => Ok(match model.architecture() {
-                Some(architecture) => format!("`zero export` writes it as a {architecture} of Hugging Face"),
+                Some(architecture) => format!("`zero export` writes it as a Hugging Face {architecture}"),
                 None => "`zero export` writes its parameters by their paths in the module".to_string(),
             }),
             Err(error) => Err(format!("`zero export` refuses it: {error}")),
@@ -97,18 +101,19 @@ fn bit_for_bit(ranks: usize, engine: Option<&EngineFacts>) -> String {
     match engine.and_then(|engine| engine.random_streams) {
         Some(streams) if streams == ranks => {
             format!(
-                "takes {}, each with its own random stream from here, and {precision}; other numbers of ranks resume from \
-                 the same parameters and moments, with other dropout and sums in another order",
+                "requires {}, each with its saved random stream, and {precision}; other numbers of ranks resume from \
+                 the same parameters and moments, but with different dropout and a different order of summation",
                 count(ranks, "rank")
             )
         }
         Some(streams) => format!(
-            "not where random numbers are drawn, such as by dropout: expected the random streams of {}, it has {streams}",
+            "not if random numbers are drawn, such as by dropout: expected the random streams of {}, it has {streams}",
             count(ranks, "rank")
         ),
         None => {
             format!(
-                "takes {} and {precision}, and no random numbers, such as dropout's: it has no random streams",
+                "requires {} and {precision}, and no use of random numbers, such as by dropout: it has no random \
+                 streams",
                 count(ranks, "rank")
             )
         }

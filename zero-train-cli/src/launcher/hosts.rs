@@ -45,13 +45,13 @@ pub fn parse_hosts(text: &str) -> Result<Vec<Host>, LauncherError> {
         let slots = match slots.map(str::parse::<usize>) {
             None => None,
             Some(Ok(count)) if count > 0 => Some(count),
-            Some(_) => return Err(bad("a number of ranks from 1")),
+            Some(_) => return Err(bad("at least 1 rank")),
         };
         if name.is_empty() || name.contains(',') {
             return Err(bad("the name of a host"));
         }
         if hosts.iter().any(|host| host.name == name) {
-            return Err(bad("each host once: give the number of its ranks with slots="));
+            return Err(bad("each host only once; set its number of ranks with slots="));
         }
         hosts.push(Host { name: name.to_string(), slots });
     }

@@ -20,10 +20,10 @@ use std::path::PathBuf;
 pub use hosts::{Host, parse_hosts, slots, spread};
 pub use mpirun::{Flavor, Mpirun};
 pub use sockets::{MAIN_PORT, Machines};
-pub use supervise::{Attempt, Ended, Limits, Process, Word, supervise};
+pub use supervise::{Attempt, Ended, FailureReport, Limits, Process, supervise};
 pub use topology::physical_cores;
 
-pub use zero_train::launched::{Asked, FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS, SIGNALS, STATUS_DIR};
+pub use zero_train::launched::{FIRST_RANKS, LAUNCHED, RESTART_RANKS, RESTARTS, SIGNALS, STATUS_DIR, StopSignals};
 
 /// A group of ranks to start.
 #[derive(Debug, Clone)]
@@ -48,14 +48,16 @@ pub enum LauncherError {
     /// No MPI launcher was found.
     #[error(
         "no MPI launcher was found (looked for {looked_for}): install Open MPI (Debian: apt-get install openmpi-bin) or \
-         MPICH, or name it with --mpirun PATH; the ranks of this machine need none, with --sockets"
+         MPICH, or name it with --mpirun PATH; with --sockets, ranks on this machine need none"
     )]
     NoMpirun {
         /// Names that were searched for.
         looked_for: String,
     },
     /// The program is not a known MPI launcher.
-    #[error("{path} is no launcher of Open MPI or MPICH that is known: it calls itself '{says}'")]
+    #[error(
+        "{path} is not a known launcher of Open MPI or MPICH: its --version prints '{says}'; name one with --mpirun PATH"
+    )]
     Unknown {
         /// The program.
         path: PathBuf,
@@ -63,7 +65,7 @@ pub enum LauncherError {
         says: String,
     },
     /// Invalid line in a list of hosts.
-    #[error("line {line} of the hosts: expected {expected}, got '{got}'")]
+    #[error("line {line} of the hosts file: expected {expected}, got '{got}'")]
     Hosts {
         /// The line, from 1.
         line: usize,
@@ -83,9 +85,7 @@ pub enum LauncherError {
         got: String,
     },
     /// Too few slots.
-    #[error(
-        "{ranks} ranks do not fit: the hosts take {slots}; ask for fewer with --ranks, or raise slots= of the hosts"
-    )]
+    #[error("{ranks} ranks do not fit: the hosts have {slots} slots; lower --ranks, or raise slots= of the hosts")]
     Slots {
         /// Ranks requested.
         ranks: usize,

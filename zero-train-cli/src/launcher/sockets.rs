@@ -17,17 +17,17 @@ pub struct Machines {
     /// Ranks on all machines.
     #[arg(skip)]
     pub ranks: Option<usize>,
-    /// Number of machines, on each of which `zero launch` starts its share of the ranks; all need one ZERO_SECRET
+    /// Number of machines; run `zero launch` with the same ZERO_SECRET on each, to start its share of the ranks
     #[arg(long = "num-machines", value_name = "N", conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
     pub count: Option<usize>,
-    /// Which of them this is, from 0
+    /// Index of this machine, from 0
     #[arg(long = "machine-rank", value_name = "N")]
     pub this: Option<usize>,
-    /// The address of machine 0, where rank 0 is
+    /// Address of machine 0, which runs rank 0
     #[arg(long = "main-process-ip", value_name = "HOST")]
     pub host: Option<String>,
     // With one machine, 0 also means any free port.
-    /// The port that rank 0 listens on [default: a free one; for several machines 29500]
+    /// Port that rank 0 listens on [default: a free port, or 29500 for several machines]
     #[arg(long = "main-process-port", value_name = "PORT")]
     pub port: Option<usize>,
 }
@@ -67,7 +67,7 @@ impl Machines {
     }
 
     /// Returns `true` if there is more than one machine.
-    pub fn are_several(&self) -> bool {
+    pub fn is_multi_node(&self) -> bool {
         self.count.is_some_and(|count| count > 1)
     }
 }
@@ -82,7 +82,8 @@ impl Job {
         let wrong = |what, expected: String, got: String| LauncherError::Machines { what, expected, got };
         let (count, this) = (machines.count.unwrap_or(1), machines.this.unwrap_or(0));
         if count == 0 || !self.ranks.is_multiple_of(count) {
-            let expected = format!("a number that divides the {} ranks: each machine has as many", self.ranks);
+            let expected =
+                format!("a number that divides the {} ranks, so that all machines run equally many", self.ranks);
             return Err(wrong("the number of machines", expected, count.to_string()));
         }
         if this >= count {
@@ -103,7 +104,7 @@ impl Job {
             (_, Some(port)) => ("127.0.0.1", port),
             (_, None) => {
                 let free = TcpListener::bind(("127.0.0.1", 0)).and_then(|listener| listener.local_addr());
-                let io = |source| LauncherError::Io { action: "find a free port of", path: "127.0.0.1".into(), source };
+                let io = |source| LauncherError::Io { action: "find a free port on", path: "127.0.0.1".into(), source };
                 ("127.0.0.1", free.map_err(io)?.port().into())
             }
         };

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{Asked, LauncherError, STATUS_DIR};
+use super::{LauncherError, STATUS_DIR, StopSignals};
 
 /// Failure report of a rank on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Word {
+pub struct FailureReport {
     /// Exit code of the rank.
     pub code: i32,
     /// Its error message.
@@ -41,7 +41,7 @@ pub struct Attempt {
     /// If a launcher had to be ended, the first failed rank's.
     pub code: i32,
     /// Failure reports of this machine's ranks, in rank order.
-    pub failures: Vec<Word>,
+    pub failures: Vec<FailureReport>,
     /// True if a rank of this machine started.
     pub began: bool,
     /// Reason for ending processes, if any.
@@ -56,7 +56,7 @@ pub enum Ended {
     /// No rank of this machine started in time.
     NotBegun,
     /// A second signal arrived.
-    Asked,
+    StopSignals,
 }
 
 /// Time limits of a launcher or of ranks.
@@ -77,13 +77,13 @@ pub struct Limits {
 /// # Errors
 ///
 /// [`LauncherError::Io`] if they cannot be started or watched.
-pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result<Attempt, LauncherError> {
+pub fn supervise(processes: &[Process], limits: Limits, asked: &StopSignals) -> Result<Attempt, LauncherError> {
     let io = |action, path: &Path| {
         let path = path.to_path_buf();
         move |source| LauncherError::Io { action, path, source }
     };
     let status = tempfile::Builder::new().prefix("zero-launch-").tempdir();
-    let status = status.map_err(io("make a folder in", &std::env::temp_dir()))?;
+    let status = status.map_err(io("create a folder in", &std::env::temp_dir()))?;
     let program = processes.first().and_then(|process| process.command.first());
     let program = Path::new(program.expect("a command line names a program"));
     let mut running = Running(Vec::new());
@@ -108,7 +108,7 @@ pub fn supervise(processes: &[Process], limits: Limits, asked: &Asked) -> Result
             handed_on = true;
         }
         let ended = if asked.times() > 1 {
-            Ended::Asked
+            Ended::StopSignals
         } else if failed_since.is_some_and(|since: Instant| since.elapsed() > limits.grace) {
             Ended::AfterFailure
         } else if !handed_on && !began && limits.begin.is_some_and(|limit| start.elapsed() > limit) {
@@ -200,11 +200,11 @@ fn code(exit: ExitStatus) -> i32 {
 }
 
 /// Returns the ranks' failure reports in rank order. Incomplete files are read by a later call.
-fn words(dir: &Path) -> Vec<Word> {
+fn words(dir: &Path) -> Vec<FailureReport> {
     let read = |path: &PathBuf| {
         let text = std::fs::read_to_string(path).ok()?;
         let (code, reason) = text.split_once('\n')?;
-        Some(Word { code: code.parse().ok()?, reason: reason.to_string() })
+        Some(FailureReport { code: code.parse().ok()?, reason: reason.to_string() })
     };
     files(dir, "txt").iter().filter_map(read).collect()
 }
@@ -222,7 +222,7 @@ mod tests {
     use super::*;
 
     fn run(script: &str, limits: Limits) -> Attempt {
-        supervise(&[shell(script)], limits, &Asked::never()).unwrap()
+        supervise(&[shell(script)], limits, &StopSignals::never()).unwrap()
     }
 
     fn shell(script: &str) -> Process {
@@ -234,8 +234,8 @@ mod tests {
         Limits { grace: Duration::from_millis(millis), begin: None }
     }
 
-    fn word(code: i32, reason: &str) -> Word {
-        Word { code, reason: reason.into() }
+    fn word(code: i32, reason: &str) -> FailureReport {
+        FailureReport { code, reason: reason.into() }
     }
 
     #[test]
@@ -274,7 +274,7 @@ mod tests {
         let begin = Instant::now();
         // The ranks have begun when their files are there.
         let signalled = |script: &str, is_launcher: bool, ready: &Path, signals: &'static [i32]| {
-            let asked = Asked::never();
+            let asked = StopSignals::never();
             let (counted, ready) = (asked.clone(), ready.to_path_buf());
             let asking = std::thread::spawn(move || {
                 for &signal in signals {
@@ -302,14 +302,14 @@ mod tests {
         let got = signalled(&script("b", "USR1", "exit 138"), true, &ready("b"), &[2]);
         assert_eq!((got.code, got.ended), (138, None), "an MPI launcher gets what it hands on");
         let got = signalled(&script("c", "TERM", ""), false, &ready("c"), &[15, 2]);
-        assert_eq!((got.code, got.ended), (137, Some(Ended::Asked)));
+        assert_eq!((got.code, got.ended), (137, Some(Ended::StopSignals)));
         assert!(begin.elapsed() < Duration::from_secs(60));
     }
 
     #[test]
     fn what_cannot_be_started_is_told() {
         let mpirun = Process { command: vec!["/nowhere/mpirun".into()], variables: Vec::new(), is_launcher: true };
-        let error = supervise(&[mpirun], grace(1000), &Asked::never()).unwrap_err().to_string();
+        let error = supervise(&[mpirun], grace(1000), &StopSignals::never()).unwrap_err().to_string();
         assert!(error.contains("cannot start /nowhere/mpirun"), "{error}");
     }
 
@@ -318,7 +318,7 @@ mod tests {
         let begin = Instant::now();
         let all = |scripts: &[&str], limits| {
             let processes: Vec<Process> = scripts.iter().map(|script| shell(script)).collect();
-            supervise(&processes, limits, &Asked::never()).unwrap()
+            supervise(&processes, limits, &StopSignals::never()).unwrap()
         };
         let fine = Attempt { code: 0, failures: vec![], began: false, ended: None };
         assert_eq!(all(&["test $OF_RANKS = yes", "sleep 0.3"], grace(1000)), fine);

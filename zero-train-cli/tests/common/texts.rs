@@ -4,7 +4,7 @@ use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::{Value, json};
-use zero_train::data::{Cutting, Tokenizer};
+use zero_train::data::{TokenizeOptions, Tokenizer};
 
 /// Runs the command in a folder.
 pub fn zero(args: &[&str], dir: &Path) -> Output {
@@ -131,8 +131,8 @@ pub fn gpt2(dir: &Path, config: &Value, seq: &str, steps: &str) -> String {
     model(dir, "model", config);
     if config["model_type"] != "gpt2" {
         // GPT-2's, as a folder of another family has to bring its own.
-        let cutting = Cutting { vocab_size: 50257, ..Cutting::default() };
-        Tokenizer::find(Path::new("text"), &cutting).unwrap().save(&dir.join("model")).unwrap();
+        let tokenize = TokenizeOptions { vocab_size: 50257, ..TokenizeOptions::default() };
+        Tokenizer::find(Path::new("text"), &tokenize).unwrap().save(&dir.join("model")).unwrap();
     }
     std::fs::write(dir.join("book.txt"), "The cat sat on the mat, and the dog ran under the tree.\n".repeat(40))
         .unwrap();

@@ -89,7 +89,7 @@ fn averages_are_evaluated_predicted_saved_and_exported() {
     ok(&["export", "averaged/checkpoints", "ema-16", "--ema"], dir);
     assert!(bytes("averaged/out/16bit-model-00000024") == bytes("ema-16"));
     let told = refused(&["export", "plain/checkpoints", "none", "--ema"], dir);
-    assert!(told.contains("it holds no moving averages: train with --ema-decay, or leave --ema out"), "{told}");
+    assert!(told.contains("it holds no moving averages: train with --ema-decay, or omit --ema"), "{told}");
     assert!(!dir.join("none").exists());
 }
 

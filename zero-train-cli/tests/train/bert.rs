@@ -57,7 +57,7 @@ fn weights_without_a_head_start_with_a_fresh_one() {
     let told = String::from_utf8_lossy(&ran.stdout).into_owned() + &String::from_utf8_lossy(&ran.stderr);
     assert!(ran.status.success(), "{told}");
     assert!(
-        told.contains("The weights of hf have no pooler, seq_relationship: what is missing starts fresh."),
+        told.contains("The weights of hf lack these modules, which are newly initialized: pooler, seq_relationship."),
         "{told}"
     );
     // An adapter saves what is fresh.
@@ -130,7 +130,7 @@ fn what_does_not_fit_is_told() {
             &["--model", "model", "--task", "causal-lm"],
             "--model model: expected a GPT-2, or a Llama, Mistral, Qwen, Gemma or Phi, for --task causal-lm",
         ),
-        (&["--model", "bert-tiny", "--mask-probability", "1"], "expected a part above 0 and below 1"),
+        (&["--model", "bert-tiny", "--mask-probability", "1"], "expected a fraction above 0 and below 1"),
         (&["--model", "model", "--seq", "25"], "--seq 25: expected 5 to 24, the positions of the model"),
         (&["--model", "bert-smal"], "bert-tiny, bert-base, bert-large"),
     ] {
@@ -138,7 +138,7 @@ fn what_does_not_fit_is_told() {
         assert!(text.contains(expected), "{options:?}: {text}");
     }
     let text = told(&["--model", "bert-tiny", "--data", "text.txt"]);
-    assert!(text.contains("make one from it with `zero tokenizer DIR --data FILE`"), "{text}");
+    assert!(text.contains("create one from it with `zero tokenizer DIR --data FILE`"), "{text}");
     std::fs::write(dir.path().join("short.txt"), "the cat").unwrap();
     let text = told(&["--model", "model", "--tokenizer", "tok", "--data", "short.txt"]);
     assert!(text.contains("but one row needs 21: use a longer text or a smaller --seq"), "{text}");

@@ -112,19 +112,19 @@ fn what_does_not_fit_is_told() {
         ),
         (
             &["--weights", "bert-hf", "--label-field", "kind"],
-            "its \"kind\" is not there: expected a text, a finite number, or a list of these; name another key with --label-field",
+            "its \"kind\" is missing: expected a string, a finite number, or a list of these; choose another key with --label-field",
         ),
         (
             &["--weights", "bert-hf", "--label-field", "class", "--text-field", "n"],
-            "its \"n\" is a number: expected a text; name another key with --text-field",
+            "its \"n\" is a number: expected a string; choose another key with --text-field",
         ),
         (
             &["--weights", "bert-hf", "--label-field", "class", "--predictions", "p.jsonl"],
-            "expected rows that are held out: --eval ROWS",
+            "expected held-out rows: add --eval ROWS",
         ),
         (
             &["--weights", "bert-hf", "--label-field", "class", "--eval", "5", "--predictions", "no/p.jsonl"],
-            "expected a file in a folder that is there",
+            "expected a file in an existing folder",
         ),
     ] {
         let text = told(&[options, &rows].concat());
@@ -141,7 +141,7 @@ fn what_does_not_fit_is_told() {
     std::fs::write(dir.path().join("other.jsonl"), "{\"text\": \"a cat\", \"label\": \"birds\"}\n").unwrap();
     let text = told(&["--weights", "classes", "--data", "other.jsonl"]);
     assert!(
-        text.contains("has the label \"birds\", and the model's classes are [\"cats\", \"dogs\", \"none\"]"),
+        text.contains("has the label \"birds\", but the model's classes are [\"cats\", \"dogs\", \"none\"]"),
         "{text}"
     );
 }
@@ -410,16 +410,16 @@ fn labels_that_are_none_are_told_with_their_row() {
     for (labels, expected) in [
         (
             ["0.5", "NaN"],
-            "rows.json: line 2: its \"label\" is null or NaN: expected a text, a finite number, or a list of these",
+            "rows.json: line 2: its \"label\" is null or NaN: expected a string, a finite number, or a list of these",
         ),
         (["0.5", "1e39"], "rows.json: line 2: has the label 1e39: expected a finite number"),
-        (["0.5", "[0.5]"], "line 2: has the label [0.5], which is a list, and a label before it is a number"),
+        (["0.5", "[0.5]"], "line 2: has the label [0.5], which is a list, but an earlier label is a number"),
         (
             ["[\"a\"]", "[\"b\", 1]"],
-            "line 2: has the label 1, which is a whole number, and a label before it is a text",
+            "line 2: has the label 1, which is a whole number, but an earlier label is a string",
         ),
         (["[\"a\"]", "[null]"], "line 2: its \"label\" is a list with null or NaN"),
-        (["[[1]]", "[[2]]"], "line 1: its \"label\" is a list: expected a text, a finite number, or a list of these"),
+        (["[[1]]", "[[2]]"], "line 1: its \"label\" is a list: expected a string, a finite number, or a list of these"),
         (["[0.5]", "[1.0]"], "line 1: has the label [0.5]: expected 0.0 or 1.0 for each of the 1 classes"),
     ] {
         let text = told(&bert, "rows.json", &rows(labels));
@@ -439,7 +439,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     problem("regression");
     let text = told(&bert, "rows.jsonl", &rows(["\"a\"", "\"b\""]));
     assert!(
-        text.contains("line 1: has the label \"a\": expected a finite number, as the labels are those of a regression"),
+        text.contains("line 1: has the label \"a\": expected a finite number, because the task is a regression"),
         "{text}"
     );
     problem("multi_label_classification");
@@ -448,7 +448,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     problem("single_label_classification");
     let text = told(&bert, "rows.jsonl", &rows(["[\"a\"]", "[\"b\"]"]));
     assert!(
-        text.contains("line 1: has the label [\"a\"], and the head predicts one of the classes [\"a\", \"b\"]"),
+        text.contains("line 1: has the label [\"a\"], but the head predicts one of the classes [\"a\", \"b\"]"),
         "{text}"
     );
     problem("ranking");
@@ -456,7 +456,7 @@ fn labels_that_are_none_are_told_with_their_row() {
     assert!(text.contains("unknown variant `ranking`, expected one of `regression`"), "{text}");
     // A text that ends where it does not.
     let text = told(&["--model", "bart"], "rows.jsonl", &rows(["0", "1"]).replacen("cat", "cat [SEP]", 1));
-    let expected = "line 2: has 1 of the model's eos_token_id 3 in its tokens, and the first row has 2";
+    let expected = "line 2: the model's eos_token_id 3 occurs 1 time(s) in its tokens, and 2 time(s) in the first row";
     assert!(text.contains(expected), "{text}");
     // Of several files, the file and its own row.
     std::fs::create_dir_all(dir.path().join("split")).unwrap();

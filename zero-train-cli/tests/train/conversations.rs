@@ -10,7 +10,7 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use serde_json::{Value, json};
-use zero_train::data::{ChatFormat, Conversations, Cutting, LossOn, Source, Tokenizer};
+use zero_train::data::{ChatFormat, Conversations, LossOn, Source, TokenizeOptions, Tokenizer};
 
 use crate::common::texts::{self, json_lines, refused, zero};
 
@@ -36,10 +36,15 @@ fn lines<'a>(rows: impl IntoIterator<Item = &'a Value>) -> String {
 fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conversations, String> {
     let format = ChatFormat::of(&Source::File(path)).unwrap().expect("it has a format");
     let folders = [folder];
-    let cutting =
-        Cutting { seq: Some(seq), vocab_size: 1 << 20, n_positions: 512, folders: &folders, ..Cutting::default() };
-    let tokenizer = Tokenizer::find(path, &cutting).unwrap();
-    Conversations::load(path, format, loss_on, &cutting, tokenizer).map_err(|error| error.to_string())
+    let tokenize = TokenizeOptions {
+        seq: Some(seq),
+        vocab_size: 1 << 20,
+        n_positions: 512,
+        folders: &folders,
+        ..TokenizeOptions::default()
+    };
+    let tokenizer = Tokenizer::find(path, &tokenize).unwrap();
+    Conversations::load(path, format, loss_on, &tokenize, tokenizer).map_err(|error| error.to_string())
 }
 
 /// The ids of each row, and for each id a flag: 1 if it has a label.
@@ -74,8 +79,8 @@ fn ids_and_labels_are_those_of_trl() {
         let loss_on = if text("loss_on") == "all" { LossOn::All } else { LossOn::Completions };
         let got = read(&path, &folder, case["seq"].as_u64().unwrap() as usize, loss_on).unwrap();
         let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
-        assert_eq!(got.rows() + got.left_out(), case["rows"].as_array().unwrap().len(), "{name}");
-        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.left_out());
+        assert_eq!(got.rows() + got.skipped_rows(), case["rows"].as_array().unwrap().len(), "{name}");
+        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.skipped_rows());
         for (row, (got, expected)) in rows(&got).iter().zip(&expected).enumerate() {
             if got != expected {
                 wrong.push(format!("{name}, row {row}:\n{got:?}\nexpected\n{expected:?}"));
@@ -168,7 +173,7 @@ fn tables_arrays_and_parquet_are_read_alike() {
     std::fs::write(dir.join("split/train.jsonl"), lines([&silent, &chats[0]])).unwrap();
     std::fs::write(dir.join("split/validation.jsonl"), lines([&chats[1], &silent])).unwrap();
     let split = loaded("split");
-    assert_eq!((rows(&split), split.held_out(), split.left_out()), (expected, 1, 2));
+    assert_eq!((rows(&split), split.held_out(), split.skipped_rows()), (expected, 1, 2));
 }
 
 #[test]
@@ -183,10 +188,10 @@ fn the_command_says_what_is_left_out_and_measures_what_is_held_out() {
     let told = |ran: &std::process::Output| String::from_utf8_lossy(&ran.stderr).into_owned();
     let ran = zero(&[&train[..], &["--steps", "2", "--eval", "5"]].concat(), dir);
     assert!(ran.status.success(), "{}", told(&ran));
-    let left_out = "warning: chats.jsonl: 2 of 22 rows are left out";
+    let left_out = "warning: chats.jsonl: 2 of 22 rows are skipped";
     assert_eq!(told(&ran).matches(left_out).count(), 1, "{}", told(&ran));
     let shown = String::from_utf8_lossy(&ran.stdout);
-    assert!(shown.contains("perplexity") && shown.contains("the model goes on"), "{shown}");
+    assert!(shown.contains("perplexity") && shown.contains("generated text:"), "{shown}");
     let ran = zero(&[&train[..], &["--dry-run"]].concat(), dir);
     assert!(ran.status.success() && String::from_utf8_lossy(&ran.stdout).contains("20 rows"), "{ran:?}");
     // A validation split without answers does not vanish.
@@ -228,25 +233,28 @@ fn what_cannot_be_used_is_one_line() {
     };
     template(refusing);
     for (row, expected) in [
-        (json!({ "text": "a" }), "bad.jsonl: line 2: its \"messages\" is not there: expected a list of messages"),
-        (json!({ "messages": "a" }), "line 2: its \"messages\" is a text: expected a list of messages"),
+        (json!({ "text": "a" }), "bad.jsonl: line 2: its \"messages\" is missing: expected a list of messages"),
+        (json!({ "messages": "a" }), "line 2: its \"messages\" is a string: expected a list of messages"),
         (json!({ "messages": [] }), "line 2: its \"messages\" has no messages"),
-        (json!({ "messages": ["a"] }), "line 2: message 0 of its \"messages\": is a text: expected an object"),
-        (json!({ "messages": [{ "content": "a" }] }), "message 0 of its \"messages\": its \"role\" is not there"),
-        (json!({ "messages": [{ "role": "user", "content": [1] }] }), "its \"content\" is a list: expected a text"),
+        (json!({ "messages": ["a"] }), "line 2: message 0 of its \"messages\": is a string: expected an object"),
+        (json!({ "messages": [{ "content": "a" }] }), "message 0 of its \"messages\": its \"role\" is missing"),
+        (json!({ "messages": [{ "role": "user", "content": [1] }] }), "its \"content\" is a list: expected a string"),
         (
             json!({ "messages": [{ "role": "user", "content": "a", "tool_calls": [1] }] }),
-            "has a \"tool_calls\", which is not read",
+            "has a \"tool_calls\" field, which is not supported",
         ),
         (
             json!({ "messages": [{ "role": "assistant", "content": "a", "train": false }] }),
-            "has a \"train\", which is not read",
+            "has a \"train\" field, which is not supported",
         ),
         (
             json!({ "messages": [say("assistant", "a"), say("user", "b")] }),
-            "no text before a message of the assistant that is the first",
+            "no prompt for an assistant message that comes first",
         ),
-        (json!({ "messages": good["messages"], "tools": "[]" }), "line 2: has a \"tools\", which is not read"),
+        (
+            json!({ "messages": good["messages"], "tools": "[]" }),
+            "line 2: has a \"tools\" field, which is not supported",
+        ),
         (
             json!({ "messages": [say("system", "a")] }),
             "line 2: the chat template of llama cannot be used: no system here",
@@ -259,20 +267,20 @@ fn what_cannot_be_used_is_one_line() {
     for (row, expected) in [
         (
             json!({ "prompt": "a", "completion": 1 }),
-            "line 1: its \"prompt\" is a text, and its \"completion\" is a number",
+            "line 1: its \"prompt\" is a string and its \"completion\" is a number",
         ),
         (
             json!({ "prompt": "a", "completion": [say("user", "a")] }),
-            "its \"completion\" is a list: expected texts, or lists of messages",
+            "its \"completion\" is a list: expected two strings, or two lists of messages",
         ),
-        (json!({ "instruction": 1, "output": "b" }), "line 1: its \"instruction\" is a number: expected a text"),
+        (json!({ "instruction": 1, "output": "b" }), "line 1: its \"instruction\" is a number: expected a string"),
         (
             json!({ "conversations": [{ "from": "observation", "value": "a" }] }),
             "is from \"observation\": expected human, gpt or system",
         ),
         (
             json!({ "messages": [say("user", "a")] }),
-            "bad.jsonl: has no row with an answer in its first 16 tokens, with the tokenizer of llama",
+            "bad.jsonl: has no row with an answer in its first 16 tokens, as tokenized by llama",
         ),
     ] {
         let text = told(std::slice::from_ref(&row), &[]);
@@ -283,7 +291,7 @@ fn what_cannot_be_used_is_one_line() {
     template(forgetting);
     let text = told(std::slice::from_ref(&again), &[]);
     assert!(
-        text.contains("renders message 1 in another way when others follow") && text.contains("--loss-on all"),
+        text.contains("renders message 1 differently when others follow") && text.contains("--loss-on all"),
         "{text}"
     );
     std::fs::write(dir.join("bad.jsonl"), lines([&again])).unwrap();
@@ -291,9 +299,9 @@ fn what_cannot_be_used_is_one_line() {
     template("{% for m in messages %}");
     assert!(told(std::slice::from_ref(&good), &[]).contains("the chat template of llama cannot be used: syntax error"));
     std::fs::remove_file(dir.join("llama/chat_template.jinja")).unwrap();
-    assert!(told(std::slice::from_ref(&good), &[]).contains("line 1: holds messages, and llama has no chat template"));
+    assert!(told(std::slice::from_ref(&good), &[]).contains("line 1: holds messages, but llama has no chat template"));
     // The loss is of documents where a field is named, or rows are no conversations.
-    assert!(told(&[good], &["--text-field", "messages"]).contains("its \"messages\" is a list: expected a text"));
+    assert!(told(&[good], &["--text-field", "messages"]).contains("its \"messages\" is a list: expected a string"));
     let text = told(&[json!({ "text": "to be or not to be" })], &["--loss-on", "all"]);
-    assert!(text.contains("--loss-on all: expected --data beside it with conversations"), "{text}");
+    assert!(text.contains("--loss-on all: expected --data as well, with conversations"), "{text}");
 }

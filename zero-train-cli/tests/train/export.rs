@@ -211,7 +211,7 @@ fn what_a_checkpoint_says_of_its_model_must_be_readable() {
     let all = tensors(&gpt2().into(), ElementType::F32);
     for (model, part) in [
         (json!({ "family": "rwkv", "config": {} }), "rwkv"),
-        (json!("gpt2"), "no configuration of a known model"),
+        (json!("gpt2"), "is not a configuration of a known model"),
         (json!({ "family": "gpt2", "config": { "n_head": 7 } }), "n_head = 7"),
         (json!({ "family": "gpt2" }), "config"),
     ] {
@@ -256,7 +256,7 @@ fn the_command_exports() {
     let [saves, a, b] = ["saves", "a", "b"].map(|name| dir.path().join(name).to_str().unwrap().to_string());
     let (out, _, code) = zero(&[&saves, &a]);
     assert_eq!(code, 0);
-    assert_contains(&out, &["step 3: GPT2LMHeadModel with 28 tensors in bf16", "1 file(s)", &a]);
+    assert_contains(&out, &["step 3: wrote GPT2LMHeadModel with 28 tensors in bf16", "1 file(s)", &a]);
     assert_eq!(names(Path::new(&a)), ["config.json", "model.safetensors"]);
     let (out, _, code) = zero(&[&saves, &b, "--dtype", "fp32", "--max-shard-size", "5KB"]);
     assert_eq!(code, 0);
@@ -305,12 +305,11 @@ fn the_command_refuses_in_one_message_with_code_2() {
         assert_contains(&error, parts);
         error
     };
-    let error =
-        refused(&[&path("saves"), &path("saves")], &["cannot write a folder at", "name one that does not exist"]);
+    let error = refused(&[&path("saves"), &path("saves")], &["cannot create folder", "name one that does not exist"]);
     assert_eq!(error.lines().count(), 1, "{error}");
     refused(&[&path("absent"), &path("out")], &["no checkpoint in", "step-..."]);
     refused(&[&path("step-00000009"), &path("out")], &["the checkpoint is missing"]);
-    refused(&[&path("saves"), &path("a/b")], &["make it first"]);
+    refused(&[&path("saves"), &path("a/b")], &["create it first"]);
     refused(&[&path("saves"), &path("out"), "--dtype", "int8"], &["expected bf16, fp16 or fp32"]);
     refused(&[&path("saves"), &path("out"), "--max-shard-size", "0"], &["such as 5GB"]);
     assert_eq!(names(dir.path()), ["saves"]);

@@ -19,7 +19,7 @@ fn gpt2() -> Value {
 /// A small model with GPT-2's tokens trained for a few steps.
 fn model(dir: &Path, config: &Value) {
     let shown = texts::gpt2(dir, config, "24", "12");
-    assert!(shown.contains("after\n") && shown.contains("\nthe model goes on\n"), "{shown}");
+    assert!(shown.contains("prompt:\n") && shown.contains("\ngenerated text:\n"), "{shown}");
 }
 
 #[test]
@@ -85,14 +85,17 @@ fn what_cannot_be_gone_on_with_is_told() {
     std::fs::create_dir(dir.path().join("bert")).unwrap();
     std::fs::write(dir.path().join("bert/config.json"), bert).unwrap();
     for (args, expected) in [
-        (&["nowhere", "--prompt", "a"][..], "nowhere: is no folder: expected one with a config.json and weights"),
+        (&["nowhere", "--prompt", "a"][..], "nowhere: is not a folder: expected one with a config.json and weights"),
         (&["model", "--prompt", "a"], "model"),
         (&["bert", "--prompt", "a"], "expected a GPT-2 or a Llama, which predict the next token"),
-        (&["gpt2-hf", "--prompt", "a", "--max-new-tokens", "48"], "more than the model's 48 positions"),
+        (&["gpt2-hf", "--prompt", "a", "--max-new-tokens", "48"], "exceeds the model's 48 positions"),
         (&["gpt2-hf", "--prompt", "a", "--stop", "<|no|>"], "--stop <|no|>: expected a token of the model's tokenizer"),
         (&["gpt2-hf", "--prompt", "a", "--top-p", "2"], "top_p = 2"),
         (&["gpt2-hf", "--prompt", "a", "--ranks", "0"], "--ranks 0: expected at least 1"),
-        (&["gpt2-hf", "--prompt", "a", "--offload", "disk", "--swap", "none"], "--swap none: expected a folder"),
+        (
+            &["gpt2-hf", "--prompt", "a", "--offload", "disk", "--swap", "none"],
+            "--swap none: expected an existing folder",
+        ),
         (&["gpt2-hf"], "--prompt"),
     ] {
         let ran = zero(&[&["generate"], args].concat(), dir.path());

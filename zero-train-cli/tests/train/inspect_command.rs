@@ -140,25 +140,25 @@ fn one_checkpoint_is_told_in_words() {
     let on_disk: u64 = fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().metadata().unwrap().len()).sum();
     let on_disk = zero_train::memory::format_bytes(on_disk);
     insta::assert_snapshot!(shown(&out, dir.path()).replace(&on_disk, "SIZE"), @r"
-    DIR/step-00000012: sound (every checksum was computed)
+    DIR/step-00000012: intact (every checksum was computed)
 
     step          12, saved MOMENT by version 0.1.0
-    run           2 ranks, stage 3, bf16 with fp32 masters, 12 updates
+    run           2 ranks, stage 3, bf16 with fp32 master weights, 12 updates
     model         gpt2, 2,284 parameters in 16 tensors (n_layer 1, n_head 1, n_embd 4)
-    optimizer     adamw: exp_avg, exp_avg_sq of every parameter, after 12 updates
+    optimizer     adamw: exp_avg, exp_avg_sq for every parameter, after 12 updates
     loss scale    1024 (dynamic), 2 updates skipped
     other state   trainer
     size          parameters 8.92 KiB, optimizer state 17.84 KiB; SIZE on disk
 
-    resume        at any number of ranks, any stage, any bucket sizes, in fp32 or 16 bit, with adamw
-    bit for bit   takes 2 ranks, each with its own random stream from here, and bf16 as saved; other numbers of ranks resume from the same parameters and moments, with other dropout and sums in another order
-    export        `zero export` writes it as a GPT2LMHeadModel of Hugging Face
+    resume        on any number of ranks, at any stage, with any bucket sizes, in fp32 or 16 bit, with adamw
+    bit for bit   requires 2 ranks, each with its saved random stream, and bf16 as saved; other numbers of ranks resume from the same parameters and moments, but with different dropout and a different order of summation
+    export        `zero export` writes it as a Hugging Face GPT2LMHeadModel
     ");
     let out = prints(0, &["inspect", text(&path), "--tensors"]);
     let line = out.lines().find(|line| line.starts_with("model.wte ")).unwrap();
     assert_eq!(line.split_whitespace().collect::<Vec<_>>().join(" "), "model.wte F32 [500, 4] 7.81 KiB");
     let quick = prints(0, &["inspect", text(&path), "--quick"]);
-    assert_contains(&quick, &["sound (only manifest, sizes and headers were looked at)"]);
+    assert_contains(&quick, &["intact (only manifest, sizes and headers were checked)"]);
     assert!(!quick.contains("F32 ["));
 }
 
@@ -206,7 +206,7 @@ fn every_problem_of_a_damaged_one_is_told() {
         &out,
         &["damaged, 3 problems", "tensor 'model.ln.bias' is corrupt", "'optimizer.wte.weight.exp_avg_sq' is corrupt"],
     );
-    assert_contains(&out, &["a rank's file is missing", "step          1, ", "by nobody while it is damaged"]);
+    assert_contains(&out, &["a rank's file is missing", "step          1, ", "not possible while it is damaged"]);
     let found = prints_json(1, &["inspect", text(&path), "--quick"]);
     assert_eq!((found["problems"].as_array().unwrap().len(), &found["checked"]), (1, &json!("sizes")));
 
@@ -217,7 +217,7 @@ fn every_problem_of_a_damaged_one_is_told() {
     fs::remove_file(path.join("manifest.json")).unwrap();
     assert_contains(
         &prints(1, &["inspect", text(&path)]),
-        &["the manifest, without which a checkpoint is not complete"],
+        &["the manifest that marks a checkpoint as complete is missing"],
     );
 }
 
@@ -225,12 +225,15 @@ fn every_problem_of_a_damaged_one_is_told() {
 fn what_is_no_checkpoint_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let absent = dir.path().join("step-00000001");
-    assert_contains(&refused(&["inspect", text(&absent)]), &["there is nothing; look at the path"]);
-    assert_contains(&refused(&["inspect", text(dir.path())]), &["expected checkpoints (folders step-...) in it"]);
+    assert_contains(&refused(&["inspect", text(&absent)]), &["found nothing; check the path"]);
+    assert_contains(&refused(&["inspect", text(dir.path())]), &["expected checkpoints (folders step-...), found none"]);
     fs::create_dir(dir.path().join(".saving-step-00000001-x")).unwrap();
-    assert_contains(&refused(&["inspect", text(dir.path())]), &["only what saves left", ".saving-step-00000001-x"]);
+    assert_contains(
+        &refused(&["inspect", text(dir.path())]),
+        &["only remains of incomplete saves", ".saving-step-00000001-x"],
+    );
     let path = checkpoint(dir.path(), 1, 1);
-    assert_contains(&refused(&["inspect", text(&path.join("manifest.json"))]), &["this is a file; name its folder"]);
+    assert_contains(&refused(&["inspect", text(&path.join("manifest.json"))]), &["got a file; name its folder"]);
     assert_contains(&refused(&["inspect"]), &["<PATH>"]);
     assert_contains(&refused(&["inspect", text(&path), "--slow"]), &["--slow"]);
 }
@@ -241,7 +244,7 @@ fn a_checkpoint_is_known_under_another_name() {
     let path = checkpoint(dir.path(), 3, 1);
     let renamed = dir.path().join("best");
     fs::rename(path, &renamed).unwrap();
-    assert_contains(&prints(0, &["inspect", text(&renamed)]), &["best: sound", "step          3, "]);
+    assert_contains(&prints(0, &["inspect", text(&renamed)]), &["best: intact", "step          3, "]);
 }
 
 #[test]
@@ -253,16 +256,16 @@ fn a_folder_is_a_table() {
     let out = prints(0, &["inspect", text(dir.path())]);
     assert_contains(
         &out,
-        &["3 checkpoints (every checksum was computed)", "; `latest` names it; `--resume auto` takes it"],
+        &["3 checkpoints (every checksum was computed)", "; named by `latest`; used by `--resume auto`"],
     );
     flip(&dir.path().join("step-00000030/rank-00003-of-00004.safetensors"), 1);
     fs::create_dir(dir.path().join(".saving-step-00000040-dead")).unwrap();
     fs::write(dir.path().join(".saving-step-00000040-dead/rank"), [0; 2048]).unwrap();
     let out = prints(1, &["inspect", text(dir.path())]);
     let line = |name: &str| out.lines().find(|line| line.starts_with(name)).unwrap().to_string();
-    assert!(line("step-00000010").ends_with("  sound"), "{out}");
-    assert!(line("step-00000020").ends_with("  sound; `--resume auto` takes it"), "{out}");
-    assert!(line("step-00000030").ends_with("  damaged, 1 problem; `latest` names it"), "{out}");
+    assert!(line("step-00000010").ends_with("  intact"), "{out}");
+    assert!(line("step-00000020").ends_with("  intact; used by `--resume auto`"), "{out}");
+    assert!(line("step-00000030").ends_with("  damaged, 1 problem; named by `latest`"), "{out}");
     assert_contains(&out, &["is corrupt in", ".saving-step-00000040-dead  2.00 KiB"]);
 
     let found = prints_json(1, &["inspect", text(dir.path())]);
@@ -279,7 +282,7 @@ fn a_folder_is_a_table() {
     fs::write(dir.path().join("latest"), "step-00000099").unwrap();
     assert_contains(
         &prints(1, &["inspect", text(dir.path()), "--quick"]),
-        &["names step-00000099, which is not there"],
+        &["names step-00000099, which does not exist"],
     );
 }
 
@@ -330,7 +333,7 @@ fn states_of_other_programs_are_no_trouble() {
     let path = dir.path().join("step-00000000");
     assert_contains(
         &prints(0, &["inspect", text(&path)]),
-        &["not by the engine, which did not save it: its state has no \"engine\"", "`zero export` refuses it"],
+        &["not with the engine, which did not save it: its state has no \"engine\"", "`zero export` refuses it"],
     );
 }
 
@@ -345,25 +348,25 @@ fn who_can_use_it_follows_the_state() {
     };
     let all = tensors();
     let out = told(&|state| state["engine"]["version"] = json!(2), &all);
-    assert_contains(&out, &["reads engine state of version 1: this is version 2"]);
+    assert_contains(&out, &["reads engine state version 1: it has version 2"]);
     let out = told(&|state| state["engine"]["random"]["draws"] = json!([1]), &all);
     assert_contains(&out, &["expected the random streams of 2 ranks, it has 1"]);
     let out = told(&|state| state["model"]["family"] = json!("rwkv"), &all);
-    assert_contains(&out, &["`zero export` refuses it", "no configuration of a known model"]);
+    assert_contains(&out, &["`zero export` refuses it", "is not a configuration of a known model"]);
     let out = told(&|state| drop(state.as_object_mut().unwrap().remove("trainer")), &all);
-    assert_contains(&out, &["by your program's ZeroEngine::load", "which `zero train --resume` needs"]);
+    assert_contains(&out, &["only with ZeroEngine::load in your program", "which `zero train --resume` needs"]);
     let out = told(&|state| drop(state.as_object_mut().unwrap().remove("model")), &all);
-    assert_contains(&out, &["by their paths in the module", "not named, 1,503 parameters"]);
+    assert_contains(&out, &["by their paths in the module", "unnamed, 1,503 parameters"]);
     let out = told(&|state| state["engine"]["param_dtype"] = json!("F32"), &all[..2]);
     assert_contains(
         &out,
-        &["there is no optimizer state, which starts from zero", "fp32 as saved", "adamw, without state"],
+        &["there is no optimizer state, so the optimizer starts from zero", "fp32 as saved", "adamw, without state"],
     );
     let out = told(&|_| {}, &all[..5]);
-    assert_contains(&out, &["but not all of 1 parameter: ln.bias"]);
+    assert_contains(&out, &["not all of them for 1 parameter: ln.bias"]);
     let mut half = all.clone();
     half[1] = ("model.ln.bias", ElementType::Bf16, &[3], vec![0; 6]);
-    assert_contains(&told(&|_| {}, &half), &["bf16, 1 parameter without an fp32 master"]);
+    assert_contains(&told(&|_| {}, &half), &["bf16, 1 parameter without fp32 master weights"]);
 }
 
 #[test]

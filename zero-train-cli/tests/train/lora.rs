@@ -164,11 +164,11 @@ fn what_does_not_fit_is_told() {
     let told = |args: &[&str]| refused(args, dir.path());
     let train = |options: &[&str]| told(&[&["train", "--data", "book.txt", "--seq", "12"], options].concat());
     for (options, expected) in [
-        (&["--model", "model", "--lora-r", "4"][..], "--lora-r 4: expected --weights DIR beside it"),
+        (&["--model", "model", "--lora-r", "4"][..], "--lora-r 4: expected --weights DIR as well"),
         (&["--weights", "gpt2-hf", "--lora-r", "0"], "LoRA cannot have r = 0; change it to at least 1"),
         (&["--weights", "gpt2-hf", "--lora-r", "4", "--lora-targets", "c_atn"], "did you mean \"c_attn\"?"),
         (&["--weights", "gpt2-hf", "--lora-targets", "c_attn"], "--lora-r <RANK>"),
-        (&["--weights", "gpt2-hf", "--quantize", "nf4"], "--quantize nf4: expected --lora-r or --adapter beside it"),
+        (&["--weights", "gpt2-hf", "--quantize", "nf4"], "--quantize nf4: expected --lora-r or --adapter as well"),
         (&["--weights", "gpt2-hf", "--lora-r", "4", "--quantize", "int2"], "expected int8, int4, nf4"),
         (&["--weights", "gpt2-hf", "--adapter", "gpt2-hf"], "cannot read gpt2-hf/adapter_config.json"),
     ] {
@@ -176,10 +176,10 @@ fn what_does_not_fit_is_told() {
         assert!(text.contains(expected), "{options:?}: {text}");
     }
     let text = told(&["export", "gpt2-base", "out", "--merge"]);
-    assert!(text.contains("it holds a whole model and no adapter: leave --merge out"), "{text}");
+    assert!(text.contains("it holds a full model and no adapter: omit --merge"), "{text}");
     assert!(!dir.path().join("out").exists());
     let text = told(&["generate", "gpt2-hf", "--base", "gpt2-hf", "--prompt", "a"]);
-    assert!(text.contains("--base gpt2-hf: expected an adapter beside it"), "{text}");
+    assert!(text.contains("--base gpt2-hf: expected an adapter as the model"), "{text}");
     // Another adapter than the checkpoint's.
     let run = |options: &[&str]| {
         let save = ["--save", "run", "--resume", "auto"];

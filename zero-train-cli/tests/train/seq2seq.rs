@@ -163,8 +163,8 @@ fn the_guides_file_trains_an_adapter_as_the_same_settings_by_hand() {
         "1 at stage 3",
         "Precision: fp32",
         "clipped to a global norm of 1",
-        "Offload: optimizer state in the host's memory",
-        "Offload: parameters in the host's memory",
+        "Offload: optimizer state in host memory",
+        "Offload: parameters in host memory",
         "16-bit model",
     ] {
         assert!(shown.contains(part), "{part} in:\n{shown}");
@@ -186,7 +186,7 @@ fn what_does_not_fit_is_told() {
             &["--model", "bart", "--label-field", "answer", "--seq", "25"],
             "--seq 25: expected 3 to 24, the positions of the model",
         ),
-        (&["--model", "bart", "--label-field", "reply"], "its \"reply\" is not there"),
+        (&["--model", "bart", "--label-field", "reply"], "its \"reply\" is missing"),
     ] {
         let text = told(&[options, &rows].concat());
         assert!(text.contains(expected), "{options:?}: {text}");
@@ -196,7 +196,7 @@ fn what_does_not_fit_is_told() {
     let row = |label: Option<&str>| format!("{}\n", json!({ "text": "cat", "label": label }));
     std::fs::write(dir.path().join("some.jsonl"), row(Some("cat")) + &row(None) + &row(Some("dog"))).unwrap();
     let text = told(&rows);
-    assert!(text.contains("line 2: has no \"label\", and rows behind it have"), "{text}");
+    assert!(text.contains("line 2: has no \"label\", but later rows have one"), "{text}");
     std::fs::write(dir.path().join("some.jsonl"), row(None)).unwrap();
     assert!(told(&rows).contains("line 1: its \"label\" is null"));
     let long = json!({ "text": "cat", "label": "cat ".repeat(30) }).to_string();

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
-use zero_train::data::{Cutting, Message, Tokenizer};
+use zero_train::data::{Message, TokenizeOptions, Tokenizer};
 
 use crate::common::texts::{fixture as folder, ok, refused};
 
@@ -30,8 +30,8 @@ fn ids_and_texts_are_those_of_transformers() {
     let mut wrong = Vec::new();
     for (kind, expected) in made["kinds"].as_object().unwrap() {
         let dir = fixtures().join(kind);
-        let cutting = Cutting { vocab_size: 1 << 20, tokenizer: Some(&dir), ..Cutting::default() };
-        let tokenizer = Tokenizer::find(&dir, &cutting).unwrap();
+        let tokenize = TokenizeOptions { vocab_size: 1 << 20, tokenizer: Some(&dir), ..TokenizeOptions::default() };
+        let tokenizer = Tokenizer::find(&dir, &tokenize).unwrap();
         // BERT's name none, and have [SEP].
         let end = expected["eos"].as_u64().or(tokenizer.id("[SEP]").map(u64::from));
         assert_eq!(tokenizer.end().map(u64::from), end, "{kind}");
@@ -40,7 +40,7 @@ fn ids_and_texts_are_those_of_transformers() {
             let behind =
                 usize::from(["bart", "bert", "bert_accents", "t5_model", "xlm_roberta_model"].contains(&&**kind));
             let cut = tokenizer.encode(text).unwrap();
-            let got = [tokenizer.put_before(), &cut].concat();
+            let got = [tokenizer.prefix_ids(), &cut].concat();
             if got != ids[..ids.len() - behind] {
                 wrong.push(format!("{kind}: {text:?}: {got:?}, expected {ids:?}"));
             }
@@ -105,8 +105,9 @@ fn texts_of_texts_are_those_of_transformers() {
         let made = json_of(&dir.path().join(name).join("made.json"));
         let made = made.as_array().unwrap();
         let ends = numbers(&json_of(&dir.path().join(name).join("generation_config.json"))["eos_token_id"]);
-        let cutting = Cutting { vocab_size: 61, tokenizer: Some(&dir.path().join(name)), ..Cutting::default() };
-        let tokenizer = Tokenizer::find(dir.path(), &cutting).unwrap();
+        let tokenize =
+            TokenizeOptions { vocab_size: 61, tokenizer: Some(&dir.path().join(name)), ..TokenizeOptions::default() };
+        let tokenizer = Tokenizer::find(dir.path(), &tokenize).unwrap();
         let prompts: Vec<&str> = made.iter().map(|row| row["prompt"].as_str().unwrap()).collect();
         for (got, row) in generated(dir.path(), name, &prompts, &[]).iter().zip(made) {
             let all = numbers(&row["made"]);
@@ -124,7 +125,7 @@ fn conversations_are_those_of_transformers() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     std::fs::copy(fixtures().join("../texts/llama_tiny/tokenizer.json"), dir.join("tokenizer.json")).unwrap();
-    let cutting = Cutting { vocab_size: 61, tokenizer: Some(dir), ..Cutting::default() };
+    let tokenize = TokenizeOptions { vocab_size: 61, tokenizer: Some(dir), ..TokenizeOptions::default() };
     for (at, row) in made["templates"].as_array().unwrap().iter().enumerate() {
         let mut config = made["special"].clone();
         let (name, template) = (row["name"].as_str().unwrap(), &row["template"]);
@@ -139,7 +140,7 @@ fn conversations_are_those_of_transformers() {
             _ => std::fs::write(dir.join("chat_template.jinja"), template.as_str().unwrap()).unwrap(),
         }
         std::fs::write(dir.join("tokenizer_config.json"), config.to_string()).unwrap();
-        let tokenizer = Tokenizer::find(dir, &cutting).unwrap();
+        let tokenizer = Tokenizer::find(dir, &tokenize).unwrap();
         for (messages, made) in made["conversations"].as_array().unwrap().iter().zip(row["made"].as_array().unwrap()) {
             let text = |value: &Value| value.as_str().unwrap().to_string();
             let conversation: Vec<Message> = messages
@@ -197,9 +198,9 @@ fn a_model_chats_by_its_template() {
     );
     std::fs::write(dir.join("empty.txt"), "").unwrap();
     let told = refused(&["generate", "llama_tiny", "--prompts", "empty.txt"], dir);
-    assert!(told.contains("empty.txt") && told.contains("expected a prompt in each line"), "{told}");
+    assert!(told.contains("empty.txt") && told.contains("expected one prompt per line"), "{told}");
     let told = refused(&["generate", "llama_tiny", "--prompt", "a", "--system", "be"], dir);
-    assert!(told.contains("--system be: expected --chat beside it"), "{told}");
+    assert!(told.contains("--system be: expected --chat as well"), "{told}");
     assert!(!chat(&["--system", "be"], "Hi\n").is_empty());
     // Programs that do not end, take all memory, or are none.
     for (template, expected) in [
@@ -265,16 +266,16 @@ fn settings_that_cannot_be_used_are_refused() {
     let file = dir.join("llama_tiny/generation_config.json");
     for (text, expected) in [
         (r#"{"bad_words_ids": [[3]]}"#, "has bad_words_ids = [[3]], which is not implemented"),
-        (r#"{"num_beams": -1}"#, "has num_beams = -1, expected a whole number from 0 up"),
+        (r#"{"num_beams": -1}"#, "has num_beams = -1, expected a whole number of at least 0"),
         (r#"{"num_beams": 0}"#, "beams = 0; change it to at least 1"),
         (r#"{"early_stopping": "maybe"}"#, "has early_stopping = \"maybe\", expected true, false or \"never\""),
-        (r#"{"do_sample": true, "num_beams": 2}"#, "beam search draws nothing"),
+        (r#"{"do_sample": true, "num_beams": 2}"#, "beam search does not sample"),
         (r#"{"do_sample": true, "typical_p": 0.5}"#, "has typical_p = 0.5, which is not implemented"),
         (r#"{"forced_bos_token_id": 61}"#, "forced_first = 61; change it to below 61"),
-        (r#"{"eos_token_id": [2, "x"]}"#, "has eos_token_id = [2,\"x\"], expected numbers of tokens"),
-        (r#"{"max_length": 4}"#, "prompt and text together may have 4: shorten it"),
+        (r#"{"eos_token_id": [2, "x"]}"#, "has eos_token_id = [2,\"x\"], expected a token id, or a list of token ids"),
+        (r#"{"max_length": 4}"#, "but max_length is 4, for prompt and new tokens together: shorten it"),
         ("[1]", "holds [1]: expected a JSON object"),
-        ("{", "is not a whole JSON file"),
+        ("{", "is not valid JSON"),
     ] {
         std::fs::write(&file, text).unwrap();
         let told = refused(&["generate", "llama_tiny", "--prompt", "a rose is"], dir);
@@ -374,14 +375,14 @@ fn only_a_gpt2_has_its_tokens_without_files() {
     ok(&train("gpt2").each_ref().map(String::as_str), dir);
     ok(&["export", "saves", "out"], dir);
     // GPT-2's tokens, as files: the special one is one token, as in transformers.
-    let cutting = |dir| Cutting { vocab_size: 50304, tokenizer: Some(dir), ..Cutting::default() };
+    let tokenize = |dir| TokenizeOptions { vocab_size: 50304, tokenizer: Some(dir), ..TokenizeOptions::default() };
     let out = dir.join("out");
-    let written = Tokenizer::find(&out, &cutting(&*out)).unwrap();
-    let own = Tokenizer::find(&out, &Cutting { tokenizer: None, ..cutting(&out) }).unwrap();
+    let written = Tokenizer::find(&out, &tokenize(&*out)).unwrap();
+    let own = Tokenizer::find(&out, &TokenizeOptions { tokenizer: None, ..tokenize(&out) }).unwrap();
     for text in ["Hello world", " a rose", "a<|endoftext|>b", "naïve 🙂 \n\n  x", "日本語"] {
         assert_eq!(written.encode(text), own.encode(text), "{text:?}");
         assert_eq!(written.decode(&own.encode(text).unwrap()), own.decode(&own.encode(text).unwrap()));
     }
     assert_eq!(own.encode("a<|endoftext|>b").unwrap(), [64, 50256, 65]);
-    assert_eq!((written.tokens(), written.end(), written.put_before()), (50257, Some(50256), &[][..]));
+    assert_eq!((written.tokens(), written.end(), written.prefix_ids()), (50257, Some(50256), &[][..]));
 }

@@ -126,6 +126,6 @@ fn trouble_of_a_task_is_told() {
     assert!(told.contains("row 9 cannot be read"), "{told}");
     let task = Recorder { held_out: 2, measures_nothing: true, ..Recorder::default() };
     let told = run(&task, &options(&dir.path().join("other"), 2, 1, 1)).unwrap_err();
-    assert!(told.contains("`evaluate` measured nothing"), "{told}");
+    assert!(told.contains("`evaluate` returned no values"), "{told}");
     assert!(task.trained.lock().unwrap().is_empty(), "it is found before the first step");
 }

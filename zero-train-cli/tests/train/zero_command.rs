@@ -30,24 +30,23 @@ fn refused(args: &[&str]) -> String {
 #[test]
 fn help_teaches() {
     insta::assert_snapshot!(prints(&["--help"]), @r"
-    Train large models with ZeRO on Burn: data-parallel ranks that do not each hold a whole copy
+    Train large models with ZeRO on Burn: data-parallel ranks that shard the model state
 
     Usage: zero <COMMAND>
 
     Commands:
-      config       Write a configuration file that Accelerate reads too, by questions or by flags
-      check        Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
-      estimate     Bytes of model state per rank at every stage, and what fits into this machine
+      config       Write a configuration file in Accelerate's format, interactively or from flags
+      check        Validate a DeepSpeed JSON or an Accelerate YAML file, and explain what it sets
+      estimate     Estimate the model state per rank at every stage, and what fits on this machine
       tokenizer    Learn a WordPiece vocabulary from texts, for BERT
       train        Train a language model on text, labeled rows or token files
       generate     Generate text with a trained model
-      chat         Chat with a model: messages from standard input, answers on standard output
-      launch       Start ranks as processes, on one machine or many, and again after one has died
-      flight       Find out from flight records, the ranks' last operations, which rank is late, and
-                   where
-      export       Write a saved model as a folder that Hugging Face's transformers loads
-      inspect      Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
-      report       Make an HTML page of runs beside each other, from the files in their --out folders
+      chat         Chat with a model: read messages from standard input, and print its answers
+      launch       Start ranks as processes, on one machine or many, and restart them if one dies
+      flight       Read the ranks' flight records, and name the rank that is late and its operation
+      export       Export a checkpoint to a folder that Hugging Face transformers can load
+      inspect      Describe and verify a checkpoint, or list the checkpoints in a folder
+      report       Write an HTML page that compares runs, from the files in their --out folders
       completions  Print a completion script for your shell
       help         Print this message or the help of the given subcommand(s)
 
@@ -55,16 +54,16 @@ fn help_teaches() {
       -h, --help     Print help
       -V, --version  Print version
 
-    First steps:
-      zero estimate --model gpt2-xl --ranks 2       what each stage needs, and what fits here
-      zero config --defaults --stage 3              a configuration file without questions
-      zero check zero.yaml                          what a file means, in words; what is wrong with it
+    Examples:
+      zero estimate --model gpt2-xl --ranks 2       show the memory of each stage, and what fits here
+      zero config --defaults --stage 3              write a configuration file without questions
+      zero check zero.yaml                          explain a configuration file, or list its errors
       zero train --model tiny --data book.txt --config zero.yaml --out run
       zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
-      zero report run other-run                     an HTML page that compares runs
-      zero inspect run/checkpoints                  what was saved, and whether it is sound
+      zero report run other-run                     write an HTML page that compares runs
+      zero inspect run/checkpoints                  list the checkpoints, and verify them
 
-    Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are.
+    Configuration files of DeepSpeed (JSON) and Accelerate (YAML) are read directly.
     ");
 }
 
@@ -126,7 +125,7 @@ fn the_books_tables_of_keys_are_the_programs() {
     for kind in ["deepspeed", "accelerate"] {
         let page = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../docs/book/src/keys-{kind}.md"));
         let table = prints(&["check", "--keys", kind]);
-        assert!(table.lines().count() > 50 && table.contains("| acted on |"));
+        assert!(table.lines().count() > 50 && table.contains("| supported |"));
         assert!(
             std::fs::read_to_string(page).unwrap() == table,
             "zero check --keys {kind} >docs/book/src/keys-{kind}.md"
@@ -150,13 +149,13 @@ fn config_writes_a_file_that_check_explains() {
     let file = dir.path().join("zero.yaml");
     let path = file.to_str().unwrap();
     let said = prints(&["config", "--defaults", "--stage", "3", "--ranks", "4", "--clip", "1", "--output", path]);
-    assert_eq!(said, format!("The configuration is saved at {path}\n"));
+    assert_eq!(said, format!("Wrote the configuration to {path}\n"));
     let explained = prints(&["check", path]);
-    for part in ["is right", "ZeRO stage 3 over 4 ranks", "clipped to a global norm of 1", "Precision: fp32"] {
+    for part in ["is valid", "ZeRO stage 3 over 4 ranks", "clipped to a global norm of 1", "Precision: fp32"] {
         assert!(explained.contains(part), "{part} in\n{explained}");
     }
     let error = refused(&["config", "--defaults", "--output", path]);
-    assert!(error.contains("is there already") && error.contains("--force"), "{error}");
+    assert!(error.contains("already exists") && error.contains("--force"), "{error}");
     prints(&["config", "--defaults", "--dtype", "bf16", "--force", "--output", path]);
     assert!(std::fs::read_to_string(&file).unwrap().contains("mixed_precision: 'bf16'"));
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1, "nothing else is left");
@@ -171,10 +170,10 @@ fn config_refuses_what_does_not_go_together() {
         assert!(!path.exists());
         error
     };
-    assert!(with(&[]).contains("no terminal to ask questions on: use --defaults"));
+    assert!(with(&[]).contains("cannot ask questions without a terminal: use --defaults"));
     assert!(with(&["--defaults", "--stage", "2", "--offload-param", "cpu"]).contains("expected stage 3 or above"));
     assert!(with(&["--defaults", "--stage", "3", "--offload-param", "nvme"]).contains("--nvme-path DIR"));
-    assert!(with(&["--defaults", "--stage", "1", "--save-16bit"]).contains("leave it out"));
+    assert!(with(&["--defaults", "--stage", "1", "--save-16bit"]).contains("omit --save-16bit"));
     assert!(with(&["--defaults", "--clip=-1"]).contains("expected a norm above 0"));
     assert!(with(&["--defaults", "--ranks", "0"]).contains("expected at least 1"));
     // Nothing that is given is left out of the file without a word.
@@ -233,7 +232,7 @@ fn check_needs_no_model_for_the_templates_of_others() {
     for file in &files {
         let (file, text) = (file.to_str().unwrap(), std::fs::read_to_string(file).unwrap());
         let explained = prints(&["check", file]);
-        assert!(explained.contains("is right") && !explained.contains("Auto::"), "{explained}");
+        assert!(explained.contains("is valid") && !explained.contains("Auto::"), "{explained}");
         // One of the YAMLs names a JSON.
         let auto = |key: &str| text.contains(&format!("{key:?}: \"auto\"")) || text.contains("deepspeed_config_file");
         assert_eq!(auto("lr"), explained.contains("--lr"), "{explained}");
@@ -279,7 +278,7 @@ fn check_needs_no_model_for_the_templates_of_others() {
     // As in `zero train`, what a file says is not contradicted.
     let shared = configs("deepspeed_zero3.json");
     let error = refused(&["check", shared.to_str().unwrap(), "--ranks", "2", "--lr", "0.5"]);
-    assert!(error.contains("--lr 0.5") && error.contains("says 0.001"), "{error}");
+    assert!(error.contains("--lr 0.5") && error.contains("sets 0.001"), "{error}");
 }
 
 /// The lookup order of Accelerate: the working directory, regardless of the YAML's folder; otherwise next to the YAML.
@@ -325,8 +324,8 @@ fn estimate_prints_every_stage() {
     );
     assert!(refused(&["estimate", "--model", "gtp2"]).contains("gpt2"));
     // Meshes, by links: over two machines with two ranks each.
-    assert!(table.contains("\n--shard-size 2 --quantized-gradients int8 ") && table.contains("Least time on the wire"));
-    assert!(!prints(&["estimate", "--model", "gpt2", "--ranks", "4"]).contains("Least time on the wire"));
+    assert!(table.contains("\n--shard-size 2 --quantized-gradients int8 ") && table.contains("Shortest network time"));
+    assert!(!prints(&["estimate", "--model", "gpt2", "--ranks", "4"]).contains("Shortest network time"));
     assert!(refused(&["estimate", "--model", "gpt2", "--link", "0"]).contains("expected Gbit/s above 0"));
 }
 
@@ -447,11 +446,11 @@ fn offload_options_do_not_contradict_a_file() {
         let (run, _) = trains(dir.path(), &[&["--config", file.as_str(), "--steps", "1"], options].concat());
         let stderr = String::from_utf8(run.stderr).unwrap();
         assert_eq!(run.status.code(), Some(2), "{options:?}: {stderr}");
-        assert!(stderr.contains(told) && stderr.contains("leave the option out, or change the file"), "{stderr}");
+        assert!(stderr.contains(told) && stderr.contains("omit the option, or change the file"), "{stderr}");
     }
     for (options, told) in [
-        (&["--offload-ratio", "0.5"][..], "expected with --offload optimizer or all"),
-        (&["--offload", "optimizer", "--offload-ratio", "1.5"], "expected a share from 0 to 1"),
+        (&["--offload-ratio", "0.5"][..], "expected --offload optimizer or all"),
+        (&["--offload", "optimizer", "--offload-ratio", "1.5"], "expected a fraction from 0 to 1"),
         (&["--stage", "2", "--quantized-weights", "int8"], "expected --stage 3"),
     ] {
         let (run, _) = trains(dir.path(), &[&["--steps", "1"], options].concat());
@@ -463,7 +462,7 @@ fn offload_options_do_not_contradict_a_file() {
     let (run, _) = trains(dir.path(), &["--config", &absent, "--steps", "1"]);
     let stderr = String::from_utf8(run.stderr).unwrap();
     assert_eq!(run.status.code(), Some(2), "{stderr}");
-    assert!(stderr.contains("/absent/folder: is no folder"), "{stderr}");
+    assert!(stderr.contains("/absent/folder: is not a folder"), "{stderr}");
     // What says the same is taken.
     let (run, _) = trains(
         dir.path(),

@@ -16,24 +16,24 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     ///
     /// [`EngineError::Order`] between the micro-batches of an update, or without averages.
     pub fn with_averages<R>(&mut self, f: impl FnOnce(&mut Self) -> R) -> Result<R> {
-        self.exchange_averages()?;
+        self.swap_averages()?;
         let result = f(self);
-        self.exchange_averages()?;
+        self.swap_averages()?;
         Ok(result)
     }
 
     /// Swaps weights and averages.
-    pub(crate) fn exchange_averages(&mut self) -> Result<()> {
+    pub(crate) fn swap_averages(&mut self) -> Result<()> {
         let has_averages = zero_burn::ranks::config::<A::Base>().ema_decay.is_some();
         let fused = self.optimizer.fused_mut().filter(|_| has_averages && self.micro_batches == 0);
         let Some(fused) = fused else {
             return Err(EngineError::Order(
-                "averages were asked for between the micro-batches of an update, or there are none: set ZeroConfig::ema_decay, and ask \
-                 after step",
+                "averages were requested between the micro-batches of an update, or none are kept: set \
+                 ZeroConfig::ema_decay, and request them after step",
             ));
         };
         let model = self.model.take().expect("the module is absent only inside of step");
-        self.model = Some(fused.exchange_averages(model));
+        self.model = Some(fused.swap_averages(model));
         Ok(())
     }
 }

@@ -20,8 +20,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
-use zero_burn::pieces::{self, ParamPiece, RandomState};
 use zero_burn::ranks::{agree, folder, num_processes};
+use zero_burn::shards::{self, ParamShard, RandomState};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::{
     AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
@@ -104,7 +104,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let state = self.saved_state(&parameters, extra)?;
         let mut bytes = |index: usize| Ok(Cow::Owned(self.bytes(&parameters, &sources[index])));
         let dir = folder::<A::Base>(dir);
-        Ok(save_streamed(&*pieces::collective::<A::Base>(), &dir, step, &specs, &mut bytes, &state, options)?)
+        Ok(save_streamed(&*shards::collective::<A::Base>(), &dir, step, &specs, &mut bytes, &state, options)?)
     }
 
     /// Like [`save`](Self::save), but returns once this rank's shards are copied; writing them overlaps with training. The
@@ -125,7 +125,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let (parameters, specs, sources) = self.tensors()?;
         let state = self.saved_state(&parameters, extra)?;
         if self.saver.is_none() {
-            self.saver = Some(AsyncSaver::new(&*pieces::collective::<A::Base>())?);
+            self.saver = Some(AsyncSaver::new(&*shards::collective::<A::Base>())?);
         }
         let begin = std::time::Instant::now();
         let copies = specs.into_iter().zip(&sources).map(|(TensorSpec { name, dtype, shape }, source)| {
@@ -190,14 +190,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             });
         }
         if let Some(state) = state {
-            let random = pieces::random_state::<A::Base>();
+            let random = shards::random_state::<A::Base>();
             let mine = state.random.draws.get(self.device.rank()).copied();
             let most = state.random.draws.iter().copied().max().unwrap_or(random.draws);
             let same_world = state.random.draws.len() == num_processes::<A::Base>();
             let draws = mine.filter(|_| same_world).unwrap_or(most);
             let own = state.random.seeds.get(self.device.rank()).copied().filter(|_| same_world);
             let seed = own.unwrap_or(state.random.seed);
-            pieces::set_random_state::<A::Base>(RandomState { seed, draws });
+            shards::set_random_state::<A::Base>(RandomState { seed, draws });
             self.steps = state.steps;
             self.skipped = state.skipped;
             if let (Some(own), Some(saved)) = (&mut self.config.loss_scale, state.loss_scaler) {
@@ -209,20 +209,20 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// Returns the parameters, and the tensors to save with their sources.
     #[allow(clippy::type_complexity)] // three lists for the two callers above
-    fn tensors(&self) -> Result<(Vec<ParamPiece<A::Base>>, Vec<TensorSpec>, Vec<Source>)> {
+    fn tensors(&self) -> Result<(Vec<ParamShard<A::Base>>, Vec<TensorSpec>, Vec<Source>)> {
         if self.micro_batches > 0 {
             return Err(EngineError::Order(
-                "save was called between the micro-batches of an update, whose gradients a checkpoint does not hold: call \
-                 it after the step that updates",
+                "save was called between the micro-batches of an update, but a checkpoint does not store their \
+                 gradients: call it after the step that updates",
             ));
         }
         let fused = self.saved_optimizer()?;
-        let (parameters, others) = pieces::pieces::<A, M>(self.model());
+        let (parameters, others) = shards::param_shards::<A, M>(self.model());
         if let Some(path) = others.first() {
             return Err(not_of_floats(path));
         }
         let (mut specs, mut sources) = (Vec::new(), Vec::new());
-        let left_out = |piece: &ParamPiece<A::Base>| self.config.exclude_frozen_parameters && piece.is_frozen();
+        let left_out = |piece: &ParamShard<A::Base>| self.config.exclude_frozen_parameters && piece.is_frozen();
         for (place, piece) in parameters.iter().enumerate().filter(|(_, piece)| !left_out(piece)) {
             let (id, path, shape) = (piece.meta.id, &piece.meta.path, &piece.meta.shape);
             let states = fused.states(id).map_or_else(Vec::new, |(_, names)| names);
@@ -246,14 +246,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     fn saved_optimizer(&self) -> Result<&Fused<A>> {
         self.optimizer.fused().ok_or_else(|| {
             EngineError::CannotSave(format!(
-                "the state of {} cannot be reached shard by shard: use zero_burn::optim::Fused, or save the records of \
-                 model and optimizer with one of Burn's recorders",
+                "the state of {} cannot be accessed shard by shard: use zero_burn::optim::Fused, or save the records \
+                 of model and optimizer with one of Burn's recorders",
                 std::any::type_name::<O>()
             ))
         })
     }
 
-    fn bytes(&self, parameters: &[ParamPiece<A::Base>], source: &Source) -> Vec<u8> {
+    fn bytes(&self, parameters: &[ParamShard<A::Base>], source: &Source) -> Vec<u8> {
         match source {
             Source::Parameter(place) => parameters[*place].bytes(),
             Source::State(id, name) => {
@@ -263,14 +263,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
     }
 
-    fn saved_state(&self, parameters: &[ParamPiece<A::Base>], mut extra: Map<String, Value>) -> Result<Value> {
+    fn saved_state(&self, parameters: &[ParamShard<A::Base>], mut extra: Map<String, Value>) -> Result<Value> {
         if extra.contains_key(ENGINE) {
             return Err(EngineError::CannotSave(format!(
-                "the program's state has the key {ENGINE:?}, which is the engine's own: use another"
+                "the program's state has the key {ENGINE:?}, which the engine uses itself: choose another key"
             )));
         }
         let settings = zero_burn::ranks::config::<A::Base>();
-        let RandomState { seed, draws } = pieces::random_state::<A::Base>();
+        let RandomState { seed, draws } = shards::random_state::<A::Base>();
         // Exact: a run makes fewer than 2^53 draws.
         let halves = [(seed >> 32) as f64, (seed & u64::from(u32::MAX)) as f64];
         let all = all_gather::<A::Base>(&[draws as f64, halves[0], halves[1]]);
@@ -314,11 +314,13 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             if tensor.shape != meta.shape {
                 let (path, here, there) = (&meta.path, &meta.shape, &tensor.shape);
                 return mismatch(format!(
-                    "parameter {path:?} has shape {here:?} here and {there:?} there: configure the same model"
+                    "parameter {path:?} has shape {here:?} in this model and {there:?} in the checkpoint: configure \
+                     the same model"
                 ));
             }
             if !matches!(tensor.dtype, ElementType::F64 | ElementType::F32 | ElementType::F16 | ElementType::Bf16) {
-                return mismatch(format!("parameter {:?} is of type {} there", meta.path, tensor.dtype));
+                let (path, dtype) = (&meta.path, tensor.dtype);
+                return mismatch(format!("parameter {path:?} has type {dtype} in the checkpoint: expected floats"));
             }
         }
         let unexpected: Vec<&str> = saved
@@ -330,10 +332,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             let list = |names: &[&str]| match names {
                 [] => "none".to_string(),
                 few if few.len() <= 3 => few.join(", "),
-                many => format!("{}, ... ({} in all)", many[..3].join(", "), many.len()),
+                many => format!("{}, ... ({} in total)", many[..3].join(", "), many.len()),
             };
             return mismatch(format!(
-                "parameters that only this model has: {}; that only the checkpoint has: {}: configure the same model",
+                "parameters only in this model: {}; only in the checkpoint: {}: configure the same model",
                 list(&missing),
                 list(&unexpected)
             ));
@@ -341,14 +343,15 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let Some(state) = state else { return Ok(()) };
         let Some(fused) = self.optimizer.fused() else {
             return mismatch(format!(
-                "{} cannot take up saved state: use zero_burn::optim::Fused, or load the parameters alone",
+                "{} cannot load saved state: use zero_burn::optim::Fused, or load only the parameters",
                 std::any::type_name::<O>()
             ));
         };
         let (here, there) = (fused.rule().name(), &state.optimizer.name);
         if here != there {
             return mismatch(format!(
-                "it was trained with optimizer {there}, this run uses {here}: use {there}, or load the parameters alone"
+                "it was trained with optimizer {there}, but this run uses {here}: use {there}, or load only \
+                 the parameters"
             ));
         }
         for meta in &parameters {
@@ -359,7 +362,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 if tensor.dtype != ElementType::F32 || tensor.shape != meta.shape {
                     let (path, here, (dtype, there)) = (&meta.path, &meta.shape, (tensor.dtype, &tensor.shape));
                     return mismatch(format!(
-                        "optimizer state {name} of {path:?} is {dtype} {there:?} there: expected F32 {here:?}"
+                        "optimizer state {name} of {path:?} is {dtype} {there:?} in the checkpoint: expected F32 \
+                         {here:?}"
                     ));
                 }
             }
@@ -369,7 +373,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     fn load_tensors(&mut self, checkpoint: &Checkpoint, state: Option<&EngineState>) -> Result<()> {
         let model = self.model.take().expect("the module is absent only inside of step");
-        let (model, loaded) = pieces::load_pieces::<A, M, CheckpointError>(model, |meta, range| {
+        let (model, loaded) = shards::load_shards::<A, M, CheckpointError>(model, |meta, range| {
             let name = parameter_name(&meta.path);
             // It was looked for: what is not there is frozen, and left out.
             let Some(tensor) = checkpoint.tensors().get(&name) else { return Ok(None) };
@@ -383,7 +387,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let in_16_bit = zero_burn::ranks::config::<A::Base>().param_dtype != config::Float::F32;
         for meta in self.parameters() {
             let numel = meta.shape.iter().product();
-            let range = pieces::held_range::<A::Base>(numel);
+            let range = shards::held_range::<A::Base>(numel);
             let read = |name: &str| -> Result<Vec<f32>, CheckpointError> {
                 let mut values = vec![0f32; range.len()];
                 checkpoint.read_into(name, range.clone(), bytemuck::cast_slice_mut(&mut values))?;
@@ -431,7 +435,7 @@ fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c Te
 fn engine_state(checkpoint: &Checkpoint, state: Option<Value>) -> Result<EngineState> {
     let mismatch = |what: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what };
     let Some(state) = state else {
-        return Err(mismatch("it has no state of an engine: it was not saved by ZeroEngine::save".into()));
+        return Err(mismatch("it has no engine state: it was not saved by ZeroEngine::save".into()));
     };
     if let Some(version) = state.get("version").and_then(Value::as_u64).filter(|v| *v > STATE_VERSION.into()) {
         return Err(mismatch(format!(

@@ -43,8 +43,8 @@ use burn::tensor::Tensor;
 pub use checkpoint::Parts;
 pub use optimizer::EngineOptimizer;
 use zero_burn::gathered::parameters;
-use zero_burn::module::{HeldGrads, ZeroAutodiff, collect_grads, mark, prepare};
-use zero_burn::pieces::{Parked, held_range, pieces, reserve_on_disk};
+use zero_burn::module::{UnreducedGrads, ZeroAutodiff, collect_grads, mark, prepare};
+use zero_burn::shards::{OffloadedStates, held_range, param_shards, reserve_on_disk};
 use zero_burn::stats::all_gather;
 use zero_core::checkpoint::AsyncSaver;
 use zero_core::config::{Float, Tier};
@@ -57,13 +57,13 @@ use update::{Given, Losses, set_momentum};
 /// Block size of disks, in bytes: allocations are multiples of it.
 const BLOCK: usize = 4096;
 
-/// A rank's action in a micro-batch, see [`ZeroEngine::turn`].
+/// A rank's action in a micro-batch, see [`ZeroEngine::next_batch`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Turn<T> {
+pub enum NextBatch<T> {
     /// Train on it.
     Batch(T),
-    /// This rank has no data left but others have: call [`ZeroEngine::idle`] in place of forward and backward.
-    Idle,
+    /// This rank has no data left but others have: call [`ZeroEngine::skip_batch`] in place of forward and backward.
+    Skip,
     /// No rank has data left.
     End,
 }
@@ -85,7 +85,7 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     reduces_once: bool,
     in_no_sync: bool,
     /// Gradients that have not been reduced yet.
-    held: HeldGrads<A>,
+    held: UnreducedGrads<A>,
     /// This rank or another has unreduced gradients.
     unreduced: bool,
     /// This rank's losses of the update's micro-batches so far.
@@ -102,7 +102,7 @@ pub struct ZeroEngine<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<
     /// Saves that overlap with training; created by the first one.
     saver: Option<AsyncSaver>,
     /// Model state that is temporarily offloaded to a disk.
-    parked: Option<Parked<A::Base>>,
+    parked: Option<OffloadedStates<A::Base>>,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
@@ -119,10 +119,10 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         let world = zero_burn::ranks::num_processes::<A::Base>();
         if let Some(planned) = config.world.filter(|planned| *planned != world) {
             let expected = format!(
-                "but there are {world}: make the plan for the ranks that there are (Context::world from \
-                 zero_burn::launch::launched_ranks), or start as many"
+                "expected {world}, the number of running ranks: set Context::world from \
+                 zero_burn::launch::launched_ranks, or start {planned} rank(s)"
             );
-            return Err(setting("the number of ranks of the plan", planned, &expected));
+            return Err(setting("the plan's number of ranks", planned, &expected));
         }
         if settings.param_dtype == Float::F16 && config.loss_scale.is_none() {
             let expected = "fp16 loses small gradients without one: set LossScaler::dynamic, or use bf16";
@@ -173,7 +173,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             return Err(EngineError::Ranks(difference));
         }
         let model = prepare::<A, M>(model, device);
-        if let Some(path) = pieces::<A, M>(&model).1.first() {
+        if let Some(path) = param_shards::<A, M>(&model).1.first() {
             return Err(not_of_floats(path));
         }
         if settings.offload.optimizer == Tier::Disk {
@@ -199,7 +199,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             micro_batches: 0,
             unmarked: false,
             in_no_sync: false,
-            held: HeldGrads::default(),
+            held: UnreducedGrads::default(),
             unreduced: false,
             losses: Vec::new(),
             last_losses: Losses::Read(Vec::new()),
@@ -277,7 +277,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 
     /// Runs the backward pass of a micro-batch's `loss`, a mean over the rank's rows. All ranks call it (or
-    /// [`idle`](Self::idle)) equally often; their graphs may differ.
+    /// [`idle`](Self::skip_batch)) equally often; their graphs may differ.
     pub fn backward(&mut self, loss: Tensor<A, 1>) {
         let _span = tracing::trace_span!("backward").entered();
         let begin = Instant::now();
@@ -301,7 +301,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// Replaces forward and backward on a rank that has no data for this micro-batch; it adds nothing to the sum. The
     /// average is over all ranks, as in PyTorch's `join`.
-    pub fn idle(&mut self) {
+    pub fn skip_batch(&mut self) {
         let begin = Instant::now();
         let waits = self.in_no_sync || (self.reduces_once && !self.is_boundary());
         self.unreduced |= waits;
@@ -336,40 +336,42 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 
     /// Agrees with the other ranks on the next micro-batch when they may run out of data at different times. `batch` is
     /// this rank's next micro-batch. A collective of 8 bytes.
-    pub fn turn<T>(&self, batch: Option<T>) -> Turn<T> {
+    pub fn next_batch<T>(&self, batch: Option<T>) -> NextBatch<T> {
         let have = all_gather::<A::Base>(&[f64::from(u8::from(batch.is_some()))]);
         match batch {
-            Some(batch) => Turn::Batch(batch),
-            None if have.iter().any(|rank| rank[0] > 0.0) => Turn::Idle,
-            None => Turn::End,
+            Some(batch) => NextBatch::Batch(batch),
+            None if have.iter().any(|rank| rank[0] > 0.0) => NextBatch::Skip,
+            None => NextBatch::End,
         }
     }
 
     /// Ends a micro-batch, and updates the parameters if it was the last of its update. Every rank calls it after every
-    /// [`backward`](Self::backward) or [`idle`](Self::idle).
+    /// [`backward`](Self::backward) or [`idle`](Self::skip_batch).
     ///
     /// # Errors
     ///
     /// [`EngineError::Order`] before a backward pass, or while gradients are unreduced; [`EngineError::LossScale`] if a
     /// dynamic loss scale cannot get smaller; [`EngineError::NotFinite`].
     pub fn step(&mut self) -> Result<Step> {
-        match self.step_ahead()? {
+        match self.step_async()? {
             Some(step) => Ok(step),
-            None => self.settle(),
+            None => self.wait_for_update(),
         }
     }
 
     /// Ends a micro-batch like [`step`](Self::step), but does not wait for the device. If one device makes the entire
-    /// update, returns `None` once the update is queued there. [`settle`](Self::settle) then returns the result, and must
+    /// update, returns `None` once the update is queued there. [`wait_for_update`](Self::wait_for_update) then returns the result, and must
     /// be called before the next forward pass. In between, a program can do work that would otherwise leave the device
     /// idle, such as writing metrics.
     ///
     /// # Errors
     ///
     /// Same as [`step`](Self::step).
-    pub fn step_ahead(&mut self) -> Result<Option<Step>> {
-        if self.is_ahead() {
-            return Err(EngineError::Order("the last update's result has not been read: call settle after step_ahead"));
+    pub fn step_async(&mut self) -> Result<Option<Step>> {
+        if self.has_pending_update() {
+            return Err(EngineError::Order(
+                "the last update's result has not been read: call wait_for_update after step_async",
+            ));
         }
         if self.micro_batches == 0 {
             return Err(EngineError::Order("step was called before backward: call forward and backward first"));
@@ -392,16 +394,16 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     /// # Errors
     ///
     /// Same as [`step`](Self::step).
-    pub fn step_now(&mut self) -> Result<Step> {
+    pub fn step_partial(&mut self) -> Result<Step> {
         if self.micro_batches == 0 {
-            return Err(EngineError::Order("step_now was called before backward: call forward and backward first"));
+            return Err(EngineError::Order("step_partial was called before backward: call forward and backward first"));
         }
         if self.unreduced && !self.in_no_sync {
             self.reduce_held();
         }
         match self.update()? {
             Some(step) => Ok(step),
-            None => self.settle(),
+            None => self.wait_for_update(),
         }
     }
 
@@ -414,8 +416,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
 /// Returns the error of a parameter that a checkpoint cannot hold.
 fn not_of_floats(path: &str) -> EngineError {
     EngineError::CannotSave(format!(
-        "parameter {path:?} is not of a float type: expected floats, which are cut over the ranks; keep it as floats, or train in a loop \
-         of your own and save the model's record with one of Burn's recorders"
+        "parameter {path:?} is not a float tensor: expected floats, which can be sharded; store it as floats, or write \
+         your own training loop and save the model's record with one of Burn's recorders"
     ))
 }
 

@@ -6,7 +6,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use zero_burn::gathered::{self, Edits, Gathered, ParamMeta, parameters};
 use zero_burn::module::{ZeroAutodiff, set_gradient};
-use zero_burn::pieces::Parked;
+use zero_burn::shards::OffloadedStates;
 use zero_core::config::{Disk, Float};
 
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine};
@@ -59,12 +59,12 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         if self.micro_batches > 0 || self.parked.is_some() {
             return Err(EngineError::Order(
                 "offload_states was called between the micro-batches of an update, or twice: call it after step, and \
-                 reload_states before it is called again",
+                 call reload_states before the next offload_states",
             ));
         }
-        let mut parked = Parked::begin(disk)?;
+        let mut parked = OffloadedStates::begin(disk)?;
         let moved = parked.add_module::<A, M>(self.model()).and_then(|()| match self.optimizer.fused() {
-            Some(fused) => fused.park(&mut parked),
+            Some(fused) => fused.offload_states_to(&mut parked),
             None => Ok(()),
         });
         let bytes = parked.bytes();
@@ -224,18 +224,18 @@ fn check_size(meta: &ParamMeta, values: &[f32]) -> Result<()> {
 }
 
 fn no_gradient(meta: &ParamMeta) -> EngineError {
-    let why = "it is there between the update's last backward and its step; a parameter that no rank has used has none";
+    let why = "it exists only between the update's last backward and its step, and only if a rank used the parameter";
     no(meta, "reduced gradient".into(), why)
 }
 
 fn no_state(meta: &ParamMeta, name: &str) -> EngineError {
-    let why = "state begins with the parameter's first update, and only the fused optimizers give access to it, by the names \
-               of zero_kernels::Rule::state_names";
+    let why = "state exists after the parameter's first update, and only the fused optimizers give access to it, under \
+               the names of zero_kernels::Rule::state_names";
     no(meta, format!("optimizer state {name:?}"), why)
 }
 
 /// Returns the error of a parameter that has no `what`; `why` applies to a trained parameter.
 fn no(meta: &ParamMeta, what: String, why: &'static str) -> EngineError {
-    const FROZEN: &str = "it is frozen (require_grad is false): full_parameter gives its values";
+    const FROZEN: &str = "it is frozen (require_grad is false): full_parameter returns its values";
     EngineError::NoState { path: meta.path.clone(), what, why: if meta.trained { why } else { FROZEN } }
 }

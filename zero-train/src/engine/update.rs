@@ -10,14 +10,14 @@ use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use zero_burn::module::{ZeroAutodiff, first_nonfinite, grad_norm, mark};
-use zero_burn::optim::{Clip, Fused, Late, Told};
+use zero_burn::optim::{Clip, Fused, PendingStep, StepResult};
 use zero_burn::stats::all_gather;
 use zero_core::Axes;
 
 use super::optimizer::EngineOptimizer;
 use super::{EngineError, Result, Step, Update, ZeroEngine};
 use crate::schedule::ONE_CYCLE_BETA2;
-use crate::step::told_not_finite;
+use crate::step::nonfinite_warning;
 
 /// Losses of micro-batches, on the device or read by the host.
 pub(super) enum Losses<B: Backend> {
@@ -41,7 +41,7 @@ struct Begun {
 /// An update that runs on a device, with its norm and losses still to be read.
 pub(super) struct Given {
     begun: Begun,
-    late: Late,
+    late: PendingStep,
 }
 
 impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine<A, M, O> {
@@ -62,7 +62,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     pub(super) fn update(&mut self) -> Result<Option<Step>> {
         if self.unreduced {
             return Err(EngineError::Order(
-                "the update's last backward pass was inside of no_sync, so that its gradients are not reduced: leave \
+                "the update's last backward pass ran inside no_sync, so its gradients are not reduced: leave \
                  no_sync before the last micro-batch",
             ));
         }
@@ -87,24 +87,26 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         Ok(step)
     }
 
-    /// Returns `true` while the result of an update that [`step_ahead`](Self::step_ahead) left to a device has not been read.
-    pub fn is_ahead(&self) -> bool {
+    /// Returns `true` while the result of an update that [`step_async`](Self::step_async) left to a device has not been read.
+    pub fn has_pending_update(&self) -> bool {
         self.given.is_some()
     }
 
-    /// Waits for the result of an update that [`step_ahead`](Self::step_ahead) left to a device, but not for the update
+    /// Waits for the result of an update that [`step_async`](Self::step_async) left to a device, but not for the update
     /// itself. Afterwards, [`losses`](Self::losses) returns its losses.
     ///
     /// # Errors
     ///
     /// [`EngineError::Order`] if there is none; [`EngineError::LossScale`] as in [`step`](Self::step).
-    pub fn settle(&mut self) -> Result<Step> {
+    pub fn wait_for_update(&mut self) -> Result<Step> {
         let Some(Given { begun, late }) = self.given.take() else {
-            return Err(EngineError::Order("settle was called, and step_ahead has left no update to a device"));
+            return Err(EngineError::Order(
+                "wait_for_update was called, but step_async left no update pending on a device",
+            ));
         };
         let begin = Instant::now();
         let fused = self.optimizer.fused_mut().expect("a fused optimizer has left it to the device");
-        let Told { norm, is_made, others } = fused.told(late);
+        let StepResult { norm, is_made, others } = fused.wait_for_step(late);
         self.last_losses = Losses::Read(others);
         let step = self.ended(begun, norm / begun.divisor, is_made);
         self.times.step += begin.elapsed();
@@ -186,7 +188,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         self.warned = true;
         if zero_burn::ranks::is_main_process::<A::Base>() {
-            eprintln!("warning: {}", told_not_finite(self.steps));
+            eprintln!("warning: {}", nonfinite_warning(self.steps));
         }
     }
 

@@ -19,7 +19,7 @@ use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
 use super::{Options, Program, TaskChoice, recipes};
-use crate::data::{Cutting, Masking, PairBatch, SentencePairs, Source, Tokenizer};
+use crate::data::{Masking, PairBatch, SentencePairs, Source, TokenizeOptions, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{Activations, Profile, Recipe, Rows, Task};
 #[cfg(feature = "burn")]
@@ -65,20 +65,20 @@ impl BertTask {
         };
         let masking = Masking { probability: options.mask_probability, whole_words: options.whole_word_mask };
         if !(masking.probability > 0.0 && masking.probability < 1.0) {
-            return Err(wrong("mask-probability", masking.probability, "expected a part above 0 and below 1"));
+            return Err(wrong("mask-probability", masking.probability, "expected a fraction above 0 and below 1"));
         }
         let is_preset = BertConfig::PRESETS.contains(&&*name);
         let known = if is_preset { usize::MAX } else { config.vocab_size };
         let (source, folders) = (options.source(program), options.folders());
-        let cutting = options.cutting(known, config.positions(), &folders);
-        let cutting = Cutting { sentences: true, ..cutting };
+        let tokenize = options.tokenize(known, config.positions(), &folders);
+        let tokenize = TokenizeOptions { sentences: true, ..tokenize };
         let tokenizer = match source {
             Source::Text(..) if options.tokenizer.is_none() && is_preset => {
                 Tokenizer::learn(&source, None, LEARNED, true)?
             }
-            _ => Tokenizer::find(options.data.as_deref().unwrap_or("the text".as_ref()), &cutting)?,
+            _ => Tokenizer::find(options.data.as_deref().unwrap_or("the text".as_ref()), &tokenize)?,
         };
-        let pairs = SentencePairs::load(&source, &cutting, &tokenizer)?;
+        let pairs = SentencePairs::load(&source, &tokenize, &tokenizer)?;
         if is_preset {
             config.vocab_size = pairs.vocabulary();
         }
@@ -93,8 +93,9 @@ impl BertTask {
             }
             None => Vec::new(),
         };
-        let notice = (!fresh.is_empty())
-            .then(|| format!("The weights of {name} have no {}: what is missing starts fresh.", fresh.join(", ")));
+        let notice = (!fresh.is_empty()).then(|| {
+            format!("The weights of {name} lack these modules, which are newly initialized: {}.", fresh.join(", "))
+        });
         let start = Start::new(options, Some(&tokenizer), config.clone().into(), &fresh)?;
         Ok(Self { name, config, start, pairs, masking, trained, notice })
     }
@@ -141,7 +142,7 @@ impl Task for BertTask {
 
     #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<Bert<B>> {
-        let load = |model, from: &_, device: &_| Ok(weights::load_beneath_head(model, from, device)?.0);
+        let load = |model, from: &_, device: &_| Ok(weights::load_without_head(model, from, device)?.0);
         self.start.model(self.config.init(device), load, device)
     }
 
@@ -177,9 +178,9 @@ impl Task for BertTask {
         is_fresh.then(recipes::bert)
     }
 
-    fn profile(&self, micro_batch: usize) -> Option<Profile> {
+    fn profile(&self, micro_batch: usize) -> Result<Profile> {
         let predicted = self.masking.probability;
-        Some(self.start.profile(profile(&self.config, micro_batch, self.pairs.seq(), predicted)))
+        Ok(self.start.profile(profile(&self.config, micro_batch, self.pairs.seq(), predicted)))
     }
 
     fn notice(&self) -> Option<String> {

@@ -48,21 +48,22 @@ impl CausalRows {
         [vocabulary, positions]: [usize; 2],
     ) -> Result<Self> {
         let folders = options.folders();
-        let cutting = options.cutting(vocabulary, positions, &folders);
+        let tokenize = options.tokenize(vocabulary, positions, &folders);
         let (Source::File(path), Some(format)) = (source, format) else {
             if let Some(loss_on) = options.loss_on {
                 let expected =
-                    "expected --data beside it with conversations, or with prompts and completions, in its rows";
+                    "expected --data as well, with conversations, or with prompts and completions, in its rows";
                 return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
             }
-            return Ok(Self::Documents(TokenRows::load(source, &cutting)?));
+            return Ok(Self::Documents(TokenRows::load(source, &tokenize)?));
         };
-        let tokenizer = Tokenizer::find(path, &cutting)?;
-        let rows = Conversations::load(path, format, options.loss_on.unwrap_or_default(), &cutting, tokenizer)?;
-        if rows.left_out() > 0 {
-            let (left_out, all) = (rows.left_out(), rows.left_out() + rows.rows());
+        let tokenizer = Tokenizer::find(path, &tokenize)?;
+        let rows = Conversations::load(path, format, options.loss_on.unwrap_or_default(), &tokenize, tokenizer)?;
+        if rows.skipped_rows() > 0 {
+            let (left_out, all) = (rows.skipped_rows(), rows.skipped_rows() + rows.rows());
             eprintln!(
-                "warning: {}: {left_out} of {all} rows are left out: no token of an answer is within the longest row (--seq)",
+                "warning: {}: {left_out} of {all} rows are skipped: no token of an answer fits into the longest row \
+                 (--seq)",
                 path.display()
             );
         }
@@ -188,18 +189,18 @@ fn fitting<C: CausalFamily>(
     asked: Option<usize>,
     setup: &Setup<'_>,
 ) -> Result<(String, C, Option<String>)> {
-    let misfit = |model: &C| {
+    let shortfall = |model: &C| {
         let profile = |micro_batch: usize| profile(model, micro_batch, seq.min(model.sizes().positions));
-        setup.misfit(Some(model.sizes().width), &profile)
+        setup.memory_shortfall(Some(model.sizes().width), &profile)
     };
     let wanted = C::preset(default)?;
-    let Some(why) = misfit(&wanted)? else { return Ok((default.to_string(), wanted, None)) };
+    let Some(why) = shortfall(&wanted)? else { return Ok((default.to_string(), wanted, None)) };
     let why = format!("{default} does not fit: {why}");
     let parameters = |model: &C| profile(model, 1, 1).parameters.iter().sum::<usize>();
     for &name in C::PRESETS.iter().rev() {
         let model = C::preset(name)?;
         let short = asked.is_some_and(|seq| seq > model.sizes().positions);
-        if parameters(&model) < parameters(&wanted) && !short && misfit(&model)?.is_none() {
+        if parameters(&model) < parameters(&wanted) && !short && shortfall(&model)?.is_none() {
             let notice = format!("{why}.\nTraining {name}, the largest preset that fits.");
             return Ok((name.to_string(), model, Some(notice)));
         }
@@ -272,8 +273,8 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         }))
     }
 
-    fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        Some(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
+    fn profile(&self, micro_batch: usize) -> Result<Profile> {
+        Ok(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
     }
 
     /// Generates the tokens that follow the prompt of the last row.
@@ -288,7 +289,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
         }
         let made = alone(|hooks| C::generate(model, std::slice::from_ref(&prompt), &how, device, hooks))?.concat();
         let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
-        Ok(Some(format!("after\n{given}\nthe model goes on\n{follows}")))
+        Ok(Some(format!("prompt:\n{given}\ngenerated text:\n{follows}")))
     }
 
     fn settings(&self) -> Value {

@@ -61,7 +61,7 @@ pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     /// Loads the weights of a checkpoint into the model; parameters of the head that the checkpoint lacks keep their initial values.
     ///
     /// # Errors
-    /// Same as [`bert::weights::load_beneath_head`].
+    /// Same as [`bert::weights::load_without_head`].
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
         checkpoint: &Checkpoint,
@@ -114,7 +114,7 @@ impl ClassesFamily for BertConfig {
     }
 
     fn load<B: FusedBackend>(model: Bert<B>, from: &Checkpoint, device: &B::Device) -> Result<Bert<B>, ModelError> {
-        Ok(bert::weights::load_beneath_head(model, from, device)?.0)
+        Ok(bert::weights::load_without_head(model, from, device)?.0)
     }
 
     fn classify<B: FusedBackend>(&self, model: &Bert<B>, [ids, types, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
@@ -166,7 +166,7 @@ impl ClassesFamily for BartConfig {
     }
 
     fn load<B: FusedBackend>(model: Bart<B>, from: &Checkpoint, device: &B::Device) -> Result<Bart<B>, ModelError> {
-        Ok(bart::weights::load_beneath_head(model, from, device)?.0)
+        Ok(bart::weights::load_without_head(model, from, device)?.0)
     }
 
     fn classify<B: FusedBackend>(&self, model: &Bart<B>, [ids, _, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
@@ -205,12 +205,12 @@ impl<C: ClassesFamily> ClassesTask<C> {
             None => (default.into(), C::preset(default)?),
         };
         let Some(path) = &options.data else {
-            let expected = "expected --data beside it: .jsonl or .parquet with a text and a label in each row";
+            let expected = "expected --data as well: .jsonl or .parquet with a text and a label in each row";
             return Err(wrong("task", "text-classification", expected));
         };
         let (folders, [vocabulary, positions]) = (options.folders(), config.sizes());
-        let cutting = options.cutting(vocabulary, positions, &folders);
-        let tokenizer = Tokenizer::find(path, &cutting)?;
+        let tokenize = options.tokenize(vocabulary, positions, &folders);
+        let tokenizer = Tokenizer::find(path, &tokenize)?;
         let heads = config.head_modules();
         let has_head = match &options.weights {
             Some(dir) => {
@@ -226,7 +226,7 @@ impl<C: ClassesFamily> ClassesTask<C> {
             fresh: !has_head,
             end_token: config.end_token(),
         };
-        let texts = LabelledTexts::load(path, options.fields(), &cutting, &tokenizer, head)?;
+        let texts = LabelledTexts::load(path, options.fields(), &tokenize, &tokenizer, head)?;
         let (labels, problem) = (texts.names().len(), texts.problem());
         // As it stands in the file where it says nothing else.
         let given = config.problem_type().or((problem != ProblemType::SingleLabelClassification).then_some(problem));
@@ -234,9 +234,7 @@ impl<C: ClassesFamily> ClassesTask<C> {
         let start = Start::new(options, Some(&tokenizer), config.clone().into(), if has_head { &[] } else { heads })?;
         let notice = (options.weights.is_some() && !has_head).then(|| match problem {
             ProblemType::Regression => {
-                format!(
-                    "The weights of {name} have no head for a regression: training a fresh one with {labels} outputs."
-                )
+                format!("The weights of {name} have no regression head: training a fresh one with {labels} outputs.")
             }
             _ => format!("The weights of {name} have no classifier: training a fresh one with {labels} classes."),
         });
@@ -327,8 +325,8 @@ impl<C: ClassesFamily> Task for ClassesTask<C> {
         Ok(Some(self.texts.checksum(rows)))
     }
 
-    fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        Some(self.start.profile(self.config.profile(micro_batch, self.texts.seq())))
+    fn profile(&self, micro_batch: usize) -> Result<Profile> {
+        Ok(self.start.profile(self.config.profile(micro_batch, self.texts.seq())))
     }
 
     fn settings(&self) -> Value {

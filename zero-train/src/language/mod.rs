@@ -66,22 +66,22 @@ pub use self::start::LoraOptions;
 use crate::Result;
 #[cfg(feature = "burn")]
 use crate::data::Fields;
-use crate::data::{Cutting, LossOn, Source};
+use crate::data::{LossOn, Source, TokenizeOptions};
 use crate::error::wrong;
 use crate::trainer;
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Trainer};
 
-/// What a language model learns.
+/// The training objective of a language model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TaskChoice {
-    /// The next token: GPT-2, Llama.
+    /// Predict the next token: GPT-2, Llama, Mistral, Qwen, Gemma, Phi.
     CausalLm,
-    /// Masked tokens, and whether one text follows another: BERT.
+    /// Predict masked tokens, and whether one text follows another: BERT.
     BertPretraining,
-    /// Labels of a text: a class, several classes, or numbers: BERT, BART.
+    /// Assign one class or more to a text, or predict numbers from it (regression): BERT, RoBERTa, DistilBERT, BART.
     TextClassification,
-    /// A text that is made of another: BART, T5.
+    /// Generate one text from another: BART, T5.
     #[value(name = "seq2seq")]
     Seq2Seq,
 }
@@ -89,53 +89,57 @@ pub enum TaskChoice {
 /// Options of a command that trains a language model.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
-    /// What the model learns [default: what a model of its family is pre-trained for]
+    /// Training objective [default: the one that the model's config.json or preset implies]
     #[arg(long, value_name = "TASK")]
     pub task: Option<TaskChoice>,
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large; llama-tiny,
-    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b, t5-small and so on), or a folder with a Hugging Face config.json
+    /// Train this preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large;
+    /// llama-tiny, llama-3.2-1b, qwen2.5-0.5b, mistral-7b, t5-small and others), or the model that the Hugging Face
+    /// config.json in this folder describes
     #[arg(long, value_name = "PRESET|DIR")]
     pub model: Option<String>,
-    /// Start from the Hugging Face weights in this folder (model.safetensors or a sharded index); without --model, its
-    /// config.json describes the model
+    /// Start from the Hugging Face weights in this folder (model.safetensors, or several files with an index). Without
+    /// --model, the config.json in this folder describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Training data: text (.txt, .md); .jsonl, .json, .csv, .tsv or .parquet with a document, a conversation, or a text with
-    /// its label in each row, also compressed (.gz, .zst, but for .parquet); a folder of such files, whose splits are told by their names; or
-    /// a .safetensors file with an int tensor `input_ids` of shape rows x T, or of one long row
+    /// Train on this data: a text file (.txt, .md); a .jsonl, .json, .csv, .tsv or .parquet file with a document, a
+    /// conversation, or a text and its label in each row; a folder of such files, whose names may contain a split
+    /// (train, validation); or a .safetensors file with an int tensor `input_ids` of shape `[rows, T]` or `[N]`. Text
+    /// and table files, except .parquet, may be compressed (.gz, .zst)
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
-    /// The key of a JSON object, or the column of a table, that has the text; for --task causal-lm, it is then read as plain
-    /// text even if rows hold conversations [default: text]
+    /// JSON key or table column with the text. With --task causal-lm, giving this option also turns off the detection of
+    /// conversations: rows are read as plain text [default: text]
     #[arg(long, value_name = "NAME")]
     pub text_field: Option<String>,
-    /// For --task text-classification, the key or column with a second text, of which the first is one of a pair
+    /// JSON key or table column with the second text of a pair, for --task text-classification
     #[arg(long, value_name = "NAME")]
     pub second_field: Option<String>,
-    /// The key or column with the class as a text or a whole number, a list of classes, or a number to predict, for --task
-    /// text-classification; or with the text that is to be made, for --task seq2seq [default: label]
+    /// JSON key or table column with the label. For --task text-classification, a label is a class (a text or an integer),
+    /// a list of classes, or a number to predict; for --task seq2seq, it is the target text [default: label]
     #[arg(long, value_name = "NAME")]
     pub label_field: Option<String>,
-    /// The tokens that count in the loss, of data whose rows hold `messages`, `conversations`, `prompt` and `completion`, or
-    /// `instruction` and `output` [default: completions]
+    /// Compute the loss of conversations on these tokens. A row is a conversation if it has the key `messages`, the key
+    /// `conversations`, the two keys `prompt` and `completion`, or the two keys `instruction` and `output` [default:
+    /// completions]
     #[arg(long, value_name = "TOKENS")]
     pub loss_on: Option<LossOn>,
-    /// A tokenizer.json that cuts text, or the folder that it (or BERT's vocab.txt) is in [default: one in --weights or --model,
-    /// else GPT-2's own; `zero tokenizer` makes one for BERT]
+    /// Use this tokenizer: a tokenizer.json, or a folder with the files of a tokenizer (tokenizer.json, BERT's vocab.txt
+    /// and others). `zero tokenizer` trains one for BERT [default: the one in --weights or --model, otherwise the
+    /// built-in tokenizer of GPT-2]
     #[arg(long, value_name = "FILE|DIR")]
     pub tokenizer: Option<PathBuf>,
-    /// Where the tokens of a large text are kept, for all runs and ranks of a machine [default: $XDG_CACHE_HOME/zero, or
-    /// ~/.cache/zero]
+    /// Cache the tokens of large texts in this folder, which all runs and ranks of a machine share [default:
+    /// $XDG_CACHE_HOME/zero, or ~/.cache/zero]
     #[arg(long, value_name = "DIR")]
     pub token_cache: Option<PathBuf>,
-    /// Tokens per row; for conversations and labeled texts, the most [default: 128, or what the data file has; 1024 for
-    /// conversations]
+    /// Number of tokens per row; for conversations and labeled texts, the maximum [default: the row length of a
+    /// .safetensors file; 1024 for conversations; otherwise 128]
     #[arg(long)]
     pub seq: Option<usize>,
-    /// The part of the tokens that BERT is to predict
-    #[arg(long, value_name = "PART", default_value_t = 0.15)]
+    /// Fraction of the tokens that BERT pre-training masks and predicts
+    #[arg(long, value_name = "FRACTION", default_value_t = 0.15)]
     pub mask_probability: f64,
-    /// Mask all tokens of a word together, for BERT
+    /// Mask all tokens of a word together, in BERT pre-training
     #[arg(long)]
     pub whole_word_mask: bool,
     /// LoRA's.
@@ -276,8 +280,13 @@ impl Options {
         }
     }
 
-    pub(crate) fn cutting<'a>(&'a self, vocab_size: usize, n_positions: usize, folders: &'a [&'a Path]) -> Cutting<'a> {
-        Cutting {
+    pub(crate) fn tokenize<'a>(
+        &'a self,
+        vocab_size: usize,
+        n_positions: usize,
+        folders: &'a [&'a Path],
+    ) -> TokenizeOptions<'a> {
+        TokenizeOptions {
             seq: self.seq,
             vocab_size,
             n_positions,

@@ -42,16 +42,16 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
         };
         let Some(path) = &options.data else {
             let expected =
-                "expected --data beside it: .jsonl or .parquet with a text, and what is to be made of it, in each row";
+                "expected --data as well: .jsonl or .parquet with a source text and a target text in each row";
             return Err(wrong("task", "seq2seq", expected));
         };
         let model: ModelConfig = config.clone().into();
-        let settings = model.seq2seq().expect("models of these families make texts of texts");
+        let settings = model.seq2seq().expect("models of these families generate text from text");
         let sampling = model.sampling();
         let folders = options.folders();
-        let cutting = options.cutting(config.sizes().vocabulary, settings.positions, &folders);
-        let tokenizer = Tokenizer::find(path, &cutting)?;
-        let texts = TextPairs::load(path, options.fields(), &cutting, tokenizer, &settings)?;
+        let tokenize = options.tokenize(config.sizes().vocabulary, settings.positions, &folders);
+        let tokenizer = Tokenizer::find(path, &tokenize)?;
+        let texts = TextPairs::load(path, options.fields(), &tokenize, tokenizer, &settings)?;
         let start = Start::new(options, Some(texts.tokenizer()), model, &[])?;
         Ok(Self { name, config, settings, sampling, start, texts })
     }
@@ -135,9 +135,9 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
     }
 
     /// Returns the profile of rows whose text and target have the maximum length.
-    fn profile(&self, micro_batch: usize) -> Option<Profile> {
+    fn profile(&self, micro_batch: usize) -> Result<Profile> {
         let lengths = [self.texts.seq(), self.texts.longest_target()];
-        Some(self.start.profile(profile(&self.config, micro_batch, lengths, self.config.sizes().vocabulary)))
+        Ok(self.start.profile(profile(&self.config, micro_batch, lengths, self.config.sizes().vocabulary)))
     }
 
     fn settings(&self) -> Value {

@@ -25,33 +25,33 @@ use crate::data::Tokenizer;
 use crate::error::{Result, wrong, wrong_data};
 use crate::trainer::Profile;
 
-/// Options of LoRA: an adapter is trained, and the model stays as it is.
+/// LoRA options: train an adapter, and freeze the base model.
 #[derive(Debug, Clone, Default, Args)]
 #[group(id = "lora")]
 pub struct LoraOptions {
-    /// Train a LoRA adapter of this rank, and not the model, which needs --weights
+    /// Train a LoRA adapter of this rank instead of the model; needs --weights
     #[arg(long, value_name = "RANK")]
     pub lora_r: Option<usize>,
-    /// What the adapter adds is multiplied by this and divided by its rank [default: 8]
+    /// Scale the adapter's output by ALPHA / RANK [default: 8]
     #[arg(long, value_name = "ALPHA", requires = "lora_r")]
     pub lora_alpha: Option<f64>,
-    /// The probability with which the adapter's inputs are dropped out [default: 0]
+    /// Dropout probability of the adapter's inputs [default: 0]
     #[arg(long, value_name = "P", requires = "lora_r")]
     pub lora_dropout: Option<f64>,
-    /// Layers that are adapted, by their names in Hugging Face's model or the ends of these, with commas; or `all-linear`
-    /// [default: what PEFT takes for the family]
+    /// Adapt these layers, separated by commas: their names in the Hugging Face model, or the last parts of the names,
+    /// such as q_proj; or `all-linear` [default: PEFT's default for the model family]
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora_r")]
     pub lora_targets: Vec<String>,
-    /// Divide by the square root of the rank (rsLoRA)
+    /// Scale the adapter's output by ALPHA / sqrt(RANK) instead of ALPHA / RANK (rsLoRA)
     #[arg(long, requires = "lora_r")]
     pub lora_rslora: bool,
-    /// Modules that are trained whole besides, with commas
+    /// Train these modules in full, in addition to the adapter; separated by commas
     #[arg(long, value_name = "NAMES", value_delimiter = ',', requires = "lora_r")]
     pub lora_save: Vec<String>,
-    /// Hold the weights that an adapter is trained for in 8 or 4 bit: int8, int4 or nf4 (QLoRA)
+    /// Quantize the frozen base weights under the adapter to 8 or 4 bits: int8, int4 or nf4 (QLoRA)
     #[arg(long, value_name = "FORMAT")]
     pub quantize: Option<Format>,
-    /// Go on training the adapter in this folder, which PEFT or `zero export` wrote
+    /// Continue training the adapter in this folder, written by PEFT or `zero export`
     #[arg(long, value_name = "DIR", conflicts_with = "lora_r")]
     pub adapter: Option<PathBuf>,
 }
@@ -105,22 +105,22 @@ impl Start {
         };
         let quantize = given.quantize;
         let Some(lora) = lora else {
-            let expected = "expected --lora-r or --adapter beside it: quantised weights are not trained";
+            let expected = "expected --lora-r or --adapter as well: quantized weights are not trained";
             let start = Self { weights, adapted: None, adapter: None, quantize, files };
             return quantize.map_or(Ok(start), |format| Err(wrong("quantize", format, expected)));
         };
         let Some(base) = weights.clone() else {
             let option = if given.adapter.is_some() { "adapter" } else { "lora-r" };
             let got = given.adapter.as_ref().map_or(lora.r.to_string(), |dir| dir.display().to_string());
-            let expected = "expected --weights DIR beside it: an adapter adds to weights that were trained";
+            let expected = "expected --weights DIR as well: an adapter adds to trained weights";
             return Err(wrong(option, got, expected));
         };
         if let Some(dir) = &given.adapter
-            && let Some(table) = zero_models::lora::whole_tables(&model, dir)?.first()
+            && let Some(table) = zero_models::lora::full_embeddings(&model, dir)?.first()
         {
             let problem = format!(
-                "holds {table} whole, and training would lose it: name it in modules_to_save of adapter_config.json to train it too, or \
-                 merge the adapter with its base and train a new one"
+                "holds {table} in full, and training would lose it: name it in modules_to_save of \
+                 adapter_config.json to train it too, or merge the adapter with its base and train a new one"
             );
             return Err(wrong_data(dir, problem));
         }

@@ -130,7 +130,7 @@ fn records<LC: LearningComponentsTypes + 'static>(
     drop(catchers);
     match (caught_optimizer.recv(), caught_scheduler.recv()) {
         (Ok(optimizer), Ok(scheduler)) => (optimizer, scheduler),
-        _ => ranks.stop("a checkpointer's thread has been lost"),
+        _ => ranks.stop("a checkpointer's thread ended without the records"),
     }
 }
 
@@ -149,7 +149,7 @@ fn catcher<R: Record<B> + 'static, B: Backend>() -> (AsyncCheckpointer<R, B>, mp
         }
 
         fn restore(&self, _epoch: usize, _device: &B::Device) -> Result<R, CheckpointerError> {
-            Err(CheckpointerError::Unknown("nothing is kept here".into()))
+            Err(CheckpointerError::Unknown("this checkpointer stores nothing".into()))
         }
     }
     let (sender, receiver) = mpsc::channel();

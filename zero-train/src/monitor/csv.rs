@@ -53,7 +53,7 @@ impl CsvMonitor {
             whole = 0;
         }
         if whole < there.len() {
-            file.set_len(whole as u64).map_err(io_error("cut the unfinished last line of", &path))?;
+            file.set_len(whole as u64).map_err(io_error("remove the incomplete last line of", &path))?;
         }
         if whole == 0 {
             append(&mut file, &header, &path)?;
@@ -66,7 +66,7 @@ impl CsvMonitor {
     /// # Errors
     ///
     /// [`MonitorError::Io`].
-    pub fn cut_after(&mut self, step: usize) -> Result<()> {
+    pub fn truncate_after(&mut self, step: usize) -> Result<()> {
         let there = fs::read(&self.path).map_err(io_error("read", &self.path))?;
         let mut header = csv::Reader::from_reader(&there[..]);
         header.byte_headers().map_err(|error| io_error("read", &self.path)(error.into()))?;
@@ -82,7 +82,7 @@ impl CsvMonitor {
         }
         if keep < there.len() {
             let cut = self.file.set_len(keep as u64);
-            cut.map_err(io_error("cut the rows of steps that come again off", &self.path))?;
+            cut.map_err(io_error("remove the rows of steps that run again from", &self.path))?;
         }
         Ok(())
     }
@@ -199,18 +199,18 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let mut csv = CsvMonitor::open(dir.path(), "x", &["loss"]).unwrap();
         (1..=5).chain(1..=40).for_each(|step| csv.write(step, &[("loss", step as f64)]).unwrap());
-        csv.cut_after(40).unwrap();
+        csv.truncate_after(40).unwrap();
         assert_eq!(text(&csv).lines().count(), 46);
-        csv.cut_after(3).unwrap();
+        csv.truncate_after(3).unwrap();
         // An earlier run's rows stay, as they do without a resume.
         assert_eq!(text(&csv).lines().count(), 9);
         csv.write(4, &[("loss", 0.5)]).unwrap();
         assert!(text(&csv).ends_with("3,3.0\n4,0.5\n"));
-        csv.cut_after(0).unwrap();
+        csv.truncate_after(0).unwrap();
         assert_eq!(text(&csv), "step,loss\n");
         for (after, expected) in [(1, "step,loss\r\n1,2.0\r\n"), (9, "step,loss\r\n1,2.0\r\n2,3.0\r\n")] {
             fs::write(csv.path(), "step,loss\r\n1,2.0\r\n2,3.0\r\n").unwrap();
-            csv.cut_after(after).unwrap();
+            csv.truncate_after(after).unwrap();
             assert_eq!(text(&csv), expected);
         }
     }

@@ -40,7 +40,7 @@ pub enum MonitorError {
         source: io::Error,
     },
     /// A monitor's name is not a plain file name.
-    #[error("{got:?} cannot name a file; use letters, digits, '.', '-' and '_'")]
+    #[error("{got:?} cannot be a file name; use letters, digits, '.', '-' and '_'")]
     Name {
         /// The name given.
         got: String,
@@ -69,7 +69,7 @@ pub enum MonitorError {
         columns: Vec<String>,
     },
     /// The folder is not the output folder of a run.
-    #[error("{} is no --out folder of a run: {problem}", path.display())]
+    #[error("{} is not the --out folder of a run: {problem}", path.display())]
     NoRun {
         /// The folder.
         path: PathBuf,

@@ -27,7 +27,7 @@ pub enum EngineError {
     },
     /// The parameters are in 16 bit and the optimizer keeps no fp32 masters of them.
     #[error(
-        "parameters are kept in 16 bit, but {optimizer} keeps no fp32 masters of them, so that small updates would be \
+        "parameters are stored in 16 bit, but {optimizer} keeps no fp32 master weights, so small updates would be \
          lost: use zero_burn::optim::Fused, or fp32"
     )]
     NoMasters {
@@ -104,8 +104,8 @@ pub enum EngineError {
     },
     /// Gradients hold an infinity or a NaN. Nothing was updated.
     #[error(
-        "the gradients of update {step} are not finite{}{}: lower the learning rate, clip gradients, or look at the data and \
-         the loss there",
+        "the gradients of update {step} are not finite{}{}: lower the learning rate, clip gradients, or check the data \
+         and the loss of this update",
         parameter.as_ref().map_or(String::new(), |path| format!(", first in parameter {path:?}")),
         match rank {
             Some(rank) => format!("; the loss is not finite on rank {rank}"),

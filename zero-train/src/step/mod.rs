@@ -44,11 +44,11 @@ pub struct Update {
 }
 
 /// Returns the warning that is given once, when an update is made with non-finite gradients.
-pub fn told_not_finite(step: usize) -> String {
+pub fn nonfinite_warning(step: usize) -> String {
     format!(
-        "the gradients of update {step} hold an infinity or a NaN, and so do the parameters from here on; \
-         EngineConfig::skip_overflow skips such updates (bf16.check_grad_overflow in a file), error_if_nonfinite (watchdog.\
-         error_if_nonfinite) stops at the first"
+        "the gradients of update {step} contain an infinity or a NaN, and so do the parameters from now on; \
+         set EngineConfig::skip_overflow (bf16.check_grad_overflow in a file) to skip such updates, or \
+         error_if_nonfinite (watchdog.error_if_nonfinite) to stop at the first one"
     )
 }
 

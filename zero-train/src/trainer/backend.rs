@@ -3,16 +3,16 @@
 #[cfg(feature = "burn")]
 use crate::error::{Result, wrong};
 
-/// Where ranks compute.
+/// The backend that ranks compute on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum BackendChoice {
-    /// The processor.
+    /// The CPU.
     #[default]
     Cpu,
-    /// NVIDIA GPUs, of the program's feature `cuda`.
+    /// NVIDIA GPUs; needs the Cargo feature `cuda`.
     Cuda,
-    /// A device with a Vulkan driver, of the program's feature `vulkan`.
+    /// A device with a Vulkan driver; needs the Cargo feature `vulkan`.
     Vulkan,
 }
 
@@ -37,7 +37,7 @@ impl BackendChoice {
             BackendChoice::Vulkan => zero_ops::devices::vulkan().err(),
             #[allow(unreachable_patterns)] // Reached by what the features leave out.
             _ => Some(format!(
-                "this program was built without it: build it with `--features {}`, or use --backend cpu",
+                "this program was built without this backend: build it with `--features {}`, or use --backend cpu",
                 name(self)
             )),
         };

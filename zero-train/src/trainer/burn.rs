@@ -18,9 +18,7 @@ use zero_models::ModelConfig;
 use zero_models::hf_export::ExportOptions;
 use zero_ops::FusedBackend;
 
-use super::count;
-use super::front::{Front, MemoryProbe, Run, Trainee};
-use super::profile::Profile;
+use super::integration::{Integration, MemoryProbe, RankEngine, Run};
 use super::rows::Rows;
 use super::task::{AnyTask, Measured, Task, TaskOn};
 use super::{BackendChoice, DecayExcept};
@@ -28,7 +26,7 @@ use crate::engine::{Parts, Step, Times, ZeroEngine};
 use crate::error::{Result, TrainError};
 use crate::metrics::RankMetrics;
 
-/// The [`Front`] for Burn 0.21, for whose backends tasks write their models.
+/// The [`Integration`] for Burn 0.21, for whose backends tasks write their models.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Burn021;
 
@@ -36,13 +34,9 @@ type Trained<I> = Autodiff<Zero<I>>;
 type Engine<I, T> = ZeroEngine<Trained<I>, <T as Task>::Model<Trained<I>>, Fused<Trained<I>>>;
 type Device<I> = ZeroDevice<<I as BackendTypes>::Device>;
 
-impl<T: AnyTask> Front<T> for Burn021 {
+impl<T: AnyTask> Integration<T> for Burn021 {
     fn has(&self, backend: BackendChoice) -> Result<()> {
         backend.check()
-    }
-
-    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
-        count::profile(task, micro_batch)
     }
 
     fn check(&self, _: &Run<'_>) -> Result<Vec<String>> {
@@ -53,7 +47,7 @@ impl<T: AnyTask> Front<T> for Burn021 {
         &self,
         task: &T,
         run: &Run<'_>,
-        body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+        body: impl Fn(&mut dyn RankEngine) -> Result<R> + Sync,
     ) -> Result<R> {
         #[cfg(any(feature = "cuda", feature = "vulkan"))]
         zero_ops::devices::watch();
@@ -72,7 +66,7 @@ impl<T: AnyTask> Front<T> for Burn021 {
 fn run_ranks<I: FusedBackend, T: TaskOn<I>, R: Send>(
     task: &T,
     run: &Run<'_>,
-    body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+    body: impl Fn(&mut dyn RankEngine) -> Result<R> + Sync,
 ) -> Result<R> {
     let rank = |device: Device<I>| {
         let model = task.model::<Trained<I>>(&device)?;
@@ -107,7 +101,7 @@ struct OnRank<'a, I: FusedBackend, T: TaskOn<I>> {
     step: Option<Step>,
 }
 
-impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
+impl<I: FusedBackend, T: TaskOn<I>> RankEngine for OnRank<'_, I, T> {
     fn rank(&self) -> usize {
         self.device.rank()
     }
@@ -123,19 +117,19 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
     fn micro_batch(&mut self, rows: &Rows, shares: &[f64]) -> Result<()> {
         let terms = self.engine.forward(|model| self.task.loss(model, rows, &self.device))?;
         self.engine.backward(sum_of_terms(terms, shares));
-        self.step = self.engine.step_ahead()?;
+        self.step = self.engine.step_async()?;
         Ok(())
     }
 
     fn is_on_device(&self) -> bool {
-        self.engine.is_ahead()
+        self.engine.has_pending_update()
     }
 
     fn result(&mut self) -> Result<(Step, Vec<f64>)> {
         // Once a device has been given all of the step: a wait between its passes would leave it without work.
         let step = match self.step.take() {
             Some(step) => step,
-            None => self.engine.settle()?,
+            None => self.engine.wait_for_update()?,
         };
         let losses = self.engine.losses().to_vec();
         device_failure().map_or(Ok((step, losses)), Err)
@@ -153,8 +147,8 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
         self.engine.take_times()
     }
 
-    fn exchange_averages(&mut self) -> Result<()> {
-        Ok(self.engine.exchange_averages()?)
+    fn swap_averages(&mut self) -> Result<()> {
+        Ok(self.engine.swap_averages()?)
     }
 
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {
@@ -174,7 +168,7 @@ impl<I: FusedBackend, T: TaskOn<I>> Trainee for OnRank<'_, I, T> {
     }
 
     fn save(&mut self, dir: &Path, step: u64, extra: Map<String, Value>, options: &SaveOptions) -> Result<Option<u64>> {
-        Ok(match self.run.saves_beside {
+        Ok(match self.run.async_save {
             true => self.engine.save_async(dir, step, extra, options).map(|_| None)?,
             false => Some(self.engine.save(dir, step, extra, options)?.bytes),
         })

@@ -76,19 +76,19 @@ impl DataPosition {
 
     /// Returns how `data` differs from the data of this position, if it does.
     pub(super) fn differs_from(&self, data: &Self) -> Option<String> {
-        let again = "training goes on with its first row";
+        let again = "training starts again at the first row";
         let sizes = [self, data].map(|data| (data.rows, data.seq));
         let sums = [self, data].map(|data| data.checksum);
         if sizes[0] == sizes[1] && (sums[0] == sums[1] || sums.contains(&None)) {
             let order = |position: &Self| match position.shuffle {
                 Some(seed) => format!("shuffled with --seed {seed}"),
-                None => "in its own order".to_string(),
+                None => "in its original order".to_string(),
             };
             return (self.shuffle != data.shuffle).then(|| {
                 let [there, here] = [self, data].map(order);
                 format!(
-                    "the checkpoint was trained on data {there}, this is {here}: {again}; to go on where the checkpoint was \
-                     saved, give the --shuffle and --seed it was trained with"
+                    "the checkpoint was trained on data {there}, but this run's data is {here}: {again}; to continue \
+                     where the checkpoint was saved, use the --shuffle and --seed of the checkpoint's run"
                 )
             });
         }
@@ -98,8 +98,9 @@ impl DataPosition {
             _ => String::new(),
         };
         Some(format!(
-            "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, the data has {rows} rows of {seq}{tokens}: \
-             {again}; to go on where the checkpoint was saved, give the data it was trained on"
+            "the checkpoint was trained on {rows_there} rows of {seq_there} tokens, but this run's data has {rows} \
+             rows of {seq}{tokens}: {again}; to continue where the checkpoint was saved, use the data of the \
+             checkpoint's run"
         ))
     }
 }
@@ -108,8 +109,8 @@ impl DataPosition {
 pub(super) fn other_batch(there: Option<usize>, here: usize) -> Option<String> {
     let there = there.filter(|&there| there != here)?;
     Some(format!(
-        "the checkpoint was trained with {there} rows in a step, this run has {here}: the learning rate may no longer suit; to keep \
-         {there}, change --batch x --accumulation x ranks"
+        "the checkpoint was trained with {there} rows per step, but this run has {here}: the learning rate may need to \
+         change; to keep {there}, change --batch, --accumulation or the number of ranks"
     ))
 }
 
@@ -187,8 +188,8 @@ impl Checkpoints {
             Some(path) => {
                 let latest = checkpoints.latest(path, ranks)?;
                 let found = || match checkpoints.warnings.as_slice() {
-                    [] => "expected a checkpoint (step-...), or a folder that has some".to_string(),
-                    reasons => format!("no checkpoint there is sound: {}", reasons.join("; ")),
+                    [] => "expected a checkpoint (step-...), or a folder of checkpoints".to_string(),
+                    reasons => format!("no checkpoint there is intact: {}", reasons.join("; ")),
                 };
                 Some(latest.ok_or_else(|| wrong("resume", path.display(), found()))?)
             }
@@ -254,9 +255,9 @@ impl TrainerState {
     /// Reads this state from the state that the engine has loaded.
     pub(super) fn loaded(state: &Map<String, Value>, checkpoint: &Checkpoint) -> Result<Self> {
         let what = |problem: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what: problem };
-        let none = "it has no state of this command: it was saved by another program; load it with ZeroEngine::load";
+        let none = "it has no trainer state: it was saved by another program; load it with ZeroEngine::load";
         let own = state.get(TRAINER).ok_or_else(|| what(none.into()))?;
         let read = Self::deserialize(own);
-        Ok(read.map_err(|error| what(format!("the state of this command cannot be read: {error}")))?)
+        Ok(read.map_err(|error| what(format!("its trainer state cannot be read: {error}")))?)
     }
 }

@@ -17,27 +17,27 @@ use parking_lot::Mutex;
 
 use super::profile::{Activations, Profile};
 use super::rows::Rows;
-use super::task::Task;
 use crate::Result;
 
 /// The counting backend; autodiff keeps what the backward pass needs.
-type Counting = Autodiff<BackendRouter<Counter>>;
+pub(super) type Counting = Autodiff<BackendRouter<Counter>>;
 
 /// Operations of a forward and a backward pass per operation of the forward pass: the backward pass has two products for each.
 const PASSES: f64 = 3.0;
 
-/// Returns the profile of training `task` on `micro_batch` rows, given by the task or counted on its first rows.
+/// Returns the profile of training a model on `micro_batch` of its `rows` rows, counted on the first of them.
 ///
 /// # Errors
-/// Same as [`Task::model`] and [`Task::loss`].
-pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile> {
-    if let Some(told) = task.profile(micro_batch) {
-        return Ok(told);
-    }
+/// Those of `model` and `loss`.
+pub(super) fn profile<M: Module<Counting>>(
+    [rows, micro_batch]: [usize; 2],
+    model: impl FnOnce(&Count) -> Result<M>,
+    loss: impl FnOnce(&M, &Rows, &Count) -> Result<Tensor<Counting, 1>>,
+) -> Result<Profile> {
     static COUNTS: AtomicU16 = AtomicU16::new(0);
     let device = Count(COUNTS.fetch_add(1, Ordering::Relaxed));
     let ledger = burn_router::get_client::<Counter>(&device).ledger;
-    let model = task.model::<Counting>(&device)?;
+    let model = model(&device)?;
     let mut sizes = Sizes::default();
     model.visit(&mut sizes);
     let before = {
@@ -45,9 +45,9 @@ pub(super) fn profile<T: Task>(task: &T, micro_batch: usize) -> Result<Profile> 
         ledger.peak = ledger.live;
         ledger.live
     };
-    let rows: Vec<usize> = (0..micro_batch).map(|row| row % task.rows()).collect();
+    let rows: Vec<usize> = (0..micro_batch).map(|row| row % rows).collect();
     let rows = Rows::from(&*rows);
-    let loss = task.loss(&model, &rows, &device)?;
+    let loss = loss(&model, &rows, &device)?;
     // Which of it a block of the model keeps is not seen here.
     let activations = Activations { rest: ledger.lock().peak - before, ..Activations::default() };
     drop(loss);
@@ -72,14 +72,14 @@ impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Sizes {
 
 /// A channel of Burn's router that only records operations: tensors have shapes, but no values.
 #[derive(Debug, Clone)]
-struct Counter;
+pub(super) struct Counter;
 
 /// The device of one count, which shares nothing with others.
 #[derive(Debug, Clone, Default, PartialEq)]
-struct Count(u16);
+pub(super) struct Count(u16);
 
 #[derive(Debug, Clone)]
-struct Client {
+pub(super) struct Client {
     device: Count,
     ledger: Arc<Mutex<Ledger>>,
 }
@@ -285,7 +285,7 @@ mod tests {
 
     use super::*;
     use crate::TrainError;
-    use crate::trainer::FusedBackend;
+    use crate::trainer::{FusedBackend, Task};
 
     #[derive(Module, Debug)]
     struct Net<B: burn::tensor::backend::Backend> {
@@ -329,13 +329,13 @@ mod tests {
 
     #[test]
     fn products_parameters_and_activations_are_counted() {
-        let counted = profile(&Images, 5).unwrap();
+        let counted = Images.profile(5).unwrap();
         assert_eq!(counted.parameters, [36, 1440, 20]);
         let forward = 2.0 * f64::from(36 * 36 + 1440 + 20);
         assert_eq!(counted.flops_per_row, 3.0 * forward);
         // Kept: images, what the rectifier gives (with or without what it got), and what the two layers are given.
         let least = 4 * 5 * (64 + 144 + 10);
         assert!((least..3 * least).contains(&counted.activations.rest), "{} for {least}", counted.activations.rest);
-        assert_eq!(counted.activations, profile(&Images, 5).unwrap().activations);
+        assert_eq!(counted.activations, Images.profile(5).unwrap().activations);
     }
 }

@@ -46,7 +46,7 @@ impl Data {
             return Err(wrong_data(Path::new(&task.name()), "has no rows: expected at least one to train on"));
         }
         if let (Some(every), 0) = (options.eval_every, held_out) {
-            return Err(wrong("eval-every", every, "expected rows that are held out: give --eval ROWS too"));
+            return Err(wrong("eval-every", every, "expected held-out rows: add --eval ROWS"));
         }
         let rows = all.saturating_sub(held_out);
         if rows == 0 {

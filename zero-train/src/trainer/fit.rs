@@ -190,7 +190,9 @@ impl Budget {
     fn left_told(&self) -> String {
         match self.left {
             0 => String::new(),
-            left => format!(" ({} more are left to other programs; --memory SIZE says otherwise)", format_bytes(left)),
+            left => {
+                format!(" ({} more are reserved for other programs; --memory SIZE changes this)", format_bytes(left))
+            }
         }
     }
 
@@ -208,10 +210,11 @@ impl Budget {
             }
             (_, Some(host), _) if need.host * need.ranks > host => {
                 let needed = format_bytes(need.host * need.ranks);
-                format!(", and {needed} in the host's memory, of which {} are free", format_bytes(host))
+                format!(", and {needed} of host memory, of which {} are free", format_bytes(host))
             }
             (.., Some(disk)) => {
-                format!(", and {} on the disk, which has {}", format_bytes(need.disk * need.ranks), format_bytes(disk))
+                let needed = format_bytes(need.disk * need.ranks);
+                format!(", and {needed} on the disk, which has {} free", format_bytes(disk))
             }
             _ => String::new(),
         }
@@ -368,8 +371,8 @@ impl Candidate<'_> {
         let Some((with, taken)) = self.cheapest(&options)? else {
             let last = Options { offload_activations: options.config.is_none(), ..options.clone() };
             if limit.is_some() && self.blocks(&last)?.is_none() {
-                let expected = "expected more: with every block checkpointed they take more than this; use a smaller --batch or \
-                                row";
+                let expected = "expected more: activations take more than this even with every block checkpointed; use \
+                                a smaller --batch or shorter rows";
                 return Err(wrong("activation-memory", options.activation_memory.unwrap_or_default(), expected));
             }
             return Ok((options, None));
@@ -391,17 +394,20 @@ impl Candidate<'_> {
             let without = self.need(&options)?;
             let there = match (taken.host, taken.disk) {
                 (0, 0) => String::new(),
-                (host, 0) => format!(", {} in the host's", format_bytes(host * taken.ranks)),
-                (_, disk) => format!(", {} below {}", format_bytes(disk * taken.ranks), options.swap_dir().display()),
+                (host, 0) => format!(", {} in host memory", format_bytes(host * taken.ranks)),
+                (_, disk) => {
+                    format!(", {} on disk in {}", format_bytes(disk * taken.ranks), options.swap_dir().display())
+                }
             };
             let why = match limit {
                 Some(limit) if self.budget.holds(&without) => {
-                    format!(", and activations may take {} on a rank", format_bytes(limit))
+                    format!(", but activations may take at most {} per rank", format_bytes(limit))
                 }
                 _ => self.budget.but(&without),
             };
-            said.push(format!("In memory alone: {}{why}.", without.arithmetic()));
-            said.push(format!("So {}: {} in memory{there}.", chosen.join(" "), format_bytes(taken.total())));
+            said.push(format!("With the given options: {}{why}.", without.arithmetic()));
+            let (chosen, memory) = (chosen.join(" "), format_bytes(taken.total()));
+            said.push(format!("So the run uses {chosen}: {memory} in memory{there}."));
         }
         Ok((with, Some(said.join("\n")).filter(|said| !said.is_empty())))
     }

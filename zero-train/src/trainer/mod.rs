@@ -43,7 +43,7 @@ mod checkpoints;
 mod count;
 mod facts;
 mod fit;
-mod front;
+mod integration;
 mod observer;
 mod options;
 mod order;
@@ -69,7 +69,7 @@ pub use backend::BackendChoice;
 #[cfg(feature = "burn")]
 pub use burn::Burn021;
 pub use fit::MemoryNeed;
-pub use front::{Front, MemoryProbe, Run, Trainee};
+pub use integration::{Integration, MemoryProbe, RankEngine, Run};
 pub use options::{
     Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };
@@ -97,7 +97,7 @@ use self::plan::{Plan, as_launched};
 use self::ranks::{Ranks, Stopped, with_ranks};
 pub use crate::Result;
 use crate::TrainError;
-use crate::error::told_once;
+use crate::error::format_error;
 use crate::launched::write_status;
 use crate::signals::Signal;
 use crate::step::EngineError;
@@ -105,7 +105,7 @@ use crate::step::EngineError;
 /// A trainer of a [`Task`], configured by [`Options`], on ranks that are threads of this process or the processes that a launcher started.
 #[derive(Debug, Clone, Copy)]
 pub struct Trainer<'a, F> {
-    front: F,
+    integration: F,
     options: &'a Options,
     allocator: Option<&'a PageKeeper>,
 }
@@ -148,7 +148,11 @@ impl Setup<'_> {
     /// # Errors
     ///
     /// [`TrainError`] for invalid options.
-    pub fn misfit(&self, hidden_size: Option<usize>, profile: &dyn Fn(usize) -> Profile) -> Result<Option<String>> {
+    pub fn memory_shortfall(
+        &self,
+        hidden_size: Option<usize>,
+        profile: &dyn Fn(usize) -> Profile,
+    ) -> Result<Option<String>> {
         let profile = |micro_batch: usize| Ok(profile(micro_batch));
         let candidate = Candidate { hidden_size, profile: &profile, budget: self.budget };
         if candidate.cheapest(self.options)?.is_some() {
@@ -168,9 +172,9 @@ impl<'a> Trainer<'a, Burn021> {
 }
 
 impl<'a, F> Trainer<'a, F> {
-    /// Creates a trainer with these options, on another [`Front`].
-    pub fn on(front: F, options: &'a Options) -> Self {
-        Self { front, options, allocator: None }
+    /// Creates a trainer with these options, on another [`Integration`].
+    pub fn on(integration: F, options: &'a Options) -> Self {
+        Self { integration, options, allocator: None }
     }
 
     /// Sets the program's allocator, if it counts allocations: memory that a step newly takes is then part of its metrics.
@@ -183,7 +187,7 @@ impl<'a, F> Trainer<'a, F> {
     /// a signal ended ([`TrainError::exit_code`]). Prints the error, if any, once on standard error.
     pub fn main<T: Task>(self, task: &T) -> ExitCode
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         self.exit(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
@@ -191,7 +195,7 @@ impl<'a, F> Trainer<'a, F> {
     /// Like [`main`](Self::main), with a task that is created after the options are checked.
     pub fn main_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> ExitCode
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         self.exit(|ranks| self.run_on::<T, T>(ranks, &task))
     }
@@ -203,7 +207,7 @@ impl<'a, F> Trainer<'a, F> {
         then: impl Fn(Option<&Summary>) -> Result<()>,
     ) -> ExitCode
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         self.exit(|ranks| {
             let ended = self.run_on::<T, T>(ranks, &task)?;
@@ -223,7 +227,7 @@ impl<'a, F> Trainer<'a, F> {
     /// it trains, the process handles these signals.
     pub fn run<T: Task>(self, task: &T) -> Result<Option<Summary>>
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         self.run_as(|ranks| self.run_on::<T, &T>(ranks, |_| Ok(task)))
     }
@@ -235,7 +239,7 @@ impl<'a, F> Trainer<'a, F> {
     /// Same as [`run`](Self::run).
     pub fn run_with<T: Task>(self, task: impl Fn(&Setup<'_>) -> Result<T>) -> Result<Option<Summary>>
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         self.run_as(|ranks| self.run_on::<T, T>(ranks, &task))
     }
@@ -251,7 +255,7 @@ impl<'a, F> Trainer<'a, F> {
             let ended = body(ranks)?;
             if let Some(signal) = &ended.signal {
                 if ranks.is_main() {
-                    eprintln!("stopped: {}", told_once(signal));
+                    eprintln!("stopped: {}", format_error(signal));
                 }
                 // A launcher kills the other processes when the first exits. The run is over, so a rank that is gone is no error.
                 let _ = ranks.least(None);
@@ -262,13 +266,13 @@ impl<'a, F> Trainer<'a, F> {
             Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
             Ok(Ended { signal: Some(signal), .. }) => signal.into(),
             Err(stopped) => {
-                eprintln!("error: {}", told_once(&stopped.error));
+                eprintln!("error: {}", format_error(&stopped.error));
                 stopped
             }
         };
         let code = stopped.error.exit_code();
         if let Some(launched) = launched {
-            write_status(launched.rank, code, &format!("rank {}: {}", launched.rank, told_once(&stopped.error)));
+            write_status(launched.rank, code, &format!("rank {}: {}", launched.rank, format_error(&stopped.error)));
             drop(stopped);
             // Not through the exit handlers of an MPI library, which may wait for a rank that is gone.
             end_process(code.into());
@@ -278,18 +282,18 @@ impl<'a, F> Trainer<'a, F> {
 
     fn run_on<T: Task, H: Borrow<T>>(&self, ranks: &Ranks<'_>, task: impl Fn(&Setup<'_>) -> Result<H>) -> Result<Ended>
     where
-        F: Front<T>,
+        F: Integration<T>,
     {
         let Options { steps, threads, log_every, eval_every, .. } = *self.options;
         let counts = [("threads", threads), ("log-every", log_every), ("eval-every", eval_every)];
         at_least_one(&[&[("steps", Some(steps))], &counts[..]].concat())?;
         ranks.quieten(self.options.out.as_deref())?;
         let options = &as_launched(self.options, ranks)?;
-        self.front.has(options.backend)?;
+        self.integration.has(options.backend)?;
         let budget = &Budget::new(options, ranks)?;
         let task = task(&Setup { options, budget, ranks })?;
-        let mut plan = Plan::new(options, (&self.front, task.borrow()), budget, ranks)?;
-        let unheeded = self.front.check(&plan.run(ranks)?)?;
+        let mut plan = Plan::new(options, task.borrow(), budget, ranks)?;
+        let unheeded = self.integration.check(&plan.run(ranks)?)?;
         ranks.agree(&plan.fingerprint())?;
         let trace = options.trace.as_deref().filter(|_| ranks.is_main());
         let _trace = trace.map(trace::begin).transpose()?;
@@ -310,7 +314,7 @@ impl<'a, F> Trainer<'a, F> {
         if done == plan.steps && unwritten {
             plan.save_16bit = plan.save_16bit.filter(|path| !path.exists());
         } else if done >= plan.steps {
-            eprintln!("the checkpoint has {done} steps behind it, --steps is {}: nothing is left to do", plan.steps);
+            eprintln!("the checkpoint is at step {done} and --steps is {}: nothing is left to do", plan.steps);
             let offload = &plan.zero.offload;
             if offload.uses(Tier::Disk) {
                 // Killed as it ended, it has left its swap files: opening removes them.
@@ -318,7 +322,7 @@ impl<'a, F> Trainer<'a, F> {
             }
             return Ok(Ended { summary: None, signal: None });
         }
-        let measured = train::train(&self.front, task.borrow(), &plan, ranks, self.allocator)?;
+        let measured = train::train(&self.integration, task.borrow(), &plan, ranks, self.allocator)?;
         let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.number, &plan));
         if !ranks.is_main() || measured.steps.number == 0 {
             return Ok(Ended { summary: None, signal });
@@ -350,9 +354,9 @@ fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
     let kept = match &plan.checkpoints.dir {
         Some(dir) => {
             let dir = dir.display();
-            format!("the checkpoint of this step is in {dir}: the same command resumes there with --resume auto")
+            format!("this step's checkpoint is in {dir}; the same command with --resume auto resumes from it")
         }
-        None => "no checkpoint was saved; --save DIR saves one".to_string(),
+        None => "no checkpoint was saved; add --save DIR to save one".to_string(),
     };
     let told = format!("{} ended the run after step {step} of {}; {kept}", signal.name(), plan.steps);
     TrainError::Signal { told, code: signal.exit_code() }

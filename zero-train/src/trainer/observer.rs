@@ -145,7 +145,7 @@ impl<'a> Observer<'a> {
         if let Some(files) = &report.csv_monitor {
             let mut monitor = CsvMonitor::open(&folder(files), "metrics", &COLUMNS)?;
             if done > 0 {
-                monitor.cut_after(done)?;
+                monitor.truncate_after(done)?;
             }
             csv.push(monitor);
         }
@@ -177,7 +177,7 @@ impl<'a> Observer<'a> {
         if let Err(error) = written
             && self.lost.insert(error.to_string())
         {
-            self.log(&format!("warning: {error}; training goes on"));
+            self.log(&format!("warning: {error}; training continues"));
         }
     }
 
@@ -373,7 +373,7 @@ impl<'a> Observer<'a> {
             let curve = Some(self.shown.curve()).filter(|curve| !curve.is_empty());
             let report = self.out.as_ref().map(|out| format!("report: {}", out.dir.join("report.html").display()));
             let dir = self.plan.checkpoints.dir.as_ref();
-            let newest = "(--resume auto goes on from the newest)";
+            let newest = "(--resume auto resumes from the newest)";
             let saved = dir.map(|dir| format!("checkpoints: {} {newest}", dir.display()));
             [curve, report, saved].into_iter().flatten().for_each(|line| self.say(&line));
         }
@@ -395,7 +395,7 @@ impl Drop for Observer<'_> {
         if self.shown.state != RunState::Running || self.lines.first.is_none() {
             return;
         }
-        self.note(Event::new(EventKind::Fail, step, "an error has ended the run".into()));
+        self.note(Event::new(EventKind::Fail, step, "an error ended the run".into()));
         self.write_page();
     }
 }

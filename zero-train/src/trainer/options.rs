@@ -16,19 +16,20 @@ use super::BackendChoice;
 use crate::config::MixedPrecision;
 use crate::error::{Result, wrong};
 
-/// What stands for `"auto"` in a configuration file, and without a file is used as it is.
+/// The values that replace `"auto"` in a configuration file. Without a file, a run uses them directly.
 #[derive(Debug, Clone, Default)]
 #[cfg_attr(feature = "cli", derive(clap::Args))]
 #[cfg_attr(feature = "cli", group(id = "zero-hyperparameters"))]
 pub struct Hyperparameters {
-    /// Rows per rank and micro-batch [default: 1]
+    /// Rows per micro-batch on each rank [default: 1]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "per-device-train-batch-size"))]
     pub batch: Option<usize>,
     /// Micro-batches per step [default: 1]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "gradient-accumulation-steps"))]
     pub accumulation: Option<usize>,
-    /// Learning rate of the optimizer [default: 0.001; for a preset that is trained from nothing, where nothing is said of rate,
-    /// betas, decay, warm-up, schedule and clipping, all of them by its published recipe]
+    /// Learning rate of the optimizer [default: 0.001. A preset that is trained from random weights uses its published
+    /// recipe, if it has one and you set none of --lr, --beta1, --beta2, --eps, --weight-decay, --warmup, --schedule,
+    /// --clip and --config]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "learning-rate"))]
     pub lr: Option<f64>,
     /// AdamW's decay of the first moment [default: 0.9]
@@ -46,13 +47,14 @@ pub struct Hyperparameters {
     /// Warm-up steps, over which the learning rate rises linearly from 0 [default: 0]
     #[cfg_attr(feature = "cli", arg(long, value_name = "STEPS"))]
     pub warmup: Option<usize>,
-    /// What the learning rate does after the warm-up: it stays, or falls to 0 at the last step [default: constant]
+    /// Learning-rate schedule after the warm-up: constant, or linear or cosine decay to 0 at the last step [default:
+    /// constant]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHAPE", visible_alias = "lr-scheduler-type"))]
     pub schedule: Option<ScheduleChoice>,
-    /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 for "auto"]
+    /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 if --config sets it to "auto"]
     #[cfg_attr(feature = "cli", arg(long, value_name = "NORM", visible_alias = "max-grad-norm"))]
     pub clip: Option<f64>,
-    /// Precision of the model, with fp32 master weights in the optimizer [default: fp32]
+    /// Precision of parameters and gradients; with bf16 and fp16, the optimizer keeps fp32 master weights [default: fp32]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "mixed-precision"))]
     pub dtype: Option<Dtype>,
     /// True if they are a model's [`Recipe`](super::Recipe), whose warm-up begins slowly.
@@ -63,104 +65,108 @@ pub struct Hyperparameters {
     pub batch_ranks: Option<usize>,
 }
 
-/// Options of a [`Trainer`](super::Trainer), for a program to flatten into its own (`#[command(flatten)]`). What is not given
-/// is taken from `--config`, and without that has the default named.
+/// Options of a [`Trainer`](super::Trainer), which a program flattens into its own (`#[command(flatten)]`). An option that is
+/// not given takes its value from `--config`, or else its default.
 // A field for each option. The group has a name that a program's own options do not take.
 #[derive(Debug, Clone)]
 #[cfg_attr(feature = "cli", derive(clap::Args))]
 #[cfg_attr(feature = "cli", group(id = "zero-trainer"))]
 pub struct Options {
-    /// Where ranks compute: cpu, cuda (ranks share the GPUs) or vulkan; the program needs the feature of that name
+    /// Compute on this backend. For cuda or vulkan, build the program with the Cargo feature of that name
     #[cfg_attr(feature = "cli", arg(long, value_name = "BACKEND", default_value = "cpu"))]
     pub backend: BackendChoice,
-    /// Compile CUDA kernels anew, and do not keep them in the user's cache folder (XDG_CACHE_HOME or ~/.cache, in zero/kernels)
+    /// Compile all CUDA kernels, without the cache in $XDG_CACHE_HOME/zero/kernels or ~/.cache/zero/kernels
     #[cfg_attr(feature = "cli", arg(long))]
     pub no_kernel_cache: bool,
-    /// A DeepSpeed JSON or an Accelerate YAML; other options fill its "auto" values and must not contradict it
+    /// Read this DeepSpeed JSON or Accelerate YAML file. Other options fill in its "auto" values, and must not contradict
+    /// its other values
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", visible_alias = "config-file"))]
     pub config: Option<PathBuf>,
-    /// ZeRO stage: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are sharded over the ranks
+    /// ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters
     /// [default: 3]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "zero-stage"))]
     pub stage: Option<u8>,
-    /// Number of data-parallel ranks: threads of this process, or the processes that a launcher started [default: 2, or what
-    /// the launcher or the file says]
+    /// Number of data-parallel ranks: threads of this process, or the processes that a launcher started [default: the
+    /// number that the launcher or --config sets, otherwise 2]
     #[cfg_attr(feature = "cli", arg(long))]
     pub ranks: Option<usize>,
-    /// Training steps
+    /// Total number of training steps, including those before a resume
     #[cfg_attr(feature = "cli", arg(long, default_value_t = 20))]
     pub steps: usize,
     /// Hyperparameters.
     #[cfg_attr(feature = "cli", command(flatten))]
     pub hyper: Hyperparameters,
-    /// Hold out the last ROWS rows of the data, or the first of its validation split, and evaluate on them at the end of every
-    /// epoch and of training [default: the validation split, or none]
+    /// Hold out ROWS rows: the first of the data's validation split, or the last of the data if it has no such split.
+    /// The model is evaluated on them after every epoch and at the end [default: the whole validation split, or none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "ROWS"))]
     pub eval: Option<usize>,
-    /// Write what the trained model says of each row that is held out into this file, a JSON object a line, at the end
+    /// Write the trained model's predictions for the held-out rows to this file at the end, one JSON object per line
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub predictions: Option<PathBuf>,
-    /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded as the optimizer's state is: each step moves it by 1 - DECAY
-    /// of its distance to the weights. Checkpoints hold it; `zero export --ema` writes it [default: none]
+    /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded like the optimizer state. Each step moves it
+    /// toward the weights by 1 - DECAY of the distance. Checkpoints contain it; `zero export --ema` writes it [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
-    /// Use the averages of --ema-decay instead of the weights to evaluate, predict and sample, and for the 16-bit model at the end
+    /// Evaluate, predict and sample with the averages of --ema-decay instead of the weights. The 16-bit model that is
+    /// written if --config sets stage3_gather_16bit_weights_on_model_save then holds the averages too
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
-    /// What weight decay leaves alone: nothing, as DeepSpeed without parameter groups; vectors, which are biases and norms; or
-    /// embeddings too
+    /// Exclude these parameters from weight decay: nothing (like DeepSpeed without parameter groups), vectors (biases and norms),
+    /// or embeddings (embeddings and vectors)
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT", default_value = "vectors"))]
     pub decay_except: DecayExcept,
-    /// Evaluate every N steps too
+    /// Also evaluate every N steps
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     pub eval_every: Option<usize>,
-    /// Take rows in a new random order in every epoch, by the seed; or in the order of the data [default: true, but false for
-    /// text]
+    /// Shuffle the rows in every epoch, with --seed; false keeps the order of the data [default: false for next-token
+    /// prediction on text or token ids, otherwise true]
     #[cfg_attr(feature = "cli", arg(long, value_name = "BOOL", num_args = 0..=1, default_missing_value = "true"))]
     pub shuffle: Option<bool>,
-    /// Compute threads per rank [default: the machine's cores, shared evenly]
+    /// Compute threads per rank [default: the machine's cores, divided evenly among its ranks]
     #[cfg_attr(feature = "cli", arg(long))]
     pub threads: Option<usize>,
     /// Seed of the initial weights, of dropout and of shuffles
     #[cfg_attr(feature = "cli", arg(long, default_value_t = 0))]
     pub seed: u64,
-    /// Write report.html, metrics.jsonl, events.jsonl and metrics.csv into this folder
+    /// Write report.html, metrics.jsonl, events.jsonl, metrics.csv and run.json to this folder
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR"))]
     pub out: Option<PathBuf>,
-    /// Shard model state among so many neighbouring ranks, those of one machine perhaps, of which each group holds all of it
-    /// (hybrid sharding, MiCS): gathers stay within a group. Divides the number of ranks [default: all ranks]
+    /// Shard model state over groups of this many consecutive ranks, such as those of one machine (hybrid sharding, MiCS). Each
+    /// group holds all model state, and gathers stay within it. Must divide the number of ranks [default: all ranks]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANKS"))]
     pub shard_size: Option<usize>,
-    /// Keep a second cut of the parameters among so many neighbouring ranks, those of one machine perhaps, which serves their
-    /// gathers (ZeRO++'s hpZ): parameters cross groups once a step. Divides the number of ranks; stage 3 [default: none]
+    /// Keep a secondary partition of the parameters within groups of this many consecutive ranks, such as those of one machine
+    /// (hpZ of ZeRO++). Ranks gather from it, so parameters cross groups only once per step. Must divide the number of ranks;
+    /// needs stage 3 [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANKS"))]
     pub secondary_shard_size: Option<usize>,
-    /// Send gradients in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4: across the groups of --shard-size, or within
-    /// the one there is (ZeRO++'s quantised gradients). It changes what is trained a little [default: as they are]
+    /// Quantize gradients for communication to int8, int4 or nf4, with one scale per 64 values (qgZ of ZeRO++): between the
+    /// groups of --shard-size, or everywhere without groups. Changes training results slightly [default: not quantized]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT"))]
     pub quantized_gradients: Option<Format>,
-    /// Gather weights in 8 or 4 bit, with a scale for every 64 of them, int8, int4 or nf4 (ZeRO++'s quantised weights): passes compute
-    /// with what they stand for, updates and checkpoints keep all digits. Stage 3 [default: as they are]
+    /// Quantize gathered weights to int8, int4 or nf4, with one scale per 64 values (qwZ of ZeRO++). Forward and backward passes
+    /// use the dequantized values; updates and checkpoints keep full precision. Needs stage 3 [default: not quantized]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT"))]
     pub quantized_weights: Option<Format>,
-    /// Keep the optimizer's moments in bf16, rounded up or down by chance, in half the bytes of memory or disk: it changes what is trained
-    /// a little; masters and checkpoints stay in fp32
+    /// Keep the optimizer's moments in bf16 with stochastic rounding, in half the memory or disk space. Changes training results
+    /// slightly; master weights and checkpoints stay in fp32
     #[cfg_attr(feature = "cli", arg(long))]
     pub bf16_optimizer_states: bool,
-    /// Offload model state: the optimizer's (and gradients, from stage 2 on), or all of it (at stage 3) [default: the least
-    /// that makes the run fit into memory]
+    /// Offload this part of the model state. The value `all` needs stage 3 [default: as little as makes the run fit in
+    /// memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
-    /// The share of the optimizer's state and gradients that is offloaded, from 0 to 1; the rest stays where the model computes, gradients
-    /// first if the others go to a disk [default: all of it with --offload, as little as memory allows without]
+    /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory. On
+    /// a disk, optimizer state comes first: gradients go there only when all of it is there [default: 1 with --offload;
+    /// without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
-    /// Where to: the host's memory, where the processor updates it, or a disk [default: host for --backend cuda and vulkan,
-    /// disk for cpu, which computes in the host's memory]
+    /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
+    /// vulkan; disk with --backend cpu, which already computes in host memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHERE"))]
     pub offload_to: Option<OffloadTo>,
-    /// Activation checkpointing: drop what blocks (transformer layers) compute in the forward pass, and compute it again in the
-    /// backward pass; of all blocks, or of so many of the first [default: none, or the fewest that make the run fit into memory]
+    /// Checkpoint the activations of all blocks (transformer layers), or of the first BLOCKS: recompute them in the backward pass
+    /// instead of keeping them [default: none, or the fewest blocks that make the run fit in memory]
     #[cfg_attr(feature = "cli", arg(
         long,
         value_name = "all|BLOCKS",
@@ -169,37 +175,40 @@ pub struct Options {
         default_missing_value = "all"
     ))]
     pub checkpoint_activations: Option<Blocks>,
-    /// The same of the fewest blocks with which activations take no more than this on a rank, such as 2GiB
+    /// Limit activations to SIZE per rank, such as 2GiB: checkpoint as few blocks as the limit allows
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", conflicts_with = "checkpoint_activations"))]
     pub activation_memory: Option<String>,
-    /// Offload what checkpointed blocks keep, their inputs, until the backward pass comes to them, to where --offload-to says;
-    /// every block is checkpointed if nothing else is said [default: where that makes the run fit into memory]
+    /// Offload the inputs of checkpointed blocks to --offload-to until the backward pass needs them. This checkpoints
+    /// every block, unless --checkpoint-activations or --activation-memory is given [default: only if the run would not
+    /// fit in memory otherwise]
     #[cfg_attr(feature = "cli", arg(long))]
     pub offload_activations: bool,
-    /// Take the most rows per rank and micro-batch with which the run fits into memory, by the plan's estimate; with what it may
-    /// checkpoint and offload
+    /// Use the largest micro-batch that fits in memory, according to the estimate of the plan. The plan may add activation
+    /// checkpointing and offload that you did not set
     #[cfg_attr(feature = "cli", arg(long, conflicts_with = "batch"))]
     pub auto_find_batch_size: bool,
-    /// How ranks that are processes all-gather parameters: all together, in the order of the program, or each by reading the
-    /// others' shards through the hosts' memory [default: collective with NCCL, one-sided without]
+    /// Gather parameters between processes by collectives that all ranks call in the same order (collective), or let each
+    /// rank read the shards of the others through host memory (one-sided) [default: collective with NCCL, otherwise
+    /// one-sided]
     #[cfg_attr(feature = "cli", arg(long, value_name = "HOW"))]
     pub gathers: Option<GathersChoice>,
-    /// The folder for --offload to a disk, on a fast one; a run makes one of its own in it and removes it at its end
-    /// [default: the current folder]
+    /// Put swap files in this folder, for offload to a disk; choose a fast disk. Each run creates its own subfolder, and
+    /// removes it at the end [default: the current folder]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR"))]
     pub swap: Option<PathBuf>,
-    /// Use no more memory than this, such as 6GiB [default: what is available]
+    /// Use at most SIZE of memory, such as 6GiB, for all ranks of a machine together: host memory with --backend cpu,
+    /// device memory otherwise [default: the available memory; with --backend cpu, minus a reserve for other programs]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE"))]
     pub memory: Option<String>,
-    /// Print what memory each phase takes, training to the end of an epoch and evaluation: before it, at its end and at its peak, of
-    /// the host and of the device
+    /// Print a table of host and device memory after each phase (an epoch of training, an evaluation): before the phase,
+    /// at its end and at its peak
     #[cfg_attr(feature = "cli", arg(long))]
     pub memory_breakdown: bool,
-    /// Write a line about the training to standard error every N steps, and for the first and the last [default: where that is
-    /// no terminal, every 10 steps or 10 seconds; on a terminal a bar is shown]
+    /// Print a progress line to standard error every N steps, and for the first and last step [default: a progress bar on a
+    /// terminal; otherwise a line every 10 steps or 10 seconds]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N"))]
     pub log_every: Option<usize>,
-    /// Save checkpoints into this folder: at the end, when a signal ends the run (SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2),
+    /// Save checkpoints to this folder: at the end, when a signal stops the run (SIGINT, SIGTERM, SIGHUP, SIGUSR1 or SIGUSR2),
     /// and every --save-every steps
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR"))]
     pub save: Option<PathBuf>,
@@ -209,35 +218,36 @@ pub struct Options {
     /// Keep the last N checkpoints [default: all]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", requires = "save"))]
     pub keep_last: Option<usize>,
-    /// Keep the best checkpoint too: by the loss over the --eval rows, or without them by the mean training loss since
-    /// the checkpoint before
+    /// Also keep the best checkpoint: by the loss on the --eval rows, or else by the mean training loss since
+    /// the previous checkpoint
     #[cfg_attr(feature = "cli", arg(long, requires = "keep_last"))]
     pub keep_best: bool,
     /// Save asynchronously: training continues while a copy of the shards is written
     #[cfg_attr(feature = "cli", arg(long, requires = "save"))]
     pub save_async: bool,
-    /// Resume from a checkpoint: `auto` for the newest sound one in --save, from the start if there is none; or the folder of
-    /// one. It may have been saved with any number of ranks, stage and precision
+    /// Resume from the newest intact checkpoint in --save (`auto`; without one, the run starts from scratch), or from DIR,
+    /// which is a checkpoint or a folder of checkpoints. The checkpoint may come from a run with another number of ranks,
+    /// stage or precision
     #[cfg_attr(feature = "cli", arg(long, value_name = "auto|DIR"))]
     pub resume: Option<PathBuf>,
-    /// Timeout in seconds of a wait for another rank, after which all end with exit code 75 [default: 600]
+    /// Wait at most SECONDS for another rank; after that, all ranks exit with code 75 [default: 600]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SECONDS", env = "ZERO_DEADLINE"))]
     pub deadline: Option<f64>,
-    /// Ranks that are processes may meet without a secret (ZERO_SECRET) where other machines reach them: nobody else is on
-    /// their network [or ZERO_TRUSTED_NETWORK=1]
+    /// Let ranks connect without a secret (ZERO_SECRET) even if other machines can reach them. Use this option only on a
+    /// network without other users [or set ZERO_TRUSTED_NETWORK=1]
     #[cfg_attr(feature = "cli", arg(long))]
     pub trusted_network: bool,
-    /// Where ranks write flight records, their last operations, when one fails or is late, for `zero flight` [default: flight
-    /// in --out]
+    /// Write flight records (the last operations of each rank) to this folder when a rank fails or is late, for `zero flight`
+    /// [default: the subfolder `flight` of --out]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR", env = "ZERO_FLIGHT_DIR"))]
     pub flight: Option<PathBuf>,
-    /// Write a trace of every operation, all-gather and reduction into this file, for chrome://tracing or Perfetto
+    /// Write a trace of every operation, all-gather and reduction to this file, for chrome://tracing or Perfetto
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub trace: Option<PathBuf>,
-    /// Print the plan, with the memory it takes, and end without training
+    /// Print the plan, with the memory it needs, and exit without training
     #[cfg_attr(feature = "cli", arg(long))]
     pub dry_run: bool,
-    /// Print a machine-readable summary on standard output, and nothing else there; no bar, but lines as of --log-every
+    /// Print only a JSON summary to standard output. Progress lines go to standard error; there is no progress bar
     #[cfg_attr(feature = "cli", arg(long))]
     pub json: bool,
 }
@@ -334,12 +344,12 @@ pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum ScheduleChoice {
-    /// Stays.
+    /// Constant.
     #[cfg_attr(feature = "cli", value(alias = "constant_with_warmup"))]
     Constant,
-    /// Falls along a line.
+    /// Linear decay.
     Linear,
-    /// Falls along half a cosine.
+    /// Cosine decay.
     Cosine,
 }
 
@@ -349,9 +359,9 @@ pub enum ScheduleChoice {
 pub enum DecayExcept {
     /// None.
     Nothing,
-    /// Those of one dimension: biases, and the scales and offsets of norms.
+    /// Parameters of one dimension: biases, and the scales and offsets of norms.
     Vectors,
-    /// These, and embeddings: parameters with a name such as `wte`, `wpe` or `token_embedding` in their path.
+    /// Vectors, and embeddings: parameters with a name such as `wte`, `wpe` or `token_embedding` in their path.
     Embeddings,
 }
 
@@ -367,43 +377,43 @@ impl DecayExcept {
     }
 }
 
-/// What is offloaded from where the backend computes.
+/// The model state that is offloaded from the backend's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum OffloadChoice {
     /// Nothing.
     None,
-    /// Optimizer state, and gradients from their reduction to the update.
+    /// Optimizer state, and gradients between their reduction and the update; to a disk, gradients only from stage 2.
     Optimizer,
-    /// Parameters too.
+    /// Optimizer state, gradients and parameters.
     All,
 }
 
-/// Where offloaded model state is kept.
+/// The memory that holds offloaded model state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum OffloadTo {
-    /// The host's memory.
+    /// Host memory.
     Host,
     /// A file on a disk.
     Disk,
 }
 
-/// How processes gather parameters.
+/// The method by which processes gather parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum GathersChoice {
-    /// All ranks together.
+    /// All ranks call the same all-gathers in the same order.
     Collective,
-    /// Each rank by itself.
+    /// Each rank reads the shards of the others through host memory.
     OneSided,
 }
 
-/// A type to compute in.
+/// The type of parameters and gradients.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum Dtype {
-    /// 32 bit.
+    /// Single precision.
     #[cfg_attr(feature = "cli", value(alias = "no"))]
     Fp32,
     /// IEEE half precision with a dynamic loss scale.

@@ -16,7 +16,7 @@ use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::facts::{Data, Model};
 use super::fit::{Budget, Candidate, MemoryNeed, state_of};
-use super::front::{Front, Run};
+use super::integration::Run;
 use super::predict::Prediction;
 use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
@@ -69,19 +69,14 @@ impl Plan {
     /// # Errors
     ///
     /// [`TrainError`] for the first problem.
-    pub(super) fn new<T: Task>(
-        options: &Options,
-        (front, task): (&impl Front<T>, &T),
-        budget: &Budget,
-        here: &Ranks<'_>,
-    ) -> Result<Self> {
+    pub(super) fn new<T: Task>(options: &Options, task: &T, budget: &Budget, here: &Ranks<'_>) -> Result<Self> {
         // Of each micro-batch once: every tier is asked for.
         let known: RefCell<HashMap<usize, Profile>> = RefCell::default();
         let taken = |micro_batch: usize| -> Result<Profile> {
             if let Some(profile) = known.borrow().get(&micro_batch) {
                 return Ok(profile.clone());
             }
-            let counted = front.profile(task, micro_batch)?;
+            let counted = task.profile(micro_batch)?;
             known.borrow_mut().insert(micro_batch, counted.clone());
             Ok(counted)
         };
@@ -106,7 +101,7 @@ impl Plan {
         zero.gathers = gathers(options, here)?;
         let (offload, disk) = (&zero.offload, &zero.offload.disk.path);
         if offload.uses(Tier::Disk) && !disk.is_dir() {
-            let problem = "is no folder: create it on the disk that is to be used, or correct --swap or nvme_path";
+            let problem = "is not a folder: create it on the disk to use, or correct --swap or nvme_path";
             return Err(wrong_data(disk, problem));
         }
         zero.validate(ranks).map_err(|error| wrong("ranks", ranks, error.to_string()))?;
@@ -117,12 +112,13 @@ impl Plan {
         let name = task.name();
         if !budget.holds(&need) {
             return Err(TrainError::Memory(format!(
-                "model {name} does not fit: {}{}; use a smaller model, --batch or row, fewer --ranks{}{}",
+                "model {name} does not fit: {}{}; use a smaller model, a smaller --batch, shorter rows, fewer \
+                 --ranks{}{}",
                 need.arithmetic(),
                 budget.but(&need),
                 if stage == Stage::Parameters { "" } else { ", or --stage 3" },
                 if options.config.is_none() && options.offload != Some(OffloadChoice::All) {
-                    ", or --offload all (to a disk with --offload-to disk, and a fast one at --swap)"
+                    ", or --offload all (with --offload-to disk and --swap on a fast disk)"
                 } else {
                     ""
                 }
@@ -153,7 +149,7 @@ impl Plan {
         })
     }
 
-    /// Returns the settings of a run for a [`Front`].
+    /// Returns the settings of a run for a [`Integration`].
     pub(super) fn run<'a>(&'a self, ranks: &'a Ranks<'_>) -> Result<Run<'a>> {
         // The base is where its weights are.
         let exclude_frozen_parameters = matches!(self.model.config, Some(ModelConfig::Adapted(_)));
@@ -164,7 +160,7 @@ impl Plan {
             decay_except: self.decay_except,
             backend: self.backend,
             launch: &self.launch,
-            saves_beside: self.checkpoints.beside,
+            async_save: self.checkpoints.beside,
             process: ranks.process(),
         })
     }
@@ -184,16 +180,16 @@ impl Plan {
             format!("{:?} ranks at stage {}", self.plan.world, self.plan.zero.stage),
             format!("the batch {:?}", self.plan.batch),
             format!("the precision {:?}", self.plan.precision),
-            format!("the optimizer {:?}, decay but of {:?}", self.plan.optimizer, self.decay_except),
+            format!("the optimizer {:?}, weight decay except {:?}", self.plan.optimizer, self.decay_except),
             format!("the schedule {:?}", self.plan.schedule),
             format!("clipping {:?}", self.plan.gradient_clipping),
             format!("the settings {zero:?}"),
-            format!("{} steps, evaluation every {:?}, of averages {}", self.steps, self.eval_every, self.eval_ema),
-            format!("{} rows of {:?} tokens, and {} held out", data.order.rows, data.tokens_per_row, data.held_out),
+            format!("{} steps, evaluation every {:?}, of the averages: {}", self.steps, self.eval_every, self.eval_ema),
+            format!("{} rows of {:?} tokens, {} held out", data.order.rows, data.tokens_per_row, data.held_out),
             format!("{} rows without a label", data.unlabelled),
-            format!("data with the checksum {train:08x?}, held out {eval:08x?}, shuffled by {shuffle:?}"),
-            format!("checkpoints {saves}, every {every:?}, keeping {last:?}, the best {best}"),
-            format!("{} steps behind it", self.checkpoints.resumed_steps()),
+            format!("data with checksum {train:08x?}, held out {eval:08x?}, shuffled with seed {shuffle:?}"),
+            format!("checkpoints: {saves}, every {every:?}, keep last {last:?}, keep best {best}"),
+            format!("{} completed steps", self.checkpoints.resumed_steps()),
             format!("a deadline of {:?}", self.launch.deadline),
             format!("a 16-bit model at the end: {}", self.save_16bit.is_some()),
         ]
@@ -263,20 +259,20 @@ impl Plan {
 fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>> {
     let Some(path) = &options.predictions else { return Ok(None) };
     if data.held_out + data.unlabelled == 0 {
-        return Err(wrong("predictions", path.display(), "expected rows that are held out: --eval ROWS"));
+        return Err(wrong("predictions", path.display(), "expected held-out rows: add --eval ROWS"));
     }
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     match dir.is_dir() && !path.is_dir() {
         true => Ok(Some(path.clone())),
-        false => Err(wrong("predictions", path.display(), "expected a file in a folder that is there")),
+        false => Err(wrong("predictions", path.display(), "expected a file in an existing folder")),
     }
 }
 
 /// Returns the method by which parameters are gathered.
 fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers> {
     if options.gathers.is_some() && ranks.world().is_none() {
-        let expected = "expected ranks that are processes (mpirun, torchrun): ranks that are threads read each other's \
-                        shards in memory; leave it out";
+        let expected = "expected ranks that are processes (mpirun, torchrun): threads read each other's shards in \
+                        memory; omit the option";
         return Err(wrong("gathers", "given", expected));
     }
     Ok(options.gathers.map_or(Gathers::Auto, |choice| match choice {
@@ -291,8 +287,7 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
     let mut options = options.clone();
     if let Some(World { world, variable, .. }) = ranks.world() {
         if let Some(asked) = options.ranks.filter(|asked| asked != world) {
-            let expected =
-                format!("expected {world}, the processes that were started (by {variable}); leave --ranks out");
+            let expected = format!("expected {world}, the number of started processes ({variable}); omit --ranks");
             return Err(wrong("ranks", asked, expected));
         }
         options.ranks = Some(*world);
@@ -316,7 +311,7 @@ pub(super) fn as_launched(options: &Options, ranks: &Ranks<'_>) -> Result<Option
             *size = taken.filter(|&size| size < world);
             if ranks.is_main() {
                 let (given, taken) = (given.unwrap_or(0), size.map_or("all of them".into(), |size| size.to_string()));
-                eprintln!("--{name} {given} does not divide the {world} ranks of this restart: {taken} it is");
+                eprintln!("--{name} {given} does not divide the {world} ranks of this restart: using {taken}");
             }
         }
     }
@@ -347,8 +342,8 @@ fn check_restarts(plan: &ZeroPlan) -> Result<()> {
     match number(RESTART_RANKS).map(|ranks| ranks as usize).filter(|_| is_first) {
         Some(ranks) if ranks > 0 && plan.batch.on(ranks).global != rows => {
             let expected = format!(
-                "expected a number that divides the {rows} rows of a step, so that restarts keep them; change --batch or --accumulation, \
-                 or the file's batch sizes"
+                "expected a number that divides the {rows} rows of a step, so that a restart keeps the batch; change \
+                 --batch or --accumulation, or the file's batch sizes"
             );
             Err(wrong("restart-ranks", ranks, expected))
         }
@@ -405,7 +400,7 @@ impl core::fmt::Display for Plan {
             plan.world, plan.zero.stage
         )?;
         if self.backend == BackendChoice::Cpu && matches!(plan.precision, Precision::Bf16 { .. }) {
-            writeln!(f, "  products       of bf16 by {}", zero_kernels::cpu::product_bf16::instructions())?;
+            writeln!(f, "  bf16 products  by {}", zero_kernels::cpu::product_bf16::instructions())?;
         }
         let micro_batches = match plan.batch.accumulation {
             1 => String::new(),
@@ -415,7 +410,7 @@ impl core::fmt::Display for Plan {
         let Data { order, held_out, unlabelled, tokens_per_row, .. } = &self.data;
         let (global, unit) = (plan.batch.global * self.data.units(), self.data.unit());
         write!(f, "  batch          {} row(s){} per rank{micro_batches}, ", plan.batch.micro, of(*tokens_per_row))?;
-        write!(f, "{global} {unit} a step, {} rows of data", order.rows)?;
+        write!(f, "{global} {unit} per step, {} rows of data", order.rows)?;
         if order.seed.is_some() {
             write!(f, ", shuffled")?;
         }
@@ -431,9 +426,11 @@ impl core::fmt::Display for Plan {
             writeln!(f, "  {line}")?;
             if line.starts_with("Optimizer") && plan.rule().weight_decay() != 0.0 {
                 let whose = match self.decay_except {
-                    DecayExcept::Nothing => "of all parameters",
-                    DecayExcept::Vectors => "not of biases and norms (--decay-except vectors)",
-                    DecayExcept::Embeddings => "not of biases, norms and embeddings (--decay-except embeddings)",
+                    DecayExcept::Nothing => "all parameters",
+                    DecayExcept::Vectors => "all parameters except biases and norms (--decay-except vectors)",
+                    DecayExcept::Embeddings => {
+                        "all parameters except biases, norms and embeddings (--decay-except embeddings)"
+                    }
                 };
                 writeln!(f, "  Weight decay: {whose}.")?;
             }
@@ -446,7 +443,7 @@ impl core::fmt::Display for Plan {
             writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
         }
         if let Some(prediction) = &self.prediction {
-            writeln!(f, "  a step         {prediction}")?;
+            writeln!(f, "  time per step  {prediction}")?;
         }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [
@@ -459,13 +456,13 @@ impl core::fmt::Display for Plan {
             writeln!(f, "    {kind:<12} {:>12}", format_bytes(bytes))?;
         }
         write!(f, "  all ranks      {}", format_bytes(self.need.total()))?;
-        for (bytes, place) in [(self.need.host, "in the host's memory"), (self.need.disk, "on the disk")] {
+        for (bytes, place) in [(self.need.host, "in host memory"), (self.need.disk, "on the disk")] {
             if bytes > 0 {
                 write!(f, ", and {} {place}", format_bytes(bytes * self.need.ranks))?;
             }
         }
         if let Some(memory) = &self.memory {
-            write!(f, "\n  of             {memory}")?;
+            write!(f, "\n  available      {memory}")?;
         }
         Ok(())
     }
@@ -477,7 +474,7 @@ mod tests {
     use burn::tensor::Tensor;
 
     use super::*;
-    use crate::trainer::{Activations, Burn021, FusedBackend, Rows};
+    use crate::trainer::{Activations, FusedBackend, Rows};
 
     /// A task whose activations take 64 MiB per row, in `blocks` blocks.
     struct Wide {
@@ -508,7 +505,7 @@ mod tests {
             Ok(model.forward(Tensor::<B, 2>::ones([rows.len(), 2], device)).mean())
         }
 
-        fn profile(&self, micro_batch: usize) -> Option<Profile> {
+        fn profile(&self, micro_batch: usize) -> Result<Profile> {
             let bytes = (micro_batch * (64 << 20)) as u64;
             let activations = match self.blocks {
                 0 => Activations { rest: bytes, ..Activations::default() },
@@ -516,7 +513,7 @@ mod tests {
                     Activations { blocks, block: bytes / blocks as u64, input: bytes / blocks as u64 / 16, rest: 0 }
                 }
             };
-            Some(Profile {
+            Ok(Profile {
                 parameters: vec![32 << 20],
                 frozen: Vec::new(),
                 quantized: Vec::new(),
@@ -538,7 +535,7 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, (&Burn021, &Wide { blocks }), &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            Plan::new(&options, &Wide { blocks }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
         };
         let memory = plan(0, 1, u64::MAX / 2).need.total();
         assert!(plan(0, 1, memory).notice.is_none());
@@ -570,8 +567,7 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, (&Burn021, &Wide { blocks: 64 }), &Budget::new(&options, &ranks).unwrap(), &ranks)
-                .unwrap()
+            Plan::new(&options, &Wide { blocks: 64 }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
         };
         let one = plan(u64::MAX / 2, false, false).need.total();
         let memory = one + (256 << 20);

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use zero_core::config::Tier;
-use zero_core::offload::{BufferPool, DiskError, PoolOptions, SwapDir, SwapFileOptions, Ticket};
+use zero_core::offload::{BufferPool, DiskError, PendingTransfer, PoolOptions, SwapDir, SwapFileOptions};
 use zero_kernels::cpu::{Matrix, linear};
 
 use super::{MemoryNeed, Profile};
@@ -50,9 +50,9 @@ impl core::fmt::Display for Prediction {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         write!(f, "about {:.0} s: {:.0} s of compute", self.compute + self.disk, self.compute)?;
         if self.disk > 0.0 {
-            write!(f, ", {:.0} s of moving state to and from the disk", self.disk)?;
+            write!(f, ", {:.0} s to move state to and from the disk", self.disk)?;
         }
-        write!(f, " (by a short probe)")
+        write!(f, " (estimated from a short probe)")
     }
 }
 
@@ -92,7 +92,7 @@ fn disk_rate(path: &Path) -> Result<f64, DiskError> {
     // Written twice: the first write of a place costs more, and a step writes what has been written before.
     for (write, counts) in [(true, false), (true, true), (false, true)] {
         let begin = Instant::now();
-        let mut flying: Vec<Ticket> = Vec::new();
+        let mut flying: Vec<PendingTransfer> = Vec::new();
         for part in region.parts(pool.buffer_bytes()) {
             if flying.len() == pool.count() {
                 flying.remove(0).wait(LIMIT)?;

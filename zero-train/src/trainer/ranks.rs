@@ -9,13 +9,13 @@ use zero_core::checkpoint::{Check, Checkpoint, Found, check_together, find_lates
 use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::launcher::{Start, World};
 use zero_core::collective::process::{self, ProcessRun};
-use zero_core::collective::{Failed, first_then};
+use zero_core::collective::{RankError, run_first};
 use zero_core::{Buffer, Collective, RankFailure, StartError};
 
 use super::Options;
 use crate::config::{Config, Watchdog};
 use crate::error::{Result, TrainError, io, of_ranks, wrong};
-use crate::launched::say_begun;
+use crate::launched::notify_started;
 use crate::step::EngineError;
 
 /// Default deadline of a wait for another rank.
@@ -60,7 +60,7 @@ pub(super) fn with_ranks<T>(options: &Options, body: impl Fn(&Ranks<'_>) -> Resu
     // What this rank itself found wrong, where another was the first to say so: the same input is wrong on all of them.
     let own: Cell<Option<TrainError>> = Cell::new(None);
     let outcome = process::run(&launch.process(), &start, |run| {
-        say_begun(world.rank);
+        notify_started(world.rank);
         run.warnings().iter().for_each(|warning| eprintln!("warning: {warning}"));
         let ranks = Ranks { launched: Some(world.clone()), process: Some(run) };
         body(&ranks).map_err(|error| {
@@ -106,7 +106,7 @@ fn from_launch(error: &zero_core::LaunchError<String>) -> TrainError {
     }
     if let zero_core::LaunchError::Start(start) = error {
         return match &**start {
-            StartError::Rendezvous(error) if error.may_pass() => TrainError::Late(error.to_string()),
+            StartError::Rendezvous(error) if error.is_transient() => TrainError::Timeout(error.to_string()),
             error @ (StartError::Rendezvous(_) | StartError::WithoutMpi { .. }) => {
                 TrainError::Launch(error.to_string())
             }
@@ -183,8 +183,8 @@ impl Ranks<'_> {
     pub(super) fn local_main_process_first<T>(&self, f: impl FnOnce() -> Result<T>) -> Result<T> {
         let Some(process) = self.process else { return f() };
         let comm = &**process.comm();
-        first_then(comm, comm.local_rank() == 0, f)?.map_err(|failed| match failed {
-            Failed::Here(error) => error,
+        run_first(comm, comm.local_rank() == 0, f)?.map_err(|failed| match failed {
+            RankError::Here(error) => error,
             failed => TrainError::Run(failed.to_string()),
         })
     }

@@ -49,8 +49,8 @@ impl Recipe {
     /// Formats the recipe for a person, before training.
     pub(super) fn told(&self, name: &str) -> String {
         format!(
-            "The recipe of {name}, as no --lr, --warmup, --schedule, --clip, --weight-decay or beta is given: learning rate {}, \
-             betas 0.9 and {}, weight decay {}, clipping to {} ({}).",
+            "Using the recipe of {name}, because no --lr, --warmup, --schedule, --clip, --weight-decay or beta is \
+             given: learning rate {}, betas 0.9 and {}, weight decay {}, clipping to {} ({}).",
             self.lr, self.beta2, self.weight_decay, self.clip, self.source
         )
     }

@@ -166,12 +166,12 @@ impl core::fmt::Display for Summary {
         rows(
             f,
             &[
-                (uncompressed != wire, "  without quantisation", size(uncompressed)),
+                (uncompressed != wire, "  without quantization", size(uncompressed)),
                 (across > 0, "  from other machines", size(across)),
-                (true, "  gradients not reduced yet", size(self.gradients_in_flight_bytes_peak)),
-                (true, "  gathered at one time", size(self.gathered_bytes_peak)),
+                (true, "  gradients not yet reduced", size(self.gradients_in_flight_bytes_peak)),
+                (true, "  gathered at once", size(self.gathered_bytes_peak)),
                 (self.checkpoints > 0, "checkpoints", format!("{:>12} {stall:>12.2} s stall each", self.checkpoints)),
-                (fresh.is_some(), "fresh memory after step 2", size(fresh.unwrap_or(0))),
+                (fresh.is_some(), "new memory after step 2", size(fresh.unwrap_or(0))),
             ],
         )?;
         write!(f, "  {:<28} {}", "peak memory of the process", size(self.peak_rss_bytes))?;

@@ -18,6 +18,8 @@ use zero_models::ModelConfig;
 #[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
+#[cfg(feature = "burn")]
+use super::count::Counting;
 use super::profile::Profile;
 use super::recipe::Recipe;
 use super::rows::Rows;
@@ -27,12 +29,12 @@ use crate::Result;
 pub type Measured = Vec<(&'static str, f64)>;
 
 /// A model, its data and its loss, for a [`Trainer`](super::Trainer). Three functions and a type are required; all others
-/// have a default. Without the feature `burn`, a task describes only model and data, and another [`Front`](super::Front)
+/// have a default. Without the feature `burn`, a task describes only model and data, and another [`Integration`](super::Integration)
 /// adds the model itself.
 ///
 /// The model is a Burn module over any backend, and does not depend on the rank. `rows` are numbers of training examples:
 /// every rank receives its own in each micro-batch. All data is in `self`, which ranks that are threads share.
-pub trait Task: Sync {
+pub trait Task: Sync + Sized {
     /// The model: `type Model<B: FusedBackend> = Net<B>;` for a `Net` that derives Burn's `Module`.
     #[cfg(feature = "burn")]
     type Model<B: FusedBackend>: Module<B>;
@@ -155,11 +157,25 @@ pub trait Task: Sync {
         None
     }
 
-    /// Returns the model's parameters, and the memory and compute of training on `micro_batch` rows. With `None`, they are
+    /// Returns the model's parameters, and the memory and compute of training on `micro_batch` rows. By default, they are
     /// counted in a forward pass on a backend that computes nothing.
-    fn profile(&self, micro_batch: usize) -> Option<Profile> {
-        let _ = micro_batch;
-        None
+    ///
+    /// # Errors
+    /// Same as [`model`](Self::model) and [`loss`](Self::loss); without the feature `burn`, there is no default.
+    fn profile(&self, micro_batch: usize) -> Result<Profile> {
+        #[cfg(feature = "burn")]
+        return super::count::profile(
+            [self.rows(), micro_batch],
+            |device| self.model::<Counting>(device),
+            |model, rows, device| self.loss(model, rows, device),
+        );
+        #[cfg(not(feature = "burn"))]
+        Err(crate::step::EngineError::Setting {
+            key: "Task::profile",
+            got: format!("not implemented (called for {micro_batch} rows)"),
+            expected: "without Burn 0.21 the trainer cannot profile a model: implement it for the task".into(),
+        }
+        .into())
     }
 
     /// Returns the model's configuration, from which an export takes its names and its `config.json`: of a family of this

@@ -6,7 +6,7 @@ use zero_core::alloc::PageKeeper;
 
 use super::Task;
 use super::checkpoints::{DataPosition, EpochState, TrainerState, other_batch};
-use super::front::{Front, Trainee};
+use super::integration::{Integration, RankEngine};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
@@ -18,8 +18,8 @@ use crate::signals::Watch;
 /// Trains by the plan, and returns the measurements.
 ///
 /// `allocator` is the process's allocator.
-pub(super) fn train<T: Task, F: Front<T>>(
-    front: &F,
+pub(super) fn train<T: Task, F: Integration<T>>(
+    integration: &F,
     task: &T,
     plan: &Plan,
     ranks: &Ranks<'_>,
@@ -28,28 +28,28 @@ pub(super) fn train<T: Task, F: Front<T>>(
     plan.checkpoints.prepare()?;
     if let Some(out) = plan.save_16bit.as_ref().filter(|out| out.exists()) {
         let problem =
-            "is there already, and the 16-bit model of this run would go there: move it away, or name another --out";
+            "already exists, and this run would save its 16-bit model there: move it away, or use another --out";
         return Err(wrong_data(out, problem));
     }
     let observer = ranks.is_main().then(|| Observer::new(plan).map(Mutex::new)).transpose()?;
     let watch = Watch::begin(ranks.is_main());
-    let _watch = watch.map_err(|error| TrainError::Run(format!("no handler of signals can be set: {error}")))?;
+    let _watch = watch.map_err(|error| TrainError::Run(format!("cannot install signal handlers: {error}")))?;
     let run = plan.run(ranks)?;
-    front.launch(task, &run, |trainee| run_rank(task, trainee, plan, observer.as_ref(), allocator))
+    integration.launch(task, &run, |engine| run_rank(task, engine, plan, observer.as_ref(), allocator))
 }
 
 fn run_rank(
     task: &impl Task,
-    trainee: &mut dyn Trainee,
+    engine: &mut dyn RankEngine,
     plan: &Plan,
     observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured> {
-    let (state, warnings) = begin(plan, trainee)?;
+    let (state, warnings) = begin(plan, engine)?;
     let done = state.step;
     // Rank 0 alone prints and writes.
-    let observer = observer.filter(|_| trainee.rank() == 0);
-    let mut training = Training::new(task, trainee, plan, observer, allocator, state);
+    let observer = observer.filter(|_| engine.rank() == 0);
+    let mut training = Training::new(task, engine, plan, observer, allocator, state);
     for warning in warnings {
         training.observe(|observer| observer.warn(done, &warning));
     }
@@ -60,13 +60,13 @@ fn run_rank(
 }
 
 /// Returns the initial state, fresh or from the checkpoint, which the engine loads too; and the warnings to report.
-fn begin(plan: &Plan, trainee: &mut dyn Trainee) -> Result<(TrainerState, Vec<String>)> {
+fn begin(plan: &Plan, engine: &mut dyn RankEngine) -> Result<(TrainerState, Vec<String>)> {
     let batch = plan.plan.batch.global;
     let data = DataPosition::first(&plan.data, batch);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, Vec::new()));
     };
-    let loaded = trainee.load(checkpoint)?;
+    let loaded = engine.load(checkpoint)?;
     let mut state = TrainerState::loaded(&loaded, checkpoint)?;
     let warning = state.data.differs_from(&data);
     if warning.is_some() {

@@ -1,6 +1,6 @@
 //! The steps of one rank: each is made, recorded, and followed by the work that is due.
 //!
-//! A step that a device computes by itself ([`Trainee::is_on_device`]) is recorded once the next one is queued on the
+//! A step that a device computes by itself ([`RankEngine::is_on_device`]) is recorded once the next one is queued on the
 //! device, so that the device has work while metrics are written. A step is recorded at once if something is due after it:
 //! evaluation, a checkpoint, the end of an epoch or of the run, a signal.
 
@@ -14,7 +14,7 @@ use zero_core::collective::launcher::started;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 
 use super::checkpoints::{Best, TrainerState};
-use super::front::Trainee;
+use super::integration::RankEngine;
 use super::observer::Observer;
 use super::plan::Plan;
 use super::steps::Steps;
@@ -56,7 +56,7 @@ const HEADROOM: u64 = 20;
 // What it was made of, then where it is.
 pub(super) struct Training<'a, 'p, T> {
     task: &'a T,
-    trainee: &'a mut dyn Trainee,
+    engine: &'a mut dyn RankEngine,
     plan: &'a Plan,
     /// Present only on rank 0.
     observer: Option<&'a Mutex<Observer<'p>>>,
@@ -98,7 +98,7 @@ struct Made {
 impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     pub(super) fn new(
         task: &'a T,
-        trainee: &'a mut dyn Trainee,
+        engine: &'a mut dyn RankEngine,
         plan: &'a Plan,
         observer: Option<&'a Mutex<Observer<'p>>>,
         allocator: Option<&'a PageKeeper>,
@@ -109,8 +109,8 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             plan,
             observer,
             allocator,
-            peak_flops: trainee.peak_flops(),
-            trainee,
+            peak_flops: engine.peak_flops(),
+            engine,
             saved: state.step,
             state,
             measured: Measured::default(),
@@ -135,7 +135,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     /// Begins a phase, whose memory is sampled from another thread.
     pub(super) fn phase(&self, phase: Phase) {
         self.observe(|observer| {
-            let probe = self.trainee.memory_probe();
+            let probe = self.engine.memory_probe();
             observer.begin(phase, move || probe().map(|(in_use, _)| in_use));
         });
     }
@@ -144,14 +144,14 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     pub(super) fn try_evaluation(&self) -> Result<()> {
         let data = &self.plan.data;
         let first = Rows::from(&[data.order.rows][..]);
-        if data.held_out > 0 && self.trainee.evaluate(&first)?.is_empty() {
-            let told = "the task's `evaluate` measured nothing: expected the loss first, and what else there is";
+        if data.held_out > 0 && self.engine.evaluate(&first)?.is_empty() {
+            let told = "the task's `evaluate` returned no values: expected the loss first, then any other metrics";
             return Err(TrainError::Run(told.into()));
         }
         if let Some(path) = self.plan.predictions.as_ref().filter(|_| data.held_out + data.unlabelled > 0)
-            && self.trainee.predict(&first)?.is_none()
+            && self.engine.predict(&first)?.is_none()
         {
-            let expected = "expected a task that says something of single rows, as text-classification does";
+            let expected = "expected a task that predicts single rows, such as text-classification";
             return Err(wrong("predictions", path.display(), expected));
         }
         Ok(())
@@ -195,10 +195,10 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     /// Makes a step's passes and update, and records the previous step while a device computes them. Also returns whether one did.
     fn make(&mut self, step: usize) -> Result<(Made, bool)> {
         let (begin, rank, world, batch) =
-            (Instant::now(), self.trainee.rank(), self.plan.plan.world, self.plan.plan.batch);
-        self.trainee.reset_peaks();
-        let wire_before = self.trainee.metrics().wire_bytes;
-        let (lr, loss_scale) = (self.trainee.lr(), self.trainee.loss_scale());
+            (Instant::now(), self.engine.rank(), self.plan.plan.world, self.plan.plan.batch);
+        self.engine.reset_peaks();
+        let wire_before = self.engine.metrics().wire_bytes;
+        let (lr, loss_scale) = (self.engine.lr(), self.engine.loss_scale());
         // Made as they are used: there may be very many.
         let (plan, used) = (self.plan, self.state.data.used);
         let rows = |micro: usize| {
@@ -208,24 +208,24 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         for micro in 0..batch.accumulation {
             let rows = rows(micro);
             tokens = tokens.zip(self.task.tokens(&rows)).map(|(sum, more)| sum + more);
-            self.trainee.micro_batch(&rows, shares.get(micro).map_or(&[], Vec::as_slice))?;
+            self.engine.micro_batch(&rows, shares.get(micro).map_or(&[], Vec::as_slice))?;
         }
         self.state.data.used += batch.global;
         // What is asked for here costs a device no time.
-        let is_on_device = self.trainee.is_on_device();
-        let mine = self.trainee.metrics();
+        let is_on_device = self.engine.is_on_device();
+        let mine = self.engine.metrics();
         let mine = RankMetrics {
             rank,
             wire_bytes: mine.wire_bytes.since(&wire_before),
             peak_rss_bytes: peak_rss_bytes().unwrap_or(0),
             ..mine
         };
-        let device_bytes = (self.trainee.memory_probe())();
+        let device_bytes = (self.engine.memory_probe())();
         if let Some(before) = self.made.take() {
             self.record(before)?;
         }
-        let (outcome, losses) = self.trainee.result()?;
-        let (elapsed, times) = (begin.elapsed(), self.trainee.take_times());
+        let (outcome, losses) = self.engine.result()?;
+        let (elapsed, times) = (begin.elapsed(), self.engine.take_times());
         let loss = losses.iter().sum::<f64>() / batch.accumulation as f64;
         let odd = losses.iter().enumerate().filter(|(_, loss)| !loss.is_finite());
         let odd = odd.flat_map(|(micro, _)| rows(micro).to_vec()).collect();
@@ -245,12 +245,12 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let weights: Vec<Vec<f64>> = weights.collect::<Result<_>>()?;
         if let Some(other) = weights.iter().find(|weights| weights.len() != terms) {
             let problem =
-                format!("the task's `weights` gave {terms} entries for some rows and {} for others", other.len());
+                format!("the task's `weights` returned {terms} entries for some rows and {} for others", other.len());
             return Err(TrainError::Run(problem));
         }
         let sum = |of: &[Vec<f64>], term: usize| of.iter().map(|weights| weights[term]).sum::<f64>();
         let mine: Vec<f64> = (0..terms).map(|term| sum(&weights, term)).collect();
-        let ranks = self.trainee.all_gather(&mine)?;
+        let ranks = self.engine.all_gather(&mine)?;
         let even = (micro_batches * ranks.len()) as f64;
         let all: Vec<f64> = (0..terms).map(|term| sum(&ranks, term)).collect();
         let share = |(weight, all): (&f64, &f64)| if *all > 0.0 { weight * even / all } else { 1.0 };
@@ -266,11 +266,11 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let most = batch.micro * batch.accumulation * plan.data.units();
         let tokens = tokens.unwrap_or(most) as f64;
         let report = RankReport { loss, signal: Signal::asked(), tokens, metrics: mine };
-        let reports = report.of_all_ranks(|values| self.trainee.all_gather(values))?;
+        let reports = report.of_all_ranks(|values| self.engine.all_gather(values))?;
         // A run that has all its steps behind it has ended by itself.
         let signal = Signal::of_ranks(reports.iter().map(|report| report.signal)).filter(|_| step < plan.steps);
         // One rank of each process.
-        let is_first_here = self.trainee.rank() == 0 || started().is_some();
+        let is_first_here = self.engine.rank() == 0 || started().is_some();
         if let Some(keeper) = self.allocator.filter(|_| step == SETTLED && is_first_here && world > 1) {
             keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
         }
@@ -318,8 +318,8 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         self.measured.steps.add(metrics);
         if self.in_a_row == MOST_SKIPPED {
             let told = format!(
-                "the last {MOST_SKIPPED} updates in a row were skipped, as gradients were not finite: use a smaller learning rate, a \
-                 warm-up, or clipping, or look at the data and the weights"
+                "the last {MOST_SKIPPED} updates in a row were skipped because gradients were not finite: use a \
+                 smaller learning rate, a warm-up, or clipping, or check the data and the weights"
             );
             return Err(self.give_up(told)?);
         }
@@ -333,7 +333,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     /// Gathers every rank's row numbers, in rank order. A collective operation.
     fn rows_of_all_ranks(&self, mine: &[usize]) -> Result<Vec<usize>> {
         let bytes = mine.iter().flat_map(|row| (*row as u64).to_le_bytes()).collect();
-        let all = self.trainee.all_gather_bytes(bytes)?.concat();
+        let all = self.engine.all_gather_bytes(bytes)?.concat();
         Ok(all.chunks_exact(8).map(|row| u64::from_le_bytes(row.try_into().expect("8 bytes")) as usize).collect())
     }
 
@@ -343,7 +343,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let step = self.state.step;
         if let Some(dir) = self.plan.checkpoints.due(step, true).filter(|_| self.saved != step) {
             self.save(dir)?;
-            if let Some(saved) = self.trainee.wait_for_save()? {
+            if let Some(saved) = self.engine.wait_for_save()? {
                 self.say(&format!("checkpoint {} is written", saved.display()));
             }
         }
@@ -351,7 +351,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     }
 
     fn save(&mut self, dir: &Path) -> Result<()> {
-        let save = save(self.plan, self.trainee, dir, &self.state)?;
+        let save = save(self.plan, self.engine, dir, &self.state)?;
         self.observe(|observer| observer.save(&save));
         self.saved = self.state.step;
         self.measured.saves += 1;
@@ -412,11 +412,11 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let begin = Instant::now();
         let averages = self.plan.eval_ema;
         if averages {
-            self.trainee.exchange_averages()?;
+            self.engine.swap_averages()?;
         }
-        let evaluated = evaluate_all(self.task, self.trainee, self.plan);
+        let evaluated = evaluate_all(self.task, self.engine, self.plan);
         if averages {
-            self.trainee.exchange_averages()?;
+            self.engine.swap_averages()?;
         }
         let values = match evaluated? {
             Ok(values) => values,
@@ -434,7 +434,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     /// Writes the outputs that are due at the end of a run.
     pub(super) fn finish(mut self) -> Result<Measured> {
         let plan = self.plan;
-        if let Some(saved) = self.trainee.wait_for_save()? {
+        if let Some(saved) = self.engine.wait_for_save()? {
             self.say(&format!("checkpoint {} is written", saved.display()));
         }
         let (steps, skipped) = (self.measured.steps.number, self.measured.steps.skipped);
@@ -443,34 +443,34 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if self.measured.signal.is_none() && steps > 0 && gives_up {
             let which = if skipped == steps { "all".into() } else { format!("the last {} of the", self.in_a_row) };
             return Err(TrainError::Diverged(format!(
-                "{which} {steps} steps were skipped, as gradients were not finite: use a smaller learning rate, a warm-up, or clipping, \
-                 lower the loss scale, or look at the data and the weights"
+                "{which} {steps} steps were skipped because gradients were not finite: use a smaller learning rate, a \
+                 warm-up, or clipping, lower the loss scale, or check the data and the weights"
             )));
         }
         // Nothing is trained or saved after this.
         if plan.eval_ema {
-            self.trainee.exchange_averages()?;
+            self.engine.swap_averages()?;
         }
         if let Some(out) = plan.save_16bit.as_ref().filter(|_| self.state.step == plan.steps) {
             // Full 16-bit weights; every rank takes part.
             let fp16 = matches!(plan.plan.precision, Precision::Fp16 { .. });
             let dtype = if fp16 { ExportDtype::Fp16 } else { ExportDtype::Bf16 };
             let options = ExportOptions { dtype, files: plan.model.files.clone(), ..ExportOptions::default() };
-            self.trainee.export(plan.model.config.as_ref(), out, &options)?;
+            self.engine.export(plan.model.config.as_ref(), out, &options)?;
             self.say(&format!("the 16-bit model ({dtype}) is saved in {}", out.display()));
         }
         if let Some(path) = plan.predictions.as_ref().filter(|_| self.measured.signal.is_none()) {
             let mut lines = Vec::new();
             let rows = plan.data.order.rows;
             let others = rows..rows + plan.data.held_out + plan.data.unlabelled;
-            self.measured.signal = each_of(others, plan, self.trainee, |rows, counted| {
-                let told = self.trainee.predict(rows)?.unwrap_or_default();
+            self.measured.signal = each_of(others, plan, self.engine, |rows, counted| {
+                let told = self.engine.predict(rows)?.unwrap_or_default();
                 told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
                 Ok(())
             })?;
             if self.measured.signal.is_none() {
-                let all = self.trainee.all_gather_bytes(lines)?.concat();
-                if self.trainee.rank() == 0 {
+                let all = self.engine.all_gather_bytes(lines)?.concat();
+                if self.engine.rank() == 0 {
                     write_whole(path, &all)?;
                     self.say(&format!("predictions are in {}", path.display()));
                 }
@@ -479,28 +479,28 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let signal = self.measured.signal;
         // For a person. On a device it would compile kernels for shapes that no training has.
         if plan.progress && signal.is_none() && plan.backend == BackendChoice::Cpu {
-            self.measured.sample = self.trainee.sample()?;
+            self.measured.sample = self.engine.sample()?;
         }
         self.observe(|observer| observer.end(self.state.step, signal));
         Ok(self.measured)
     }
 }
 
-fn save(plan: &Plan, trainee: &mut dyn Trainee, dir: &Path, state: &TrainerState) -> Result<SaveMetrics> {
+fn save(plan: &Plan, engine: &mut dyn RankEngine, dir: &Path, state: &TrainerState) -> Result<SaveMetrics> {
     let (step, options) = (state.step as u64, plan.checkpoints.options(state.best, &plan.model.files));
     let extra = state.saved(&plan.model, &plan.plan);
     let begin = Instant::now();
-    let bytes = trainee.save(dir, step, extra, &options)?;
+    let bytes = engine.save(dir, step, extra, &options)?;
     Ok(SaveMetrics { step: state.step, stall_seconds: begin.elapsed().as_secs_f64(), bytes })
 }
 
 /// Evaluates all held-out rows. Returns the figures, or the signal that ended it. All ranks evaluate equally often, because
 /// they may have to gather parameters together.
-fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
+fn evaluate_all(task: &impl Task, engine: &dyn RankEngine, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
     let (mut names, mut sums): (Vec<&str>, Vec<[f64; 2]>) = Default::default();
     let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
-    let signal = each_of(held_out, plan, trainee, |rows, counted| {
-        let (values, weights) = (trainee.evaluate(rows)?, task.weights(rows)?);
+    let signal = each_of(held_out, plan, engine, |rows, counted| {
+        let (values, weights) = (engine.evaluate(rows)?, task.weights(rows)?);
         sums.resize(values.len(), [0.0; 2]);
         names = values.iter().map(|(name, _)| *name).collect();
         for (i, ([sum, items], (_, value))) in sums.iter_mut().zip(values).enumerate() {
@@ -513,7 +513,7 @@ fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<
     if let Some(signal) = signal {
         return Ok(Err(signal));
     }
-    let ranks = trainee.all_gather(&sums.concat())?;
+    let ranks = engine.all_gather(&sums.concat())?;
     let total = |i: usize| ranks.iter().map(|rank| rank[i]).sum::<f64>();
     let mean = |i: usize| if total(2 * i + 1) > 0.0 { total(2 * i) / total(2 * i + 1) } else { 0.0 };
     let means: Vec<f64> = (0..names.len()).map(mean).collect();
@@ -537,10 +537,10 @@ fn evaluate_all(task: &impl Task, trainee: &dyn Trainee, plan: &Plan) -> Result<
 fn each_of(
     others: Range<usize>,
     plan: &Plan,
-    trainee: &dyn Trainee,
+    engine: &dyn RankEngine,
     mut each: impl FnMut(&Rows, usize) -> Result<()>,
 ) -> Result<Option<Signal>> {
-    let (world, batch, rank) = (plan.plan.world, plan.plan.batch.micro, trainee.rank());
+    let (world, batch, rank) = (plan.plan.world, plan.plan.batch.micro, engine.rank());
     let share = |rank: usize| others.len() / world + usize::from(rank < others.len() % world);
     let begin = others.start + (0..rank).map(share).sum::<usize>();
     let mine: Vec<usize> = (begin..begin + share(rank)).collect();
@@ -550,7 +550,7 @@ fn each_of(
             Some(rows) => each(&rows.into(), rows.len())?,
             None => each(&[begin - 1][..].into(), 0)?,
         }
-        let asked = trainee.all_gather(&[Signal::asked()])?;
+        let asked = engine.all_gather(&[Signal::asked()])?;
         if let Some(signal) = Signal::of_ranks(asked.iter().map(|rank| rank[0])) {
             return Ok(Some(signal));
         }

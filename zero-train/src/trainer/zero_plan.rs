@@ -117,8 +117,8 @@ fn precision(dtype: Dtype) -> Precision {
 pub(super) fn offload_to(options: &Options) -> Result<OffloadTo> {
     match (options.offload_to, options.backend) {
         (Some(OffloadTo::Host), BackendChoice::Cpu) => {
-            let expected = "expected disk: the cpu backend computes in the host's memory, so nothing would move; or use \
-                            --backend cuda";
+            let expected =
+                "expected disk: the cpu backend computes in host memory, so nothing would move; or use --backend cuda";
             Err(wrong("offload-to", "host", expected))
         }
         (Some(given), _) => Ok(given),
@@ -149,10 +149,10 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
     let there = Offload::to(offload_device(options)?);
     let choice = options.offload.unwrap_or(OffloadChoice::None);
     if let Some(ratio) = options.offload_ratio.filter(|ratio| !(0.0..=1.0).contains(ratio)) {
-        return Err(wrong("offload-ratio", ratio, "expected a share from 0 to 1"));
+        return Err(wrong("offload-ratio", ratio, "expected a fraction from 0 to 1"));
     }
     if let Some(ratio) = options.offload_ratio.filter(|_| choice == OffloadChoice::None) {
-        let expected = "expected with --offload optimizer or all, of whose optimizer state it is a share";
+        let expected = "expected --offload optimizer or all too: it is the fraction of optimizer state to offload";
         return Err(wrong("offload-ratio", ratio, expected));
     }
     if choice != OffloadChoice::None {
@@ -184,7 +184,8 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
     }
     if let Some(size) = groups_of("secondary-shard-size", options.secondary_shard_size)? {
         if options.shard_size.is_some() || !stage.shards_parameters() || size == 1 {
-            let expected = "expected 2 or more, at stage 3, and without --shard-size, within whose groups gathers stay by themselves";
+            let expected = "expected 2 or more, at stage 3, and without --shard-size, which already keeps gathers \
+                            within its groups";
             return Err(wrong("secondary-shard-size", size, expected));
         }
         builder = builder.secondary_shard_size(size);
@@ -251,14 +252,14 @@ fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Re
         });
     }
     let (to, swap) = match device.or(plan.offload_activations.as_ref()) {
-        None => ("nothing", None),
+        None => ("none", None),
         Some(OffloadDevice::Cpu) => ("host", None),
         Some(OffloadDevice::Nvme { path }) => ("disk", Some(path)),
     };
     // As paths: `/nvme/` is `/nvme`.
     let given_swap = options.swap.as_ref().filter(|given| Some(*given) != swap);
     let shown = |path: &PathBuf| path.display().to_string();
-    let or_nothing = |said: Option<String>| said.unwrap_or("nothing".into());
+    let or_nothing = |said: Option<String>| said.unwrap_or("none".into());
     let ratio = plan.offload_optimizer.as_ref().map_or(1.0, |offload| offload.ratio);
     let blocks = options.checkpoint_activations;
     if plan.zero.checkpointed_blocks == 0 {
@@ -337,7 +338,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
 fn agree(path: &Path, options: impl IntoIterator<Item = (&'static str, Option<String>, String)>) -> Result<()> {
     for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {
-            let expected = format!("{} says {planned}; leave the option out, or change the file", path.display());
+            let expected = format!("{} sets {planned}; omit the option, or change the file", path.display());
             return Err(wrong(option, given, expected));
         }
     }
@@ -349,5 +350,5 @@ fn text(value: Option<impl ToString>) -> Option<String> {
 }
 
 fn said(value: Option<f32>) -> String {
-    value.map_or_else(|| "nothing of the kind".into(), |value| value.to_string())
+    value.map_or_else(|| "none".into(), |value| value.to_string())
 }

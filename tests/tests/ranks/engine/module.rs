@@ -183,7 +183,7 @@ fn mistakes_are_told() {
         let optimizer = AdamWConfig::new().init();
         ZeroEngine::initialize(run.model.init::<B>(device), optimizer, config(1), device).map(|_| ())
     });
-    assert!(error.contains("keeps no fp32 masters"), "{error}");
+    assert!(error.contains("keeps no fp32 master weights"), "{error}");
     let error = fails(&ZeroConfig { param_dtype: Float::F16, ..run.zero.clone() }, |run, device| {
         ZeroEngine::initialize(run.model.init::<B>(device), Fused::new(Rule::sgd()), config(1), device).map(|_| ())
     });

@@ -50,7 +50,11 @@ fn collecting_the_gradients_of_a_model_that_was_never_prepared() {
         Ok(collect_grads::<Ad, _>(gradients(&model, &device, 0), &model).len())
     });
     let error = error("collect_grads without prepare", run, SOON);
-    assert_says("collect_grads without prepare", &error, &["has not seen", "call prepare on the whole model"]);
+    assert_says(
+        "collect_grads without prepare",
+        &error,
+        &["was not prepared", "call zero_burn::module::prepare on the whole model"],
+    );
 }
 
 /// Only part of the model is prepared.
@@ -129,5 +133,10 @@ fn a_parameter_that_has_become_an_ordinary_tensor() {
             Ok(collect_grads::<Ad, _>(gradients(&model, &device, 0), &model).len())
         })
     };
-    assert_noticed("a replaced parameter", run, SOON, &["has become an ordinary tensor", "zero_burn::module::prepare"]);
+    assert_noticed(
+        "a replaced parameter",
+        run,
+        SOON,
+        &["an ordinary tensor has replaced a parameter", "zero_burn::module::prepare"],
+    );
 }

@@ -6,7 +6,7 @@ use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
 use burn::tensor::{Tensor, TensorData};
 use burn_autodiff::Autodiff;
 use burn_backend::Backend;
-use zero_burn::module::{HeldGrads, collect_grads, grad_norm, mark, prepare, scale_grads};
+use zero_burn::module::{UnreducedGrads, collect_grads, grad_norm, mark, prepare, scale_grads};
 use zero_burn::{Zero, ZeroDevice};
 use zero_core::Stage;
 
@@ -76,7 +76,7 @@ pub fn parameters_made_of_one_tensor_are_two<B: Backend>() {
                 let loss = |model: &Two<Ad<B>>| model.a.val().sum() + model.b.val().sum().mul_scalar(10.0);
                 let grads = match held {
                     true => {
-                        let mut sums = HeldGrads::<Ad<B>>::default();
+                        let mut sums = UnreducedGrads::<Ad<B>>::default();
                         for _ in 0..2 {
                             mark::<Ad<B>, _>(&model);
                             sums.backward(loss(&model).mul_scalar(0.5), &model);

@@ -370,12 +370,12 @@ pub fn averages_follow_the_weights<B: Backend>() {
                 }
             }
             let before = weights(&model);
-            model = optimizer.exchange_averages(model);
+            model = optimizer.swap_averages(model);
             let there = weights(&model);
             let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-6;
             assert!(there.len() == expected.len() && there.iter().zip(&expected).all(close), "{there:?}, {expected:?}");
             assert!(there != before);
-            model = optimizer.exchange_averages(model);
+            model = optimizer.swap_averages(model);
             assert_eq!(weights(&model), before, "{stage}");
         });
     }
@@ -394,9 +394,9 @@ pub fn averages_follow_the_weights<B: Backend>() {
                 |model: &Awkward<Ad<B>>| model.twice.weight.val().into_data().iter::<f32>().collect::<Vec<_>>();
             let before = weights(&model);
             assert!(before.iter().all(|weight| weight.abs() <= 0.125));
-            model = optimizer.exchange_averages(model);
+            model = optimizer.swap_averages(model);
             assert!(weights(&model).iter().any(|weight| weight.abs() > 0.125), "the average is of before");
-            model = optimizer.exchange_averages(model);
+            model = optimizer.swap_averages(model);
             assert_eq!(weights(&model), before, "{param_dtype:?}");
         });
     }

@@ -21,7 +21,7 @@ pub enum Unreadable {
         source: std::io::Error,
     },
     /// It is not a record.
-    #[error("{} is no flight record: {source}", .path.display())]
+    #[error("{} is not a flight record: {source}", .path.display())]
     Format {
         /// The file.
         path: PathBuf,
@@ -233,11 +233,11 @@ impl core::fmt::Display for Report {
             )?;
             match (late.recorded, late.last_completed) {
                 (false, _) => write!(f, "; it left no record: its process is dead, stopped or cut off")?,
-                (true, Some(last)) => write!(f, "; the last it completed there is operation {last}")?,
-                (true, None) => write!(f, "; it has completed nothing there")?,
+                (true, Some(last)) => write!(f, "; the last operation that it completed in this group is {last}")?,
+                (true, None) => write!(f, "; it has completed no operation in this group")?,
             }
             match &late.doing {
-                Some(doing) => writeln!(f, ", and it waits in {doing}")?,
+                Some(doing) => writeln!(f, ", and it is waiting in {doing}")?,
                 None if late.recorded => writeln!(f, ", and it was in no operation")?,
                 None => writeln!(f)?,
             }
@@ -245,8 +245,8 @@ impl core::fmt::Display for Report {
         for (first, second) in self.mutual() {
             writeln!(
                 f,
-                "ranks {first} and {second} wait for each other: what one has sent does not reach the other; look at the link \
-                 between their machines"
+                "ranks {first} and {second} wait for each other: data sent by one does not reach the other; check the \
+                 network between their machines"
             )?;
         }
         for Different { group, seq, called } in &self.mismatches {
@@ -270,7 +270,7 @@ impl core::fmt::Display for Report {
         }
         if self.late.is_empty() && self.mismatches.is_empty() && self.waits.is_empty() {
             for (rank, reason) in &self.reasons {
-                writeln!(f, "rank {rank} waited for nobody; its record was written because: {reason}")?;
+                writeln!(f, "rank {rank} waited for no other rank; its record was written because: {reason}")?;
             }
         }
         Ok(())

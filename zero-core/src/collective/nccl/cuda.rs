@@ -59,7 +59,7 @@ fn driver() -> Result<bool, NcclError> {
         return Err(NcclError::Library {
             library: "libcuda",
             reason: "no library of this name can be loaded".into(),
-            advice: "run on a machine with an NVIDIA GPU and its driver; in a container, start it with its GPUs \
+            advice: "run on a machine with an NVIDIA GPU and its driver; start a container with access to the GPUs \
                      (docker run --gpus all)",
         });
     }

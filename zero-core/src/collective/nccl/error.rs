@@ -35,8 +35,8 @@ pub enum NcclError {
     },
     /// A device does not exist.
     #[error(
-        "there is no device {ordinal}: this process sees {count}; start no more ranks on a machine than it has GPUs, and \
-         look at CUDA_VISIBLE_DEVICES"
+        "there is no GPU {ordinal}: this process sees {count} GPU(s); start at most one rank per GPU on each machine, \
+         and check CUDA_VISIBLE_DEVICES"
     )]
     Device {
         /// Index of the requested device, from 0.
@@ -46,9 +46,9 @@ pub enum NcclError {
     },
     /// Two ranks chose the same device.
     #[error(
-        "ranks {first} and {second} have both chosen the GPU at {bus} of machine {host}, but NCCL needs one for each rank: \
-         set LOCAL_RANK to a number of its own for each process of a machine (torchrun does), or give each its own \
-         CUDA_VISIBLE_DEVICES, and start no more ranks than there are GPUs"
+        "ranks {first} and {second} both use the GPU at {bus} of machine {host}, but NCCL needs one GPU per rank: set \
+         a different LOCAL_RANK for each process of a machine (torchrun does), or a different CUDA_VISIBLE_DEVICES, \
+         and start at most one rank per GPU"
     )]
     Duplicate {
         /// The lower of the two ranks.
@@ -71,7 +71,7 @@ pub enum NcclError {
         other: String,
     },
     /// The operating system could not create a thread.
-    #[error("no thread to watch the communicator: {0}")]
+    #[error("cannot create a thread for the communicator: {0}")]
     Thread(std::io::Error),
     /// The ranks did not find each other.
     #[error(transparent)]

@@ -137,7 +137,7 @@ impl NcclComm {
     }
 
     fn make(control: Arc<dyn Collective>, device: usize, options: &NcclOptions) -> Result<Self, NcclError> {
-        const WHAT: &str = "making a communicator";
+        const WHAT: &str = "creating a communicator";
         let library = library::library()?;
         let version = library.version()?;
         let device = Device::open(device)?;
@@ -167,7 +167,7 @@ impl NcclComm {
             Arc::default(),
             options.high_priority,
         )?;
-        let at = core.group.at(0, &"making the communicator");
+        let at = core.group.at(0, &"the creation of the communicator");
         let mut comm: ncclComm_t = std::ptr::null_mut();
         let mut config = library::non_blocking(version);
         // SAFETY: the pointers are to locals, read during the call only; the context of the rank's device is current.
@@ -206,7 +206,7 @@ impl NcclComm {
         let mut comm: ncclComm_t = std::ptr::null_mut();
         {
             let handle = core.handle.lock();
-            let Some(parent) = handle.0 else { return Err(at.device("the communicator has been ended")) };
+            let Some(parent) = handle.0 else { return Err(at.device("the communicator has already been closed")) };
             // SAFETY: the parent is alive while the handle is locked, and the pointer to a local that lives until the call
             // has ended, which is waited for; without a configuration the child has its parent's.
             let code =
@@ -216,7 +216,7 @@ impl NcclComm {
             if comm.is_null() {
                 return Err(failed(NcclError::Call {
                     call: "ncclCommSplit",
-                    reason: "it gave no communicator".into(),
+                    reason: "it returned no communicator".into(),
                 }));
             }
             core.until_done(comm, at).inspect_err(|_| discard(core, comm))?;
@@ -240,7 +240,7 @@ mod tests {
         let other = identity("b", "0:1", 22_304);
         compare(&[a.clone(), b.clone(), other.clone()]).unwrap();
         let error = compare(&[other, a.clone(), a.clone()]).unwrap_err().to_string();
-        assert!(error.starts_with("ranks 1 and 2 have both chosen the GPU at 0:1 of machine a-name"), "{error}");
+        assert!(error.starts_with("ranks 1 and 2 both use the GPU at 0:1 of machine a-name"), "{error}");
         let error = compare(&[a, identity("a", "0:2", 21_805)]).unwrap_err().to_string();
         assert_eq!(error, "rank 1 has NCCL 2.18.5, but rank 0 has 2.23.4: install the same version for all ranks");
         assert_eq!(b.encode().len(), IDENTITY);

@@ -92,6 +92,6 @@ impl Drop for Inner {
 /// Ends a communicator whose creation has failed.
 pub(super) fn discard(core: &Core, comm: ncclComm_t) {
     if let Err(reason) = core.end_now(comm) {
-        tracing::debug!(rank = core.group.rank(), %reason, "of a communicator that was not made");
+        tracing::debug!(rank = core.group.rank(), %reason, "a communicator whose creation failed could not be aborted");
     }
 }

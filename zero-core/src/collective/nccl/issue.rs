@@ -13,7 +13,7 @@ use super::request::{DeviceRequest, check, words};
 use super::state::Issued;
 use super::{Compute, DevicePending, NcclComm, NcclError};
 use crate::CommError;
-use crate::collective::operation::At;
+use crate::collective::operation::OperationContext;
 use crate::collective::progress::apart;
 
 impl Inner {
@@ -22,7 +22,7 @@ impl Inner {
     /// # Safety
     ///
     /// A stream in `compute` is alive.
-    unsafe fn order_after(&self, compute: Compute, at: At<'_>) -> Result<Option<Event>, CommError> {
+    unsafe fn order_after(&self, compute: Compute, at: OperationContext<'_>) -> Result<Option<Event>, CommError> {
         let core = &self.core;
         let failed = |error: NcclError| core.fault(at.device(error));
         let ready = match compute {
@@ -36,14 +36,14 @@ impl Inner {
     }
 
     /// Waits on the host until the context has completed all its work, for drivers without events of contexts.
-    fn synchronize(&self, at: At<'_>) -> Result<(), CommError> {
+    fn synchronize(&self, at: OperationContext<'_>) -> Result<(), CommError> {
         let core = &self.core;
         let device = core.device.clone();
         // The driver's call has no deadline.
         let ended = apart(format!("rank-{}-nccl-sync", core.group.rank()), core.deadline, move || device.synchronize());
         match ended.map_err(|error| core.fault(at.device(NcclError::Thread(error))))? {
             Some(outcome) => outcome.map_err(|error| core.fault(at.device(error))),
-            None => Err(core.fault(at.stalled(core.deadline, "this rank's own work before it has not ended"))),
+            None => Err(core.fault(at.stalled(core.deadline, "this rank's own earlier work has not finished"))),
         }
     }
 
@@ -56,7 +56,7 @@ impl Inner {
         &self,
         requests: &[DeviceRequest],
         compute: Compute,
-        at: At<'_>,
+        at: OperationContext<'_>,
     ) -> Result<(Option<Event>, Event), CommError> {
         let core = &self.core;
         let failed = |error: NcclError| core.fault(at.device(error));
@@ -114,8 +114,8 @@ impl Inner {
     }
 
     /// Returns the error of a call on a communicator that has been ended.
-    fn lost(&self, at: At<'_>) -> CommError {
-        self.core.sound().err().unwrap_or_else(|| at.device("the communicator has been ended"))
+    fn lost(&self, at: OperationContext<'_>) -> CommError {
+        self.core.sound().err().unwrap_or_else(|| at.device("the communicator has already been closed"))
     }
 }
 

@@ -103,7 +103,7 @@ pub(super) fn library() -> Result<&'static Library, NcclError> {
     Err(NcclError::Library {
         library: "libnccl",
         reason: said.join("; "),
-        advice: "install NCCL 2.18 or newer (the package libnccl2, or nvidia-nccl of pip) and put its folder into \
+        advice: "install NCCL 2.18 or newer (the package libnccl2, or nvidia-nccl from pip) and add its folder to \
                  LD_LIBRARY_PATH",
     })
 }
@@ -126,7 +126,7 @@ impl Library {
             let last = (self.get_last_error)(std::ptr::null_mut());
             let last = if last.is_null() { String::new() } else { text(last) };
             match last.trim() {
-                "" => format!("{meaning} (set NCCL_DEBUG=WARN to hear more)"),
+                "" => format!("{meaning} (set NCCL_DEBUG=WARN for details)"),
                 last => format!("{meaning}: {last}"),
             }
         }

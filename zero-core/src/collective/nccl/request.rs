@@ -3,7 +3,7 @@
 
 use crate::CommError;
 use crate::accounting::WireKind;
-use crate::collective::operation::{At, Moved, labelled};
+use crate::collective::operation::{Moved, OperationContext, labelled};
 use crate::collective::{DType, ReduceOp};
 
 /// Contiguous elements in the memory of the communicator's device. It does not own them.
@@ -115,15 +115,15 @@ pub(super) fn words(requests: &[DeviceRequest], what: &str) -> String {
                 last.moved().words()
             )
         }
-        [] => "group of nothing".to_string(),
+        [] => "empty group".to_string(),
     };
     labelled(text, what)
 }
 
 /// Checks `requests` for a group of `world` ranks; `at` is the operation that an error names.
-pub(super) fn check(requests: &[DeviceRequest], world: usize, at: At<'_>) -> Result<(), CommError> {
+pub(super) fn check(requests: &[DeviceRequest], world: usize, at: OperationContext<'_>) -> Result<(), CommError> {
     let wrong = requests.iter().find_map(|request| Some((request, request.wrong(world)?)));
-    wrong.map_or(Ok(()), |(request, wrong)| Err(At { op: &request.moved().words(), ..at }.shape(wrong)))
+    wrong.map_or(Ok(()), |(request, wrong)| Err(OperationContext { op: &request.moved().words(), ..at }.shape(wrong)))
 }
 
 #[cfg(test)]
@@ -139,7 +139,7 @@ mod tests {
         let (k, f32) = (10, DType::F32);
         let gather = DeviceRequest::AllGather { input: slice(k, f32), output: slice(4 * k, f32) };
         let scatter = |op| DeviceRequest::ReduceScatter { input: slice(4 * k, f32), output: slice(k, f32), op };
-        let at = At { group: "world", seq: 3, rank: 1, op: &"" };
+        let at = OperationContext { group: "world", seq: 3, rank: 1, op: &"" };
         check(&[gather, scatter(ReduceOp::Mean)], 4, at).unwrap();
         assert_eq!(gather.moved().received(1, 4), Some((WireKind::AllGather, 120)));
         assert_eq!(scatter(ReduceOp::Sum).moved().received(1, 4), Some((WireKind::ReduceScatter, 120)));
@@ -154,7 +154,10 @@ mod tests {
         assert_eq!((cast.moved().received(1, 4), cast.moved().received(0, 4)), (None, Some((WireKind::Broadcast, 40))));
         for (bad, words) in [
             (reduce(slice(k, f32), slice(k, DType::F16), ReduceOp::Sum), "an output as long as the input, got 10 f32"),
-            (reduce(slice(k, DType::U8), slice(k, DType::U8), ReduceOp::Mean), "floats to take a mean of, got u8"),
+            (
+                reduce(slice(k, DType::U8), slice(k, DType::U8), ReduceOp::Mean),
+                "expected a float type for a mean, got u8",
+            ),
             (DeviceRequest::AllGather { input: slice(k, f32), output: slice(k, f32) }, "4 times as long as the input"),
             (DeviceRequest::Broadcast { buffer: slice(k, f32), root: 4 }, "a root below 4, got 4"),
         ] {

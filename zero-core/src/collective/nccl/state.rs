@@ -27,7 +27,7 @@ use super::library::{Code, IN_PROGRESS, Library, SUCCESS};
 use crate::CommError;
 use crate::accounting::{WireCounter, WireKind};
 use crate::collective::flight::Entry;
-use crate::collective::operation::{At, Group};
+use crate::collective::operation::{Group, OperationContext};
 use crate::collective::progress::apart;
 use crate::collective::{Collective, exit};
 
@@ -47,7 +47,7 @@ pub(super) struct Issued {
 }
 
 impl Issued {
-    pub(super) fn at<'a>(&'a self, group: &'a Group) -> At<'a> {
+    pub(super) fn at<'a>(&'a self, group: &'a Group) -> OperationContext<'a> {
         group.at(self.seq, &self.words)
     }
 }
@@ -213,8 +213,10 @@ impl Core {
         if waited >= self.deadline {
             let own = first.ready.as_ref().is_some_and(|ready| !ready.reached().unwrap_or(true));
             let state = match own {
-                true => "this rank's own work before it has not ended",
-                false => "it has been started here and goes on, so other ranks have not come to it, or are cut off",
+                true => "this rank's own earlier work has not finished",
+                false => {
+                    "it has started here but not finished, so other ranks have not started it or cannot be reached"
+                }
             };
             return Err(self.fault(at.stalled(waited, state)));
         }
@@ -222,7 +224,7 @@ impl Core {
     }
 
     /// Checks the library's errors and the other ranks for operation `at`.
-    fn look(&self, at: At<'_>, waiting: bool) -> Result<(), CommError> {
+    fn look(&self, at: OperationContext<'_>, waiting: bool) -> Result<(), CommError> {
         // A thread that holds the handle checks by itself.
         if let Some(handle) = self.handle.try_lock()
             && let Some(comm) = handle.0
@@ -236,7 +238,7 @@ impl Core {
         self.look_at_others(at, waiting)
     }
 
-    fn look_at_others(&self, at: At<'_>, waiting: bool) -> Result<(), CommError> {
+    fn look_at_others(&self, at: OperationContext<'_>, waiting: bool) -> Result<(), CommError> {
         match self.control.check(at.group, at.seq, at.op) {
             Ok(()) => Ok(()),
             Err(left @ CommError::PeerLeft { .. }) => {
@@ -270,7 +272,7 @@ impl Core {
 
     /// Waits until the library has completed its last call; checks the deadline and the other ranks meanwhile. The caller holds
     /// the handle's lock.
-    pub(super) fn until_done(&self, comm: ncclComm_t, at: At<'_>) -> Result<(), CommError> {
+    pub(super) fn until_done(&self, comm: ncclComm_t, at: OperationContext<'_>) -> Result<(), CommError> {
         let begin = Instant::now();
         loop {
             match self.library_state(comm) {
@@ -283,7 +285,7 @@ impl Core {
             let waited = begin.elapsed();
             if waited >= self.deadline {
                 let state =
-                    "NCCL has not finished setting it up, so other ranks have not come to it, or cannot be reached";
+                    "NCCL has not finished setting it up, so other ranks have not started it or cannot be reached";
                 return Err(self.fault(at.stalled(waited, state)));
             }
             // The first operation of a kind connects the ranks, which takes long; later ones take microseconds.
@@ -298,10 +300,11 @@ impl Core {
     pub(super) fn abort(&self) {
         let outcome = match self.handle.try_lock_for(ABORT) {
             Some(mut handle) => handle.0.take().map_or(Ok(()), |comm| self.end_now(comm)),
-            None => Err("NCCL does not return from a call".to_string()),
+            None => Err("an NCCL call has not returned".to_string()),
         };
         if let Err(reason) = &outcome {
-            tracing::warn!(rank = self.group.rank(), group = %self.group.label, %reason, "not aborted");
+            let (rank, group) = (self.group.rank(), &self.group.label);
+            tracing::warn!(rank, %group, %reason, "the communicator could not be aborted");
         }
         self.state.lock().aborted = Some(outcome);
         self.changed.notify_all();
@@ -320,7 +323,7 @@ impl Core {
             Ok(Some(SUCCESS | IN_PROGRESS)) => Ok(()),
             Ok(Some(code)) => Err(format!("ncclCommAbort: {}", self.library.explain(code))),
             Ok(None) => Err(format!("ncclCommAbort has not returned after {} s", ABORT.as_secs())),
-            Err(error) => Err(format!("the system gives no thread to end it: {error}")),
+            Err(error) => Err(format!("cannot create a thread to abort it: {error}")),
         }
     }
 
@@ -334,15 +337,15 @@ impl Core {
         let why = match &state.aborted {
             Some(Ok(())) => return,
             Some(Err(reason)) => reason.clone(),
-            None => "its watchdog has not come to it".to_string(),
+            None => "the watchdog did not abort it in time".to_string(),
         };
         let error = state.fault.clone().map_or(String::new(), |error| error.to_string());
         drop(state);
         // The fault has already notified the other ranks.
         self.control.recorder().finish(LEFT);
         eprintln!(
-            "{error}; its communicator could not be ended ({why}), so that it may still write to memory of the GPU: this \
-             process ends here"
+            "{error}; the communicator could not be aborted ({why}) and may still write to GPU memory, so this process \
+             exits"
         );
         exit::end_process(exit::code::WATCHDOG)
     }

@@ -11,7 +11,7 @@ use crossbeam_channel::Sender;
 use super::super::Buffer;
 use super::super::flight::Entry;
 use super::super::landing::Landing;
-use super::super::operation::At;
+use super::super::operation::OperationContext;
 use super::message::{Answer, Slot};
 use crate::CommError;
 use crate::exposure::{Exposure, Key};
@@ -44,8 +44,8 @@ pub(super) struct Exchange {
 }
 
 impl Exchange {
-    pub(super) fn at(&self, rank: usize) -> At<'_> {
-        At { group: &self.group, seq: self.slot.seq, rank, op: &self.op }
+    pub(super) fn at(&self, rank: usize) -> OperationContext<'_> {
+        OperationContext { group: &self.group, seq: self.slot.seq, rank, op: &self.op }
     }
 
     /// Releases the communication thread's references to the memory, then passes the result to the waiter.
@@ -74,8 +74,8 @@ pub(super) struct Read {
 }
 
 impl Read {
-    pub(super) fn at(&self, rank: usize) -> At<'_> {
-        At { group: "window", seq: self.key.version, rank, op: &self.op }
+    pub(super) fn at(&self, rank: usize) -> OperationContext<'_> {
+        OperationContext { group: "window", seq: self.key.version, rank, op: &self.op }
     }
 }
 

@@ -3,7 +3,7 @@
 //! A message is a kind and its fields in little-endian; texts are preceded by their length. Large payloads follow on the
 //! data channel under a tag that the message names.
 
-use super::super::standing::Trouble;
+use super::super::run_status::Failure;
 use crate::exposure::Key;
 
 /// Payloads up to this many bytes travel inside the control message.
@@ -76,9 +76,9 @@ pub(super) enum Message {
     /// The sender requests data that the receiver has published.
     Read { id: u64, window: u32, key: Key },
     /// The answer to a read.
-    Seen { id: u64, answer: Answer<Payload> },
+    ReadValue { id: u64, answer: Answer<Payload> },
     /// A rank has failed.
-    Abort(Trouble),
+    Abort(Failure),
     /// Ranks have ended.
     Ended { end: End, who: Who },
     /// The sender has ended, and takes part in no further operation of this group.
@@ -87,7 +87,7 @@ pub(super) enum Message {
 
 /// A message that cannot be decoded: the ranks run different builds.
 #[derive(Debug, thiserror::Error)]
-#[error("a message of {length} bytes cannot be read at byte {at}: do all ranks run the same build?")]
+#[error("a message of {length} bytes that cannot be decoded at byte {at}; run the same build on all ranks")]
 pub(super) struct Malformed {
     length: usize,
     at: usize,
@@ -171,7 +171,7 @@ impl Coded for String {
     }
 }
 
-impl Coded for Trouble {
+impl Coded for Failure {
     fn write(&self, to: &mut Vec<u8>) {
         serde_json::to_vec(self).expect("numbers and texts are always JSON").write(to);
     }
@@ -234,7 +234,7 @@ kinds!(Who: 0 Sender; 1 Branch; 2 All;);
 kinds!(Message:
     0 Arrived { slot, op, payload };
     1 Read { id, window, key };
-    2 Seen { id, answer };
+    2 ReadValue { id, answer };
     3 Abort(trouble);
     4 Ended { end, who };
     5 Absent { group };
@@ -274,16 +274,16 @@ mod tests {
                 payload: payload.clone(),
             },
             Message::Read { id: 9, window: 2, key: Key { object: 3, version: 4 } },
-            Message::Seen {
+            Message::ReadValue {
                 id: 9,
                 answer: Answer::Ready { tag: "f32 [2]".into(), payload: Payload::Inline(vec![1, 2]) },
             },
-            Message::Seen { id: 9, answer: Answer::Ready { tag: String::new(), payload } },
-            Message::Seen { id: 1, answer: Answer::Gone },
-            Message::Seen { id: 1, answer: Answer::Left },
-            Message::Seen { id: 1, answer: Answer::Failed("its disk".into()) },
-            Message::Abort(Trouble { peer: 1, reason: "é".into(), cause: Some(cause) }),
-            Message::Abort(Trouble { peer: 0, reason: "".into(), cause: None }),
+            Message::ReadValue { id: 9, answer: Answer::Ready { tag: String::new(), payload } },
+            Message::ReadValue { id: 1, answer: Answer::Gone },
+            Message::ReadValue { id: 1, answer: Answer::Left },
+            Message::ReadValue { id: 1, answer: Answer::Failed("its disk".into()) },
+            Message::Abort(Failure { peer: 1, reason: "é".into(), cause: Some(cause) }),
+            Message::Abort(Failure { peer: 0, reason: "".into(), cause: None }),
             Message::Ended { end: End::Part, who: Who::Sender },
             Message::Ended { end: End::Part, who: Who::All },
             Message::Ended { end: End::Process, who: Who::Branch },
@@ -294,7 +294,7 @@ mod tests {
     #[test]
     fn the_bytes_stay_what_they_are() {
         let payload = Payload::Follows { bytes: 3, tag: 0x0102 };
-        let message = Message::Seen { id: 7, answer: Answer::Ready { tag: "f".into(), payload } };
+        let message = Message::ReadValue { id: 7, answer: Answer::Ready { tag: "f".into(), payload } };
         let number = |first: u8, second: u8| [first, second, 0, 0, 0, 0, 0, 0];
         let parts = [&[2][..], &number(7, 0), &[0], &number(1, 0), b"f", &[1], &number(3, 0), &number(2, 1)];
         assert_eq!(message.encode(), parts.concat());

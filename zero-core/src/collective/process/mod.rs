@@ -19,7 +19,8 @@
 //! failures and ends go to a few ranks, which forward them (`rounds`): a rank of a thousand sends tens of messages. Only large
 //! data goes directly from each rank to every other. ADR 23 has the figures.
 //!
-//! The README has the costs measured by `examples/process_rates.rs`: transfer rates next to those of a plain copy and of MPI.
+//! `docs/book/src/many-machines.md` has the costs measured by `examples/process_rates.rs`: transfer rates next to those of a plain copy
+//! and of MPI.
 //! In addition, a barrier takes 16 to 35 microseconds while the cores are free, and an idle rank 14 to 19 ms of CPU time per
 //! second. Rates over MPI are with one copy from process to process (`process_vm_readv`, which a container must allow: the same
 //! user, and no stricter `ptrace_scope` or seccomp filter). With two copies through shared memory (`--mca
@@ -42,5 +43,5 @@ mod tests;
 mod traffic;
 
 pub use rank::ProcessComm;
-pub use rendezvous::{Refused, RendezvousError};
+pub use rendezvous::{RefusedConnections, RendezvousError};
 pub use run::{Failed, ProcessOptions, ProcessRun, run, start};

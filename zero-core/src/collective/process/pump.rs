@@ -19,7 +19,7 @@ use crossbeam_channel::{Receiver, Sender};
 
 use super::super::DType;
 use super::super::landing::{Landing, chunks};
-use super::super::operation::At;
+use super::super::operation::OperationContext;
 use super::super::rounds::{self, Node};
 use super::commands::{Asked, Command, Exchange, Exposed, Got, Job, Read, Share};
 use super::link::{Channel, Heard, Link, MAX_TAG};
@@ -201,7 +201,7 @@ impl<L: Link> Pump<L> {
             Command::Read(read) => {
                 let (id, window, key, peer) = (read.id, read.window, read.key, read.peer);
                 if self.lost[peer] {
-                    self.shared.blame(peer, "it has ended, and what it had published with it");
+                    self.shared.blame(peer, "it has ended, and the data that it published is no longer available");
                 }
                 let sound = self.shared.state.standing.check(read.at(self.shared.rank()), []);
                 self.reads.insert(id, Fetch { read, tag: String::new(), landing: None, pieces: 0 });
@@ -217,7 +217,7 @@ impl<L: Link> Pump<L> {
                     Answer::Failed(reason) => Answer::Failed(reason),
                     Answer::Ready { tag, payload } => return self.send_exposed(to, id, tag, payload),
                 };
-                self.say(to, &Message::Seen { id, answer })?;
+                self.say(to, &Message::ReadValue { id, answer })?;
             }
             Command::Abort => {
                 if let Some(trouble) = self.shared.state.standing.trouble() {
@@ -259,7 +259,7 @@ impl<L: Link> Pump<L> {
             Message::Read { id, window, key } => {
                 let _ = self.shared.jobs.send(Job::Asked(Asked { from, id, window, key }));
             }
-            Message::Seen { id, answer } => self.see(id, answer)?,
+            Message::ReadValue { id, answer } => self.see(id, answer)?,
             Message::Abort(trouble) => {
                 self.abort(trouble.clone())?;
                 // The flight record must show this rank's operations before the failure ends them.
@@ -352,7 +352,7 @@ impl<L: Link> Pump<L> {
         let receive = exchange.receives.iter().find(|receive| receive.peer == from);
         let expected = receive.map_or(0, |receive| receive.bytes.len());
         if op != exchange.op || receive.is_none() || payload.bytes() != expected {
-            let other_op = if op == exchange.op { format!("{op}, of {} bytes here", payload.bytes()) } else { op };
+            let other_op = if op == exchange.op { format!("{op} with {} bytes", payload.bytes()) } else { op };
             self.mismatch(slot, from, other_op);
             return Ok(());
         }
@@ -411,9 +411,9 @@ impl<L: Link> Pump<L> {
         let (landing, range, purpose) = match &read.into {
             Some((landing, range)) if range.len() == size => (landing.clone(), range.clone(), For::Read(id)),
             Some((_, range)) => {
-                let op = format!("{} of {} bytes", read.op, range.len());
-                let at = At { op: &op, ..read.at(self.shared.rank()) };
-                let error = at.mismatch(peer, format!("published {} of {size} bytes there", fetch.tag));
+                let op = format!("{} ({} bytes)", read.op, range.len());
+                let at = OperationContext { op: &op, ..read.at(self.shared.rank()) };
+                let error = at.mismatch(peer, format!("a publication of {} ({size} bytes)", fetch.tag));
                 self.end_read(id, Err(error));
                 // Its owner is sending it, and can end only after it has been received.
                 let (landing, range) = fresh();
@@ -481,7 +481,7 @@ impl<L: Link> Pump<L> {
             drop(landing);
             match bytes == expected {
                 true => self.landed(purpose),
-                false => self.shared.fail(&format!("{bytes} bytes came where {expected} were announced"), None),
+                false => self.shared.fail(&format!("received {bytes} bytes, but {expected} were announced"), None),
             }
         }
         Ok(busy)
@@ -558,7 +558,7 @@ impl<L: Link> Pump<L> {
     fn send_exposed(&mut self, to: usize, id: u64, tag: String, exposed: Exposed) -> Result<(), LinkError> {
         let bytes = (*exposed).as_ref();
         let (payload, data_tag) = self.announce_payload(bytes);
-        self.say(to, &Message::Seen { id, answer: Answer::Ready { tag, payload } })?;
+        self.say(to, &Message::ReadValue { id, answer: Answer::Ready { tag, payload } })?;
         match data_tag {
             Some(data_tag) => {
                 self.send_payload(to, data_tag, bytes, None, || Held::Exposed(exposed.clone()))?;

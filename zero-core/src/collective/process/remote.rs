@@ -9,7 +9,7 @@ use crossbeam_channel::{Receiver, bounded};
 
 use super::super::flight::{Entry, Opening};
 use super::super::landing::Landing;
-use super::super::operation::At;
+use super::super::operation::OperationContext;
 use super::super::{Buffer, DType};
 use super::commands::{Command, Got, Job, Lookup, Read};
 use super::rank::ProcessComm;
@@ -44,7 +44,7 @@ impl Remote {
     }
 
     pub(crate) fn check(&self, what: &str) -> Result<(), CommError> {
-        let at = At { group: "window", seq: 0, rank: self.shared.rank(), op: &what };
+        let at = OperationContext { group: "window", seq: 0, rank: self.shared.rank(), op: &what };
         self.shared.state.standing.check(at, [])
     }
 
@@ -108,9 +108,9 @@ impl Remote {
             let peer = asking.peer;
             let (theirs, _) = asking.wait()?;
             if theirs != tag {
-                let op = format!("a gather of {what} of {tag}, {length} bytes");
-                let at = At { group: "window", seq: key.version, rank: self.shared.rank(), op: &op };
-                return Err(at.mismatch(peer, format!("published {theirs} there")));
+                let op = format!("a gather of {what} as {tag} ({length} bytes)");
+                let at = OperationContext { group: "window", seq: key.version, rank: self.shared.rank(), op: &op };
+                return Err(at.mismatch(peer, format!("a publication of {theirs}")));
             }
         }
         let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
@@ -134,7 +134,7 @@ pub(crate) struct Asking {
 impl Asking {
     /// Waits for the read; returns the owner's tag, and the bytes unless they went to `into`.
     pub(crate) fn wait(self) -> Result<(String, Option<Vec<u8>>), CommError> {
-        let at = At { group: "window", seq: self.version, rank: self.shared.rank(), op: &self.op };
+        let at = OperationContext { group: "window", seq: self.version, rank: self.shared.rank(), op: &self.op };
         let Got { tag, bytes } = self.shared.await_reply(at, &self.result, self.begin, (&self.entry, 0))?;
         let bytes = bytes.map(|landing| {
             let landing = Arc::into_inner(landing).expect("the communication thread lets go before it replies");
@@ -148,6 +148,6 @@ impl Asking {
 impl Drop for Asking {
     fn drop(&mut self) {
         // Has no effect if the read was waited for.
-        self.shared.state.recorder.close(&self.entry, Err("nobody waits for it any more".to_string()));
+        self.shared.state.recorder.close(&self.entry, Err("its caller no longer waits for it".to_string()));
     }
 }

@@ -10,10 +10,10 @@ use crossbeam_channel::{RecvTimeoutError, bounded, unbounded};
 
 use super::super::comm::{Comm, RankState};
 use super::super::flight::Recorder;
-use super::super::launcher::{Place, Rendezvous, Start, World};
+use super::super::launcher::{Rendezvous, Start, Topology, World};
 use super::super::progress::joined;
 use super::super::rounds;
-use super::super::standing::{Standing, Trouble};
+use super::super::run_status::{Failure, RunStatus};
 use super::super::threads::{ThreadOptions, caught, panic_reason};
 use super::super::{Collective, exit};
 use super::commands::{Command, Job};
@@ -21,7 +21,7 @@ use super::link::tcp::TcpLink;
 use super::link::{Link, MAX_CHUNK};
 use super::pump::Pump;
 use super::rank::{ProcessComm, ProcessRank};
-use super::rendezvous::{self, Mesh, Refused};
+use super::rendezvous::{self, Mesh, RefusedConnections};
 use super::serve::serve;
 use super::shared::Shared;
 use crate::collective::error::{LinkError, StartError};
@@ -104,15 +104,15 @@ pub fn start(options: &ProcessOptions, start: &Start) -> Result<ProcessRun, Star
 }
 
 /// Returns warnings for the user about the connections between the ranks.
-fn warnings(job: &Rendezvous, refused: &[Refused]) -> Vec<String> {
+fn warnings(job: &Rendezvous, refused: &[RefusedConnections]) -> Vec<String> {
     let Rendezvous { rank, host, port, .. } = job;
     let mut all = Vec::new();
     if *rank == 0 && job.secret.is_none() {
-        let who = if job.is_local() { "any user of this machine" } else { "whoever reached rank 0" };
+        let who = if job.is_local() { "any user of this machine" } else { "anyone who could reach rank 0" };
         all.push(format!("the ranks have no ZERO_SECRET: {who} could have joined the job at {host}:{port}"));
     }
     all.extend(refused.iter().map(|refused| {
-        let Refused { count, from, reason } = refused;
+        let RefusedConnections { count, from, reason } = refused;
         let (were, first) = if *count == 1 { ("was", "from") } else { ("were", "the first from") };
         format!("{count} connection(s) to rank {rank}, {first} {from}, {were} refused: {reason}")
     }));
@@ -124,19 +124,20 @@ const MOST_RANKS: usize = 64;
 const MOST_MACHINES: usize = 16;
 
 /// Returns advice on the alternatives to sockets if there are more ranks or machines than these are meant for.
-fn beyond_sockets(place: &Place) -> Option<String> {
+fn beyond_sockets(place: &Topology) -> Option<String> {
     let is_beyond = place.world > MOST_RANKS || place.nodes > MOST_MACHINES;
     (place.rank == 0 && is_beyond).then(|| {
         format!(
-            "{} ranks on {} machine(s) are connected by sockets, which are meant for one machine or a first \
-             try, up to {MOST_RANKS} ranks or {MOST_MACHINES} machines: for more take MPI (a build with --features mpi, started by \
-             mpirun or srun), and with GPUs NCCL (--features cuda), whose payloads do not go by sockets",
+            "{} ranks on {} machine(s) are connected by sockets, which are intended for one machine or a first try, \
+             with at most {MOST_RANKS} ranks and {MOST_MACHINES} machines: for more, use MPI (build with --features \
+             mpi, start with mpirun or srun), and on GPUs also NCCL (--features cuda), which does not send its data \
+             through these sockets",
             place.world, place.nodes
         )
     })
 }
 
-fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Place), LinkError> + Send {
+fn over_sockets(mesh: Mesh) -> impl FnOnce() -> Result<(TcpLink, Topology), LinkError> + Send {
     move || Ok((TcpLink::new(mesh.streams, mesh.dial)?, mesh.place))
 }
 
@@ -155,8 +156,8 @@ fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, Start
     // would train a copy, and write the same files.
     if world.world != sees {
         let reason = format!(
-            "the launcher has started {} ranks (by {}), but MPI sees {sees}: use the launcher that belongs to this MPI library \
-             (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)",
+            "the launcher started {} ranks (by {}), but MPI sees {sees}: use the launcher that belongs to this MPI \
+             library (srun --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI)",
             world.world, world.variable
         );
         return Err(StartError::Mpi(LinkError { call: "MPI_Init_thread", reason }));
@@ -168,7 +169,7 @@ fn over_mpi(options: &ProcessOptions, world: &World) -> Result<ProcessRun, Start
 pub(super) fn over<L: Link>(
     options: &ProcessOptions,
     rank: usize,
-    open: impl FnOnce() -> Result<(L, Place), LinkError> + Send + 'static,
+    open: impl FnOnce() -> Result<(L, Topology), LinkError> + Send + 'static,
 ) -> Result<ProcessRun, StartError> {
     let failed = |source: std::io::Error| StartError::Thread { rank, source };
     let (commands, inbox) = unbounded();
@@ -187,7 +188,7 @@ pub(super) fn over<L: Link>(
         };
         let recorder = Recorder::new(place.rank, place.world, flight_dir);
         let near = rounds::neighbours(place.rank, place.world).into_iter().chain([place.rank]);
-        let standing = Arc::new(Standing::new(place.world, near));
+        let standing = Arc::new(RunStatus::new(place.world, near));
         let state = RankState { place, deadline, recorder, wire: Arc::default(), standing };
         let shared = Shared::new(state, commands, jobs);
         let _ = ready.send(Ok(shared.clone()));
@@ -206,7 +207,9 @@ pub(super) fn over<L: Link>(
         Err(RecvTimeoutError::Disconnected) => return Err(unopened("its thread has panicked".into())),
         Err(RecvTimeoutError::Timeout) => {
             let waited = deadline.as_secs();
-            return Err(unopened(format!("it has not returned after {waited} s: has a rank ended before it?")));
+            return Err(unopened(format!(
+                "it has not returned after {waited} s; check whether a rank ended before calling it"
+            )));
         }
     };
     let server = shared.clone();
@@ -280,7 +283,7 @@ impl ProcessRun {
         if waited.is_ok() {
             self.end();
         }
-        let Some(Trouble { peer, reason, cause }) = shared.state.standing.trouble() else { return Ok(()) };
+        let Some(Failure { peer, reason, cause }) = shared.state.standing.trouble() else { return Ok(()) };
         let failure = match (failure, cause) {
             // A passed deadline stays one, whatever error the body made of it: the exit code depends on it.
             (Some(own), cause) if peer == rank && !matches!(cause, Some(CommError::Timeout { .. })) => own,
@@ -310,10 +313,10 @@ impl ProcessRun {
         let reason = match ended {
             Some(Ok(Ok(true))) => return,
             Some(Ok(Err(error))) => error.to_string().into(),
-            _ => "its communication did not end".into(),
+            _ => "its communication did not end cleanly".into(),
         };
         // Kept as this run's failure, if it has none yet. No rank is left to be notified.
-        shared.note(Trouble { peer: shared.rank(), reason, cause: None });
+        shared.note(Failure { peer: shared.rank(), reason, cause: None });
     }
 }
 
@@ -369,7 +372,7 @@ impl Drop for ProcessRun {
     fn drop(&mut self) {
         if self.threads.is_some() {
             // Has no effect if the run has failed already.
-            self.comm.abort("it ended its run without finishing it");
+            self.comm.abort("it dropped its run without finishing it");
             self.end();
         }
     }
@@ -422,7 +425,15 @@ mod tests {
     fn more_ranks_than_sockets_are_for_are_told_what_to_take() {
         let told = |rank, world, nodes| {
             let node_of = (0..world).map(|rank| rank % nodes).collect();
-            beyond_sockets(&Place { rank, world, local_rank: 0, local_world: world / nodes, node: 0, nodes, node_of })
+            beyond_sockets(&Topology {
+                rank,
+                world,
+                local_rank: 0,
+                local_world: world / nodes,
+                node: 0,
+                nodes,
+                node_of,
+            })
         };
         assert!(told(0, 64, 16).is_none() && told(1, 65, 1).is_none());
         for (world, nodes) in [(65, 1), (34, 17)] {

@@ -9,8 +9,8 @@ use crossbeam_channel::{Receiver, RecvTimeoutError, Sender};
 
 use super::super::comm::RankState;
 use super::super::flight::Entry;
-use super::super::operation::At;
-use super::super::standing::Trouble;
+use super::super::operation::OperationContext;
+use super::super::run_status::Failure;
 use super::commands::{Command, Job, Parked};
 use crate::CommError;
 
@@ -50,15 +50,15 @@ impl Shared {
 
     /// Fails the run for a reason on this rank, and notifies all ranks.
     pub(super) fn fail(&self, reason: &str, cause: Option<&CommError>) {
-        self.tell(Trouble { peer: self.rank(), reason: reason.into(), cause: cause.cloned() });
+        self.tell(Failure { peer: self.rank(), reason: reason.into(), cause: cause.cloned() });
     }
 
     /// Fails the run because of `peer`, which cannot report it itself, and notifies all ranks.
     pub(super) fn blame(&self, peer: usize, reason: &str) {
-        self.tell(Trouble { peer, reason: reason.into(), cause: None });
+        self.tell(Failure { peer, reason: reason.into(), cause: None });
     }
 
-    fn tell(&self, trouble: Trouble) {
+    fn tell(&self, trouble: Failure) {
         let reason = trouble.reason.clone();
         if self.state.standing.keep(trouble) {
             // The others are notified first: the record may take a while.
@@ -68,7 +68,7 @@ impl Shared {
     }
 
     /// Keeps the first failure, and writes the flight record with it.
-    pub(super) fn note(&self, trouble: Trouble) {
+    pub(super) fn note(&self, trouble: Failure) {
         let reason = trouble.reason.clone();
         if self.state.standing.keep(trouble) {
             self.state.recorder.write(&reason);
@@ -94,7 +94,7 @@ impl Shared {
     /// waits for may themselves wait, in a chain of `behind` ranks; this wait is then longer, so that theirs time out first.
     pub(super) fn await_reply<T>(
         &self,
-        at: At<'_>,
+        at: OperationContext<'_>,
         reply: &Receiver<Result<T, CommError>>,
         begin: Instant,
         (entry, behind): (&Entry, u8),
@@ -104,8 +104,8 @@ impl Shared {
             Ok(outcome) => outcome,
             Err(RecvTimeoutError::Disconnected) => Err(self.stopped(at)),
             Err(RecvTimeoutError::Timeout) => {
-                let indirectly = format!("{} (its rank or one that this waits for)", at.op);
-                let at = if behind > 0 { At { op: &indirectly, ..at } } else { at };
+                let indirectly = format!("{} (the listed ranks may be waiting for others themselves)", at.op);
+                let at = if behind > 0 { OperationContext { op: &indirectly, ..at } } else { at };
                 let error = at.timeout(begin.elapsed(), entry.missing());
                 self.fail(&error.to_string(), Some(&error));
                 Err(error)
@@ -116,7 +116,7 @@ impl Shared {
     }
 
     /// Returns the error of a wait for a communication thread that has ended.
-    pub(super) fn stopped(&self, at: At<'_>) -> CommError {
+    pub(super) fn stopped(&self, at: OperationContext<'_>) -> CommError {
         let ended = || at.failed(self.rank(), "this rank has ended its communication".into());
         self.state.standing.check(at, []).err().unwrap_or_else(ended)
     }

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-use super::super::launcher::{Place, Rendezvous, Start};
+use super::super::launcher::{Rendezvous, Start, Topology};
 use super::link::memory::{Hub, MemoryLink, Said};
 use super::run::{ProcessOptions, ProcessRun, over, start};
 use crate::checkpoint::{Check, Checkpoint, ElementType, Piece, SaveOptions, find_latest_together, piece_for, save};
 use crate::collective::agree;
-use crate::window::{Expose, Exposure, Key, Seen, Window};
+use crate::window::{Expose, Exposure, Key, ReadValue, Window};
 use crate::{Buffer, Collective, CommError, ReduceOp};
 
 /// Cost of a phase; counts are the maximum over the ranks.
@@ -105,7 +105,7 @@ fn costs(world: usize) -> Vec<Cost> {
         let (hub, of_link) = (&hub, hub.clone());
         let open = move || {
             let leaders: Vec<usize> = (0..world).map(|rank| rank - rank % 8).collect();
-            Ok((MemoryLink::open(of_link, rank), Place::from_leaders(rank, &leaders)))
+            Ok((MemoryLink::open(of_link, rank), Topology::from_leaders(rank, &leaders)))
         };
         let run = over(&options, rank, open).unwrap();
         let comm = run.comm().clone();
@@ -239,8 +239,8 @@ fn ranks_that_are_no_neighbours_connect_when_they_speak() {
         assert_eq!((sum.len(), sum[0]), (30_000, 13.0));
         let peer = (rank + 12) % WORLD;
         match window.read(peer, key, &"a value").unwrap() {
-            Seen::Bytes { bytes, .. } => assert_eq!(bytes, vec![peer as u8; 20_000]),
-            Seen::Here(_) => panic!("they are like processes"),
+            ReadValue::Bytes { bytes, .. } => assert_eq!(bytes, vec![peer as u8; 20_000]),
+            ReadValue::Here(_) => panic!("they are like processes"),
         }
         let parts = comm.all_gather(Buffer::F32(vec![rank as f32; 20_000])).unwrap().into_f32();
         assert!(parts.iter().enumerate().all(|(at, &value)| value == (at / 20_000) as f32));

@@ -93,7 +93,7 @@ impl Drop for DiskEngine {
             } else {
                 // The disk does not answer: a longer wait would hang the program.
                 let name = worker.thread().name().unwrap_or_default();
-                tracing::error!("thread {name} has not ended after {ENDING_LIMIT:?}");
+                tracing::error!("thread {name} did not end within {ENDING_LIMIT:?}");
             }
         }
     }
@@ -118,5 +118,5 @@ fn stop(backing: &Backing, queue: &Receiver<Chunk>, at_hand: Vec<Chunk>, reason:
 /// Returns an error message for a panic.
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
     let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
-    format!("a thread that served it panicked: {}", text.unwrap_or("no message"))
+    format!("its I/O thread panicked: {}", text.unwrap_or("no message"))
 }

@@ -88,7 +88,7 @@ fn open(backing: &Backing, depth: usize) -> Result<IoUring, String> {
         [("READ", opcode::Read::CODE), ("WRITE", opcode::Write::CODE), ("POLL_ADD", opcode::PollAdd::CODE)]
     {
         if !probe.is_supported(code) {
-            return Err(format!("the kernel's io_uring has no IORING_OP_{name}"));
+            return Err(format!("the kernel's io_uring does not support IORING_OP_{name}"));
         }
     }
     let file = [backing.fd().as_raw_fd()];

@@ -113,7 +113,7 @@ fn a_deadline_leaves_the_buffer_with_the_transfer_and_stops_the_file() {
         assert!(error.to_string().starts_with("the write of 300000 bytes at byte 0 of"), "{error}");
         assert_eq!(setup.pool.free(), 1);
         let refused = setup.file.read(region, setup.pool.take(LIMIT).unwrap()).unwrap_err();
-        assert!(matches!(refused, DiskError::Stopped { .. }) && refused.to_string().contains("did not end within"));
+        assert!(matches!(refused, DiskError::Stopped { .. }) && refused.to_string().contains("did not finish within"));
         // It comes back when the system is done with it.
         drop(setup.pool.take_many(2, LIMIT).unwrap());
     });

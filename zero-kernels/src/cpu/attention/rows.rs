@@ -36,7 +36,7 @@ impl<'a> RowsMut<'a> {
         let (len, stride) = (buffer.len(), 3 * d);
         assert!(
             if d == 0 { len == 0 } else { len.is_multiple_of(stride) },
-            "attention: a buffer of {len} elements is not whole rows of 3 x {d}"
+            "attention: a buffer of {len} elements is not a whole number of rows of 3 x {d}"
         );
         let rows = SharedRows::new(buffer, stride);
         [0, 1, 2].map(|part| {

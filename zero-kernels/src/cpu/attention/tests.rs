@@ -211,7 +211,7 @@ fn shapes_that_do_not_fit_are_named() {
     assert_panics(&["rows of `k` have 1 elements, expected at least 2"], || run(shape, 4, 1, 2, 2));
     assert_panics(&["`key_mask` has 1 elements, expected 2"], || run(shape, 4, 2, 1, 2));
     assert_panics(&["`lse` has 3 elements, expected 2"], || run(shape, 4, 2, 2, 3));
-    assert_panics(&["2 heads of queries cannot share 3 of keys"], || {
+    assert_panics(&["2 query heads cannot share 3 key heads"], || {
         run(Shape { heads: 2, kv_heads: 3, ..shape }, 4, 2, 2, 2);
     });
     assert_panics(&["a window of Some(0) keys"], || run(Shape { window: Some(0), ..shape }, 4, 2, 2, 2));

@@ -56,8 +56,11 @@ impl MatrixBf16<'_> {
         pairs: usize,
         panels: &mut [u32],
     ) {
-        assert!(lines.end <= self.rows && depth.end <= self.columns, "{lines:?} and {depth:?} lie outside of {self:?}");
-        assert!(pairs >= depth.len().div_ceil(2), "{pairs} pairs for a depth of {depth:?}");
+        assert!(
+            lines.end <= self.rows && depth.end <= self.columns,
+            "lines {lines:?} or depth {depth:?} are outside of {self:?}"
+        );
+        assert!(pairs >= depth.len().div_ceil(2), "{pairs} pairs are too few for a depth of {depth:?}");
         let mut panels = Panels::<W, BY_LINE>::new(panels, lines.len(), pairs);
         for line in (0..lines.len()).step_by(TILE) {
             let count = TILE.min(lines.len() - line);
@@ -186,8 +189,12 @@ impl<'a, const W: usize, const BY_LINE: bool> Panels<'a, W, BY_LINE> {
     fn new(data: &'a mut [u32], lines: usize, pairs: usize) -> Self {
         const { assert!(W.is_multiple_of(TILE / 2), "half a tile of lines would lie in two panels") };
         const { assert!(!BY_LINE || W.is_multiple_of(TILE), "a tile of lines would lie in two panels") };
-        assert_eq!(data.len(), lines.next_multiple_of(W) * pairs, "panels of {lines} lines of {pairs} pairs");
-        assert!(!BY_LINE || pairs.is_multiple_of(TILE), "tiles of {TILE} pairs, of {pairs}");
+        assert_eq!(
+            data.len(),
+            lines.next_multiple_of(W) * pairs,
+            "wrong size of panels of {lines} lines of {pairs} pairs"
+        );
+        assert!(!BY_LINE || pairs.is_multiple_of(TILE), "{pairs} pairs are not a whole number of tiles of {TILE}");
         Self { data, pairs }
     }
 

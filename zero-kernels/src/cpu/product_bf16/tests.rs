@@ -441,9 +441,9 @@ fn what_does_not_fit_is_named() {
             detected(Out::Bf16 { data: &mut [bf16::ZERO; 4], begin: Some(begin) }, a, b);
         });
     }
-    assert_panics(&["another number of elements"], || _ = MatrixBf16::new(&data, 2, 2));
-    assert_panics(&["beyond the 6 elements"], || _ = MatrixBf16::strided(&data, 2, 3, 4, 1));
-    assert_panics(&["beyond the 6 elements"], || _ = MatrixBf16::strided(&data, 3, 3, usize::MAX, 2));
+    assert_panics(&["wrong number of elements for a matrix of 2 x 2"], || _ = MatrixBf16::new(&data, 2, 2));
+    assert_panics(&["beyond its 6 elements"], || _ = MatrixBf16::strided(&data, 2, 3, 4, 1));
+    assert_panics(&["beyond its 6 elements"], || _ = MatrixBf16::strided(&data, 3, 3, usize::MAX, 2));
 }
 
 /// Returns whether this CPU lacks the kernel's instructions.

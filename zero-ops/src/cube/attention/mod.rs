@@ -67,7 +67,7 @@ pub(crate) fn backward<T: OnCube, const N: usize>(
         let way = Way::of(&inputs, &[&saved.grad]);
         backward_of::<_, N>(inputs, saved, way).into()
     });
-    made.try_into().unwrap_or_else(|_| unreachable!("a gradient for each part was promised"))
+    made.try_into().unwrap_or_else(|_| unreachable!("the kernel returns a gradient for each part"))
 }
 
 /// Algorithm of attention.

@@ -44,7 +44,7 @@ pub(crate) fn elsewhere<R: CubeRuntime>(lhs: CubeTensor<R>, rhs: CubeTensor<R>, 
     let (is_one, depth, dtype) = (shape.num_dims() == 2, shape[shape.num_dims() - 1], out.dtype);
     if lhs.dtype != DType::F32 && is_one && depth.is_multiple_of(TUNED_DEPTHS) && !has_matrix_units(&out) {
         let made = tuned_matmul(lhs, rhs, Some(out), MatmulStrategy::default(), dtype);
-        return made.expect("a product of matrices of one type is set up");
+        return made.expect("a product of matrices of one type can be set up");
     }
     plain(lhs, rhs, out)
 }

@@ -39,10 +39,10 @@ pub struct ConfigArgs {
     /// The file to write
     #[arg(long, short, default_value = "zero.yaml")]
     output: PathBuf,
-    /// Replace the file if it is there
+    /// Overwrite the file if it exists
     #[arg(long)]
     force: bool,
-    /// Ask nothing: defaults for what no flag says
+    /// Ask no questions, and use the default of every option that no flag sets
     #[arg(long)]
     defaults: bool,
     /// ZeRO stage, 0 to 3
@@ -57,19 +57,19 @@ pub struct ConfigArgs {
     /// Clip gradients to this global norm; 0 for no clipping
     #[arg(long, value_name = "NORM", visible_alias = "max-grad-norm")]
     clip: Option<f64>,
-    /// Where to offload optimizer state to (from stage 1)
+    /// Where to offload optimizer state (from stage 1)
     #[arg(long)]
     offload_optimizer: Option<Device>,
-    /// Where to offload parameters to (stage 3)
+    /// Where to offload parameters (stage 3)
     #[arg(long)]
     offload_param: Option<Device>,
-    /// Folder for what is offloaded to nvme
+    /// Folder for state that is offloaded to nvme
     #[arg(long, value_name = "DIR")]
     nvme_path: Option<PathBuf>,
     /// Save a 16-bit model at the end of training (stage 3)
     #[arg(long)]
     save_16bit: bool,
-    /// A DeepSpeed JSON to refer to, in place of everything about ZeRO
+    /// Refer to this DeepSpeed JSON file for all ZeRO settings
     #[arg(long, value_name = "FILE", conflicts_with_all = [
         "stage", "accumulation", "clip", "offload_optimizer", "offload_param", "nvme_path", "save_16bit", "dtype",
     ])]
@@ -111,20 +111,25 @@ impl ConfigArgs {
                 (None | Some(Device::None), _) => return Ok(None),
                 (Some(Device::Cpu), _) => OffloadDevice::Cpu,
                 (Some(Device::Nvme), Some(path)) => OffloadDevice::Nvme { path: path.clone() },
-                (Some(Device::Nvme), None) => bail!("--{flag} nvme: say in which folder with --nvme-path DIR"),
+                (Some(Device::Nvme), None) => {
+                    bail!("--{flag} nvme: expected a folder to offload to; name it with --nvme-path DIR")
+                }
             };
             let stage = answers.stage;
-            ensure!(stage >= least, "--{flag}: expected stage {least} or above, this is stage {stage}: raise --stage");
+            ensure!(stage >= least, "--{flag}: expected stage {least} or above, got stage {stage}; raise --stage");
             Ok(Some(place))
         };
         answers.offload_optimizer = place(self.offload_optimizer, "offload-optimizer", 1)?;
         answers.offload_param = place(self.offload_param, "offload-param", 3)?;
         let on_disk = |place: &Option<OffloadDevice>| matches!(place, Some(OffloadDevice::Nvme { .. }));
         if self.nvme_path.is_some() && !on_disk(&answers.offload_optimizer) && !on_disk(&answers.offload_param) {
-            bail!("--nvme-path: nothing is offloaded to nvme: add --offload-optimizer nvme, or leave it out");
+            bail!("--nvme-path: nothing is offloaded to nvme; add --offload-optimizer nvme, or omit --nvme-path");
         }
         if self.save_16bit && answers.stage != 3 {
-            bail!("--save-16bit: at stage {} every rank holds whole weights anyway; leave it out", answers.stage);
+            bail!(
+                "--save-16bit: at stage {} every rank holds the full weights anyway; omit --save-16bit",
+                answers.stage
+            );
         }
         answers.save_16bit = self.save_16bit;
         answers.zero_init = answers.stage == 3;
@@ -137,12 +142,12 @@ impl ConfigArgs {
 pub fn config(args: &ConfigArgs) -> Result<()> {
     let path = &args.output;
     if path.exists() && !args.force {
-        bail!("{} is there already: name another file with --output, or replace it with --force", path.display());
+        bail!("{} already exists: name another file with --output, or overwrite it with --force", path.display());
     }
     let mut answers = args.answers()?;
     if !args.defaults {
         if !std::io::stdin().is_terminal() {
-            bail!("there is no terminal to ask questions on: use --defaults, with flags for what is to be otherwise");
+            bail!("cannot ask questions without a terminal: use --defaults, and set other values with flags");
         }
         answers = answers.ask(&mut Terminal)?;
     }
@@ -153,7 +158,7 @@ pub fn config(args: &ConfigArgs) -> Result<()> {
     file.write_all(answers.to_yaml().as_bytes())?;
     file.as_file().sync_all()?;
     file.persist(path).with_context(|| format!("cannot write {}", path.display()))?;
-    println!("The configuration is saved at {}", path.display());
+    println!("Wrote the configuration to {}", path.display());
     Ok(())
 }
 
@@ -162,10 +167,10 @@ pub struct CheckArgs {
     /// A DeepSpeed JSON or an Accelerate YAML
     #[arg(required_unless_present = "keys")]
     file: Option<PathBuf>,
-    /// Print every key of one kind of file, as a Markdown table, in place of a check
+    /// Print all keys of this kind of file as a Markdown table, instead of checking a file
     #[arg(long, value_name = "KIND", conflicts_with = "file")]
     keys: Option<Keys>,
-    /// Number of ranks, where the file does not say [default: what its batch sizes come to, or 1]
+    /// Number of ranks, if the file does not set it [default: derived from its batch sizes, or 1]
     #[arg(long, value_parser = at_least_one)]
     ranks: Option<usize>,
     /// A preset or a folder with a config.json, to fill "auto" values that depend on the model
@@ -195,7 +200,7 @@ pub fn check(args: &CheckArgs) -> Result<()> {
     let model = args.model.as_deref().map(language::model).transpose()?;
     let width = model.and_then(|model| model.hidden_size());
     let (plan, filled) = trainer::outline(file, &args.hyper, args.steps, args.ranks, width)?;
-    println!("{} is right.", file.display());
+    println!("{} is valid.", file.display());
     if !filled.is_empty() {
         println!("Values of \"auto\" in `zero train`, and the option that sets each:");
         let values: Vec<String> =
@@ -212,18 +217,18 @@ pub fn check(args: &CheckArgs) -> Result<()> {
 
 #[derive(Debug, Args)]
 pub struct EstimateArgs {
-    /// Memory to fit into, such as 6GiB [default: what is available here]
+    /// Memory of this machine that the ranks may use, such as 6GiB [default: the available memory]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     memory: Option<u64>,
-    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large; llama-tiny,
-    /// llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a config.json
+    /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large;
+    /// llama-tiny, llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a config.json
     #[arg(long, value_name = "PRESET|DIR", required_unless_present = "parameters")]
     model: Option<String>,
-    /// In place of --model, the number of parameters of any model, such as 7e9 (a program on the trainer prints its own plan with
-    /// --dry-run)
+    /// Number of parameters of any model, such as 7e9, instead of --model (a program that uses the trainer prints its
+    /// own plan with --dry-run)
     #[arg(long, value_name = "N", value_parser = count, conflicts_with = "model")]
     parameters: Option<u64>,
-    /// With --parameters, those of the largest one [default: 2 % of them]
+    /// With --parameters, the number of elements of the largest parameter [default: 2 % of --parameters]
     #[arg(long, value_name = "N", value_parser = count, requires = "parameters")]
     largest: Option<u64>,
     /// Number of ranks over all nodes
@@ -232,10 +237,10 @@ pub struct EstimateArgs {
     /// Number of machines the ranks are spread over
     #[arg(long, default_value = "1", value_parser = at_least_one)]
     nodes: usize,
-    /// With --nodes, what a machine receives from the others, in Gbit/s
+    /// With --nodes, the bandwidth from the other machines into each machine, in Gbit/s
     #[arg(long, value_name = "GBITS", default_value = "100", value_parser = gbits)]
     link: f64,
-    /// With --nodes, what a rank receives from the others of its machine, in Gbit/s
+    /// With --nodes, the bandwidth from the other ranks of a machine into each rank, in Gbit/s
     #[arg(long, value_name = "GBITS", default_value = "400", value_parser = gbits)]
     local_link: f64,
     /// Precision: fp32, or 16 bit with fp32 master weights
@@ -272,7 +277,7 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     println!("{name}: {parameters} parameters, AdamW, {ranks} ranks, {here} on this machine");
     let bytes = |bytes: Option<u64>| bytes.map_or("unknown".into(), format_bytes);
     match args.memory {
-        Some(_) => println!("memory to fit into: {} (available here: {})\n", bytes(args.memory), bytes(available)),
+        Some(_) => println!("memory limit: {} (available here: {})\n", bytes(args.memory), bytes(available)),
         None => println!("memory available here: {}\n", bytes(available)),
     }
     let memory = args.memory.or(available);
@@ -290,32 +295,32 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
 
 #[derive(Debug, Args)]
 pub struct ExportArgs {
-    /// A checkpoint: a folder step-..., or the folder above it, of which the newest sound one is taken
+    /// A checkpoint folder (step-...), or its parent folder, whose newest valid checkpoint is exported
     #[arg(value_name = "CKPT")]
     checkpoint: PathBuf,
-    /// The folder to write, which must not exist or be empty
+    /// The folder to write; it must be empty or not exist
     out: PathBuf,
     /// Type of the elements: bf16, fp16 or fp32
     #[arg(long, default_value = "bf16")]
     dtype: ExportDtype,
-    /// Most bytes of tensors in one file, such as 5GB or 512MiB
+    /// Maximum size of the tensors in one file, such as 5GB or 512MiB
     #[arg(long, value_name = "SIZE", default_value = "5GB", value_parser = parse_bytes)]
     max_shard_size: u64,
-    /// Rename parameters, from their paths in the module, for a model of another family: `layers\.(\d+)=>h.$1`; may be given
-    /// several times, and each rule is applied to what those before have left
+    /// For a model of another family, rename parameters from their paths in the module: `layers\.(\d+)=>h.$1`; may be
+    /// given several times, and each rule applies to the result of the previous ones
     #[arg(long, value_name = "REGEX=>NAME")]
     rename: Vec<String>,
-    /// Add what LoRA has trained to the weights of its base, and write the whole model; without, the adapter alone is written, as
-    /// PEFT reads it. CKPT may be such a folder too
+    /// Merge a LoRA adapter into its base weights, and write the full model; without this option, only the adapter is
+    /// written, in PEFT's format. CKPT may also be a folder in PEFT's format
     #[arg(long, conflicts_with_all = ["rename", "transpose"])]
     merge: bool,
-    /// Write the moving averages of a run with --ema-decay in place of the weights
+    /// Write the moving averages of a run with --ema-decay instead of the weights
     #[arg(long)]
     ema: bool,
-    /// The folder with the base's weights, for --merge [default: where they were in training]
+    /// Folder with the base weights, for --merge [default: the folder that was used in training]
     #[arg(long, value_name = "DIR", requires = "merge")]
     base: Option<PathBuf>,
-    /// Store matrices transposed whose new names match: Burn's Linear has its weight as [in, out], PyTorch's as [out, in]
+    /// Transpose matrices whose new names match: Burn's Linear stores its weight as [in, out], PyTorch's as [out, in]
     #[arg(long, value_name = "REGEX")]
     transpose: Vec<String>,
 }
@@ -327,13 +332,18 @@ pub fn export(args: &ExportArgs) -> Result<()> {
     if let Some(known) = ModelConfig::adapter_base(&args.checkpoint).filter(|_| args.merge) {
         let Some(base) = args.base.clone().or(known) else {
             bail!(
-                "--merge {}: the adapter does not name a folder that is here: give the base's with --base DIR",
+                "--merge {}: the adapter does not name a base folder on this machine; name it with --base DIR",
                 args.checkpoint.display()
             );
         };
         let options = ExportOptions { files: side_files(&base)?, ..options };
         let written = merge(&base, &args.checkpoint, &args.out, &options)?;
-        println!("{} with {} tensors is in {}", base.display(), written.tensors, written.path.display());
+        println!(
+            "Wrote {} merged with the adapter, {} tensors, to {}",
+            base.display(),
+            written.tensors,
+            written.path.display()
+        );
         return Ok(());
     }
     let weights = if args.ema { Weights::Averaged } else { Weights::Trained };
@@ -346,7 +356,7 @@ pub fn export(args: &ExportArgs) -> Result<()> {
     }
     let written = &exported.written;
     println!(
-        "{}, step {}: {} with {} tensors in {}, {} in {} file(s), is in {}",
+        "{}, step {}: wrote {} with {} tensors in {}, {} in {} file(s), to {}",
         exported.checkpoint.display(),
         exported.step,
         match &exported.model {
@@ -365,8 +375,8 @@ pub fn export(args: &ExportArgs) -> Result<()> {
 pub fn train(options: &Options) -> ExitCode {
     if options.data.is_none() {
         eprintln!(
-            "error: --data is missing: name a text, a .jsonl or .parquet file, a folder of such files, or a .safetensors file with \
-             an int tensor `input_ids`"
+            "error: --data is missing: name a text file, a .jsonl or .parquet file, a folder of such files, or a \
+             .safetensors file with an int tensor `input_ids`"
         );
         return ExitCode::from(2);
     }
@@ -378,16 +388,16 @@ pub fn train(options: &Options) -> ExitCode {
 pub struct TokenizerArgs {
     /// The folder to write tokenizer.json, vocab.txt and tokenizer_config.json into
     out: PathBuf,
-    /// What to learn from: text; .jsonl or .parquet with a document in each row; a folder of such files
+    /// Training texts: a text file, .jsonl or .parquet with a document in each row, or a folder of such files
     #[arg(long, value_name = "FILE|DIR")]
     data: PathBuf,
-    /// The key of a JSON line, or the column of a Parquet file, that has the text [default: text]
+    /// JSON key or Parquet column with the text [default: text]
     #[arg(long, value_name = "NAME")]
     text_field: Option<String>,
-    /// Tokens of the vocabulary; fewer where the texts have no more
+    /// Number of tokens of the vocabulary; smaller if the texts do not yield as many
     #[arg(long, value_name = "N", default_value = "30522", value_parser = at_least_one)]
     vocab_size: usize,
-    /// Tell upper and lower case apart, and keep accents
+    /// Distinguish upper and lower case, and keep accents
     #[arg(long)]
     cased: bool,
 }
@@ -396,7 +406,7 @@ pub fn tokenizer(args: &TokenizerArgs) -> Result<()> {
     let source = Source::File(&args.data);
     let learned = Tokenizer::learn(&source, args.text_field.as_deref(), args.vocab_size, !args.cased)?;
     learned.save(&args.out)?;
-    println!("A WordPiece tokenizer of {} tokens is in {}", learned.tokens(), args.out.display());
+    println!("Wrote a WordPiece tokenizer with {} tokens to {}", learned.tokens(), args.out.display());
     Ok(())
 }
 
@@ -413,6 +423,6 @@ pub struct ReportArgs {
 pub fn report(args: &ReportArgs) -> Result<()> {
     let runs: Result<Vec<RunReport>, _> = args.runs.iter().map(|run| RunReport::read(run)).collect();
     write_page(&args.output, &runs?)?;
-    println!("The report is {}", args.output.display());
+    println!("Wrote the report to {}", args.output.display());
     Ok(())
 }

@@ -12,14 +12,14 @@ use zero_core::checkpoint::Check;
 use zero_train_cli::inspect::{self, Subject, folder};
 
 #[derive(Debug, Args)]
-#[command(after_help = "Exit code: 0 sound, 1 damaged (every problem is listed), 2 no checkpoint there.")]
+#[command(after_help = "Exit code: 0 intact, 1 damaged (every problem is listed), 2 no checkpoint found.")]
 pub struct InspectArgs {
-    /// The folder of a checkpoint (step-...), or the folder above
+    /// A checkpoint folder (step-...), or its parent folder
     path: PathBuf,
     /// List every tensor
     #[arg(long)]
     tensors: bool,
-    /// Look at manifest, sizes and headers only: compute no checksum of tensors
+    /// Check only manifest, sizes and headers, without computing checksums of tensors
     #[arg(long)]
     quick: bool,
     /// Print JSON

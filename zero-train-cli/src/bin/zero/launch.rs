@@ -10,8 +10,8 @@ use clap::Args;
 use zero_core::collective::flight::merge;
 use zero_core::collective::launcher::{SECRET, Secret, TRUSTED_NETWORK};
 use zero_train_cli::launcher::{
-    Asked, Ended, FIRST_RANKS, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTART_RANKS,
-    RESTARTS, SIGNALS, parse_hosts, physical_cores, slots, spread, supervise,
+    Ended, FIRST_RANKS, Job, LAUNCHED, LauncherError, Limits, Machines, Mpirun, Process, RESTART_RANKS, RESTARTS,
+    SIGNALS, StopSignals, parse_hosts, physical_cores, slots, spread, supervise,
 };
 
 /// Exit code of a program with invalid input: a restart would not help.
@@ -29,54 +29,56 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(60);
 // A field for each option.
 #[derive(Debug, Args)]
 pub struct LaunchArgs {
-    /// Number of ranks, each a process, on all machines together [default: num_processes of --config-file]
+    /// Total number of ranks on all machines, each a process [default: num_processes of --config-file]
     #[arg(long, short = 'n', value_parser = super::commands::at_least_one)]
     ranks: Option<usize>,
-    /// Start the ranks of this machine without an MPI launcher; they meet over sockets [default: where there is no mpirun, or
-    /// `train` was built without MPI]
+    /// Start the ranks of this machine without an MPI launcher; they connect over sockets [default: if there is no
+    /// mpirun, or `train` was built without MPI]
     #[arg(long, conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
     sockets: bool,
-    /// A YAML file of Accelerate's: num_processes, num_machines, machine_rank, main_process_ip, main_process_port
+    /// Read num_processes, num_machines, machine_rank, main_process_ip and main_process_port from this Accelerate YAML
+    /// file
     #[arg(long, value_name = "FILE")]
     config_file: Option<PathBuf>,
     #[command(flatten)]
     machines: Machines,
-    /// Ranks may meet without a secret where other machines reach them: nobody else is on their network
+    /// Let ranks connect without a secret at addresses that other machines reach, on a network without other users
     #[arg(long)]
     trusted_network: bool,
-    /// The machines: a line each, `node1 slots=4` or `node1:4`; read again before every restart
+    /// Hosts file with one machine per line, `node1 slots=4` or `node1:4`; read again before every restart
     #[arg(long, value_name = "FILE")]
     hosts: Option<PathBuf>,
-    /// Cores of each machine, to bind ranks to equal shares of [default: this machine's, without --hosts]
+    /// Cores per machine; each rank is bound to an equal share of them [default: this machine's, without --hosts]
     #[arg(long, value_parser = super::commands::at_least_one)]
     cores: Option<usize>,
-    /// The MPI launcher [default: mpirun or mpiexec of the PATH]
+    /// The MPI launcher [default: mpirun or mpiexec in the PATH]
     #[arg(long, value_name = "PATH")]
     mpirun: Option<PathBuf>,
-    /// A variable for the ranks' environment; may be given several times
+    /// Set an environment variable for the ranks; may be given several times
     #[arg(long = "env", value_name = "NAME=VALUE", value_parser = variable)]
     variables: Vec<(String, String)>,
-    /// An option for the MPI launcher, such as `--mpirun-option=--tag-output`; may be given several times
+    /// Pass an option to the MPI launcher, such as `--mpirun-option=--tag-output`; may be given several times
     #[arg(long = "mpirun-option", value_name = "OPTION", allow_hyphen_values = true)]
     options: Vec<String>,
-    /// Start again so often after a rank has died, from the last sound checkpoint in the program's --save
+    /// Restart at most this many times after a rank dies, from the last intact checkpoint in the program's --save
+    /// folder
     #[arg(long, value_name = "K", default_value_t = 0)]
     max_restarts: usize,
-    /// Number of ranks from the first restart on; with --hosts, never more than they have slots for. The rows of a step stay the same
+    /// Number of ranks after a restart; with --hosts, at most the number of slots. The rows per step stay the same
     /// [default: --ranks]
     #[arg(long, value_name = "N", value_parser = super::commands::at_least_one)]
     restart_ranks: Option<usize>,
-    /// Seconds that the MPI launcher, or the other ranks, have to end after a rank has failed, before they are ended
+    /// Seconds that the MPI launcher or the other ranks may still run after a rank fails, before they are terminated
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u64,
-    /// Seconds until a rank of this machine must have begun; for jobs that have ranks here [default: none for the first
-    /// attempt, and for later ones 120 if there were ranks here]
+    /// Seconds within which a rank must start on this machine, for jobs with ranks here [default: no limit for the
+    /// first attempt; with an MPI launcher, 120 for later attempts if ranks ran here before]
     #[arg(long, value_name = "SECONDS")]
     start_timeout: Option<u64>,
-    /// Print the command line, and run nothing
+    /// Print the command line without running it
     #[arg(long)]
     dry_run: bool,
-    /// The program with its arguments; `train ...` is this program's
+    /// The program and its arguments; `train ...` runs this program's `train`
     #[arg(last = true, required = true)]
     program: Vec<OsString>,
 }
@@ -102,10 +104,11 @@ impl LaunchArgs {
     fn mpirun(&self, machines: &Machines) -> Result<Option<Mpirun>> {
         let needs_mpi =
             self.hosts.is_some() || self.mpirun.is_some() || self.cores.is_some() || !self.options.is_empty();
-        if self.sockets || machines.are_several() {
+        if self.sockets || machines.is_multi_node() {
             if needs_mpi {
                 bail!(
-                    "several machines of --config-file do without an MPI launcher: leave out --hosts, --mpirun, --cores and --mpirun-option"
+                    "the machines of --config-file start their ranks without an MPI launcher: omit --hosts, --mpirun, \
+                     --cores and --mpirun-option"
                 );
             }
             return Ok(None);
@@ -139,7 +142,7 @@ impl LaunchArgs {
         };
         let mut program = self.program.clone();
         if program[0] == OsStr::new("train") {
-            program.insert(0, std::env::current_exe().context("this program's own path is not known")?.into());
+            program.insert(0, std::env::current_exe().context("cannot determine the path of this program")?.into());
         }
         let mut variables = self.variables.clone();
         variables.push((RESTARTS.into(), attempt.to_string()));
@@ -168,9 +171,9 @@ fn processes(job: &Job, mpirun: Option<&Mpirun>, machines: &Machines) -> Result<
         return Ok((vec![Process { command, variables: Vec::new(), is_launcher: true }], line));
     }
     // Ranks of several machines share only a secret that the user gave them.
-    let secret = match machines.are_several() || std::env::var_os(SECRET).is_some() {
+    let secret = match machines.is_multi_node() || std::env::var_os(SECRET).is_some() {
         true => None,
-        false => Some(Secret::random().context("the system gives no random numbers for a secret")?),
+        false => Some(Secret::random().context("cannot get random numbers for a secret from the system")?),
     };
     let processes = job.processes(machines, secret.as_ref())?;
     let lines = processes.iter().map(|process| {
@@ -185,16 +188,19 @@ fn processes(job: &Job, mpirun: Option<&Mpirun>, machines: &Machines) -> Result<
 pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     let machines = args.machines()?;
     let mpirun = args.mpirun(&machines)?;
-    if machines.are_several() && args.restart_ranks.is_some() {
-        bail!("--restart-ranks changes the ranks of one machine: each of several starts its own share again");
+    if machines.is_multi_node() && args.restart_ranks.is_some() {
+        bail!(
+            "--restart-ranks works on one machine only: each of several machines restarts its own share of the ranks; \
+             omit --restart-ranks"
+        );
     }
     let saves = args.program.iter().any(|word| word == "--save" || word.as_encoded_bytes().starts_with(b"--save="));
     if args.max_restarts > 0 && !saves {
-        eprintln!("warning: the program saves no checkpoints (--save DIR): a restart begins at the beginning");
+        eprintln!("warning: the program saves no checkpoints (--save DIR): a restart starts from the beginning");
     }
     let launched = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
     let started = mpirun.as_ref().map_or("the job".to_string(), |mpirun| mpirun.path.display().to_string());
-    let asked = Asked::watch().context("no handler of signals can be set")?;
+    let asked = StopSignals::watch().context("cannot install signal handlers")?;
     let (mut attempt, given, mut began_on) = (0, args.start_timeout.map(Duration::from_secs), None);
     loop {
         let job = args.job(&machines, attempt, launched)?;
@@ -220,10 +226,11 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         }
         match (ended.ended, begin) {
             (Some(Ended::AfterFailure), _) => {
-                eprintln!("{started} had not ended {} s after a rank failed, and was ended", args.grace);
+                eprintln!("{started} was still running {} s after a rank failed, and was terminated", args.grace);
             }
             (Some(Ended::NotBegun), Some(limit)) => eprintln!(
-                "{started} had started no rank here after {} s (--start-timeout), and was ended: is a host of the job down?",
+                "{started} started no rank on this machine within {} s (--start-timeout), and was terminated; check \
+                 whether a host of the job is down",
                 limit.as_secs()
             ),
             _ => {}
@@ -243,7 +250,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
         if bad_input || is_asked || attempt == args.max_restarts {
             if attempt > 0 && !is_asked {
                 eprintln!(
-                    "error: given up after {attempt} restart(s); the last attempt ended with exit code {}",
+                    "error: gave up after {attempt} restart(s); the last attempt ended with exit code {}",
                     ended.code
                 );
             }
@@ -256,7 +263,7 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
             "the ranks ended with exit code {}: restart {attempt} of {}{}, in {} s",
             ended.code,
             args.max_restarts,
-            if saves { ", from the last sound checkpoint" } else { "" },
+            if saves { ", from the last intact checkpoint" } else { "" },
             pause.as_secs()
         );
         asked.sleep(pause);
@@ -279,7 +286,7 @@ fn shell(command: &[OsString]) -> String {
 
 #[derive(Debug, Args)]
 pub struct FlightArgs {
-    /// Records, flight-rank-N.json, or folders with them
+    /// Flight records (flight-rank-N.json), or folders with them
     #[arg(required = true)]
     files: Vec<PathBuf>,
 }

@@ -10,28 +10,28 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
-use zero_train::told_once;
+use zero_train::format_error;
 
 /// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
-/// Train large models with ZeRO on Burn: data-parallel ranks that do not each hold a whole copy.
+/// Train large models with ZeRO on Burn: data-parallel ranks that shard the model state.
 #[derive(Parser)]
 #[command(
     name = "zero",
     version,
     after_help = "\
-First steps:
-  zero estimate --model gpt2-xl --ranks 2       what each stage needs, and what fits here
-  zero config --defaults --stage 3              a configuration file without questions
-  zero check zero.yaml                          what a file means, in words; what is wrong with it
+Examples:
+  zero estimate --model gpt2-xl --ranks 2       show the memory of each stage, and what fits here
+  zero config --defaults --stage 3              write a configuration file without questions
+  zero check zero.yaml                          explain a configuration file, or list its errors
   zero train --model tiny --data book.txt --config zero.yaml --out run
   zero launch --ranks 4 --hosts hosts -- train --model gpt2 --data book.txt --save run/checkpoints
-  zero report run other-run                     an HTML page that compares runs
-  zero inspect run/checkpoints                  what was saved, and whether it is sound
+  zero report run other-run                     write an HTML page that compares runs
+  zero inspect run/checkpoints                  list the checkpoints, and verify them
 
-Files of DeepSpeed (JSON) and of Accelerate (YAML) are read as they are."
+Configuration files of DeepSpeed (JSON) and Accelerate (YAML) are read directly."
 )]
 struct Cli {
     #[command(subcommand)]
@@ -40,11 +40,11 @@ struct Cli {
 
 #[derive(Subcommand)]
 enum Command {
-    /// Write a configuration file that Accelerate reads too, by questions or by flags
+    /// Write a configuration file in Accelerate's format, interactively or from flags
     Config(commands::ConfigArgs),
-    /// Validate a DeepSpeed JSON or an Accelerate YAML, and say in words what it means
+    /// Validate a DeepSpeed JSON or an Accelerate YAML file, and explain what it sets
     Check(commands::CheckArgs),
-    /// Bytes of model state per rank at every stage, and what fits into this machine
+    /// Estimate the model state per rank at every stage, and what fits on this machine
     Estimate(commands::EstimateArgs),
     /// Learn a WordPiece vocabulary from texts, for BERT
     Tokenizer(commands::TokenizerArgs),
@@ -52,17 +52,17 @@ enum Command {
     Train(Box<zero_train::language::Options>),
     /// Generate text with a trained model
     Generate(Box<zero_train_cli::generate::Options>),
-    /// Chat with a model: messages from standard input, answers on standard output
+    /// Chat with a model: read messages from standard input, and print its answers
     Chat(Box<zero_train_cli::generate::Options>),
-    /// Start ranks as processes, on one machine or many, and again after one has died
+    /// Start ranks as processes, on one machine or many, and restart them if one dies
     Launch(launch::LaunchArgs),
-    /// Find out from flight records, the ranks' last operations, which rank is late, and where
+    /// Read the ranks' flight records, and name the rank that is late and its operation
     Flight(launch::FlightArgs),
-    /// Write a saved model as a folder that Hugging Face's transformers loads
+    /// Export a checkpoint to a folder that Hugging Face transformers can load
     Export(commands::ExportArgs),
-    /// Say what a checkpoint holds, whether it is sound and who can resume it; list a folder
+    /// Describe and verify a checkpoint, or list the checkpoints in a folder
     Inspect(inspect::InspectArgs),
-    /// Make an HTML page of runs beside each other, from the files in their --out folders
+    /// Write an HTML page that compares runs, from the files in their --out folders
     Report(commands::ReportArgs),
     /// Print a completion script for your shell
     Completions {
@@ -92,7 +92,7 @@ fn main() -> ExitCode {
         }
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {}", told_once(error.as_ref()));
+        eprintln!("error: {}", format_error(error.as_ref()));
         ExitCode::from(2)
     })
 }

@@ -99,7 +99,7 @@ impl Link for MemoryLink {
         };
         let mut mailbox = self.hub.0[self.rank].mailbox.lock();
         let Some(bytes) = mailbox.data.get_mut(&(from, tag)).and_then(VecDeque::pop_front) else { return Ok(None) };
-        assert!(bytes.len() <= length, "{} bytes came where {length} were awaited", bytes.len());
+        assert!(bytes.len() <= length, "received {} bytes, expected {length}", bytes.len());
         // SAFETY: the memory belongs to this receive alone until it has ended (`Link::receive`), and is long enough.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         Ok(Some(bytes.len()))

@@ -9,7 +9,7 @@ use std::mem::MaybeUninit;
 
 use mpi::ffi;
 
-use super::super::super::launcher::Place;
+use super::super::super::launcher::Topology;
 use super::{Channel, Heard, Link, MAX_CHUNK};
 use crate::collective::error::LinkError;
 
@@ -43,12 +43,12 @@ fn checked(call: &'static str, code: c_int) -> Result<(), LinkError> {
 
 impl MpiLink {
     /// Starts MPI, and determines this rank's place. `node_size` consecutive ranks, if given, count as one machine.
-    pub(in super::super) fn open(node_size: Option<usize>) -> Result<(Self, Place), LinkError> {
+    pub(in super::super) fn open(node_size: Option<usize>) -> Result<(Self, Topology), LinkError> {
         let mut flag: c_int = 0;
         // SAFETY: this call may be made before MPI is started; the pointer is to a local.
         checked("MPI_Initialized", unsafe { ffi::MPI_Initialized(&raw mut flag) })?;
         if flag != 0 {
-            let reason = "MPI was started before: a process runs one rank, once".to_string();
+            let reason = "MPI is already initialized: a process can run only one rank, and only once".to_string();
             return Err(LinkError { call: "MPI_Init_thread", reason });
         }
         let mut provided: c_int = 0;
@@ -58,7 +58,7 @@ impl MpiLink {
             let (funneled, none) = (ffi::RSMPI_THREAD_FUNNELED, std::ptr::null_mut());
             checked("MPI_Init_thread", ffi::MPI_Init_thread(none, std::ptr::null_mut(), funneled, &raw mut provided))?;
             if provided < funneled {
-                let reason = format!("threads are supported to level {provided} only, {funneled} is needed");
+                let reason = format!("expected thread support of level {funneled} or higher, got {provided}");
                 return Err(LinkError { call: "MPI_Init_thread", reason });
             }
             checked(
@@ -72,7 +72,7 @@ impl MpiLink {
     }
 
     /// Determines this rank's place. All ranks have just started MPI, so that MPI's own collectives match here.
-    fn place(&self, node_size: Option<usize>) -> Result<Place, LinkError> {
+    fn place(&self, node_size: Option<usize>) -> Result<Topology, LinkError> {
         let (rank, world) = size_of(self.control)?;
         let mut leader = rank as c_int;
         match node_size {
@@ -98,7 +98,7 @@ impl MpiLink {
             let (from, to) = ((&raw const leader).cast(), leaders.as_mut_ptr().cast());
             ffi::MPI_Allgather(from, 4, ffi::RSMPI_UINT8_T, to, 4, ffi::RSMPI_UINT8_T, self.control)
         })?;
-        Ok(Place::from_leaders(rank, &leaders.iter().map(|&leader| leader.max(0) as usize).collect::<Vec<_>>()))
+        Ok(Topology::from_leaders(rank, &leaders.iter().map(|&leader| leader.max(0) as usize).collect::<Vec<_>>()))
     }
 
     fn comm(&self, channel: Channel) -> ffi::MPI_Comm {

@@ -4,7 +4,7 @@
 //! neighbours, and those that the link was asked to connect with. These forward the first failure that they learn of. Ends are
 //! collected up a tree from its leaves, and the end of all is announced down it. So a rank of a thousand sends tens of messages.
 
-use super::super::super::standing::Trouble;
+use super::super::super::run_status::Failure;
 use super::super::link::Link;
 use super::super::message::{End, Message, Slot, Who};
 use super::{Active, Pump};
@@ -35,7 +35,7 @@ impl<L: Link> Pump<L> {
     }
 
     /// Forwards the first failure that this rank has, or is notified of.
-    pub(super) fn abort(&mut self, trouble: Trouble) -> Result<(), LinkError> {
+    pub(super) fn abort(&mut self, trouble: Failure) -> Result<(), LinkError> {
         if std::mem::replace(&mut self.aborted, true) {
             return Ok(());
         }

@@ -79,7 +79,7 @@ impl Dial {
         let shared = self.shared.clone();
         let name = format!("rank-{}-dial", shared.directory.rank);
         if let Err(error) = Builder::new().name(name).spawn(move || shared.dial(peer)) {
-            let _ = self.shared.fresh.send((peer, Err(format!("no thread to connect with it: {error}"))));
+            let _ = self.shared.fresh.send((peer, Err(format!("cannot create a thread to connect to it: {error}"))));
         }
     }
 
@@ -115,7 +115,7 @@ impl Shared {
                     let _ = poll(&mut [PollFd::new(listener, PollFlags::IN)], Some(&LOOK));
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "rank {rank} has no descriptors for those who connect");
+                    tracing::warn!(%error, "rank {rank} has no file descriptors for new connections");
                     std::thread::sleep(Duration::from_millis(100));
                 }
             }
@@ -144,7 +144,7 @@ impl Shared {
                 break None;
             }
             if Instant::now() >= until || self.ends.load(Ordering::Relaxed) {
-                break Some(Err(format!("rank {rank} did not reach it at {host}:{port} ({reason})")));
+                break Some(Err(format!("rank {rank} could not reach it at {host}:{port} ({reason})")));
             }
             std::thread::sleep(Duration::from_millis(10));
         };
@@ -163,11 +163,11 @@ impl Hall for &Shared {
     fn admit(&mut self, rank: usize) -> Result<(), String> {
         let mut lines = self.lines.lock();
         if lines.dialing.contains(&rank) && self.directory.rank > rank {
-            return Err("both connect at once, and the higher rank's connection is taken".into());
+            return Err("both ranks connected at once, and the higher rank's connection is used".into());
         }
         match lines.connected.insert(rank) {
             true => Ok(()),
-            false => Err(format!("rank {rank} is connected already")),
+            false => Err(format!("rank {rank} is already connected")),
         }
     }
 

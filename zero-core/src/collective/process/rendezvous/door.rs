@@ -13,7 +13,7 @@ use hmac::Mac;
 use rustix::net::{self, AddressFamily, SocketFlags, SocketType};
 
 use super::super::super::launcher::random;
-use super::error::Refused;
+use super::error::RefusedConnections;
 use super::hello::{CODE, HEAD, HELLO, HELLO_LIMIT, JOB, JobKey, MAGIC, PROTOCOL, REASON, count, settle};
 
 /// Maximum number of unidentified connections. When more come, the oldest is refused if it has had at least `FAIR`.
@@ -47,7 +47,9 @@ pub(super) trait Hall {
 impl Hall for BTreeMap<usize, TcpStream> {
     fn admit(&mut self, rank: usize) -> Result<(), String> {
         match self.get(&rank).is_some_and(|stream| !is_gone(stream)) {
-            true => Err(format!("its RANK is {rank}, and that rank has connected already; give each process its own")),
+            true => {
+                Err(format!("its RANK is {rank}, and that rank has already connected; give each process its own RANK"))
+            }
             false => Ok(()),
         }
     }
@@ -59,7 +61,7 @@ impl Hall for BTreeMap<usize, TcpStream> {
 
 /// The refused connections: each reason once, with their number.
 #[derive(Default)]
-struct Tally(Vec<Refused>);
+struct Tally(Vec<RefusedConnections>);
 
 impl Tally {
     /// Maximum number of distinct reasons; a stranger may cause many.
@@ -72,7 +74,7 @@ impl Tally {
         };
         match self.0.iter_mut().find(|refused| refused.reason == reason) {
             Some(refused) => refused.count += 1,
-            None => self.0.push(Refused { from: from.to_string(), reason: reason.to_string(), count: 1 }),
+            None => self.0.push(RefusedConnections { from: from.to_string(), reason: reason.to_string(), count: 1 }),
         }
     }
 }
@@ -104,7 +106,7 @@ pub(super) fn receive(
     listener: &TcpListener,
     expected: &Expected<'_>,
     until: Instant,
-) -> std::io::Result<(BTreeMap<usize, TcpStream>, Vec<Refused>)> {
+) -> std::io::Result<(BTreeMap<usize, TcpStream>, Vec<RefusedConnections>)> {
     let (mut joined, mut door) = (BTreeMap::new(), Door::default());
     while Instant::now() < until {
         if joined.len() == expected.ranks.len() {
@@ -147,7 +149,7 @@ impl Door {
         for _ in 0..GUESTS {
             if guests.len() >= GUESTS {
                 let Some(at) = oldest(guests, FAIR) else { break };
-                refused.add(guests.remove(at).from, "it had not said which rank it is, and others came");
+                refused.add(guests.remove(at).from, "it had not stated its rank when other connections arrived");
             }
             match listener.accept() {
                 Ok((stream, from)) => {
@@ -162,7 +164,7 @@ impl Door {
                         return Err(error);
                     }
                     if let Some(at) = oldest(guests, Duration::ZERO) {
-                        refused.add(guests.remove(at).from, &format!("no room for it: {error}; see ulimit -n"));
+                        refused.add(guests.remove(at).from, &format!("cannot accept it: {error}; raise `ulimit -n`"));
                     }
                     break;
                 }
@@ -202,11 +204,11 @@ impl Door {
     }
 
     /// Refuses the incomplete connections; returns and logs all that were refused.
-    pub(super) fn close(mut self, expected: &Expected<'_>) -> Vec<Refused> {
+    pub(super) fn close(mut self, expected: &Expected<'_>) -> Vec<RefusedConnections> {
         for guest in self.guests {
-            self.refused.add(guest.from, "it had not said which rank it is when the others had");
+            self.refused.add(guest.from, "it had not stated its rank when the listener closed");
         }
-        for Refused { from, reason, count } in &self.refused.0 {
+        for RefusedConnections { from, reason, count } in &self.refused.0 {
             tracing::warn!(%from, %reason, count, "connections to rank {} were refused", expected.at);
         }
         self.refused.0
@@ -248,7 +250,7 @@ impl Guest {
         is_held: impl Fn(usize) -> bool,
     ) -> Result<Option<usize>, String> {
         if self.since.elapsed() > HELLO_LIMIT {
-            return Err(format!("it did not say which rank it is within {} s", HELLO_LIMIT.as_secs()));
+            return Err(format!("it did not state its rank within {} s", HELLO_LIMIT.as_secs()));
         }
         if matches!(self.step, Step::Hello) {
             if !self.has(HEAD)? {
@@ -257,14 +259,15 @@ impl Guest {
             let protocol = number(&self.said, 8);
             if protocol != PROTOCOL {
                 return Err(format!(
-                    "it speaks version {protocol} of the protocol, rank 0 version {PROTOCOL}; run one program"
+                    "it speaks version {protocol} of the protocol, rank 0 version {PROTOCOL}; run the same build on \
+                     all ranks"
                 ));
             }
             if !self.has(HELLO)? {
                 return Ok(None);
             }
             let rank = judge(&self.said, expected)?;
-            let number = random().map_err(|error| format!("the system gives no random numbers: {error}"))?;
+            let number = random().map_err(|error| format!("the system provides no random numbers: {error}"))?;
             self.say(&[&0_u32.to_le_bytes(), &number])?;
             self.step = Step::Proof(rank, number);
         }
@@ -278,7 +281,7 @@ impl Guest {
             if right.verify_slice(code).is_err() {
                 return Err(match (expected.key.has_secret, expected.at) {
                     (true, 0) => "it does not know this job's secret; give all ranks the same ZERO_SECRET".to_string(),
-                    _ => "it is not of this job".to_string(),
+                    _ => "it does not belong to this job".to_string(),
                 });
             }
             // Another process is being admitted as this rank: wait for its outcome.
@@ -302,7 +305,7 @@ impl Guest {
     fn has(&mut self, length: usize) -> Result<bool, String> {
         while self.said.len() < length {
             let mut room = [0; HELLO + CODE + 1];
-            let ended = |why: String| Err(format!("it did not say which rank it is: {why}"));
+            let ended = |why: String| Err(format!("it did not state its rank: {why}"));
             match self.stream.read(&mut room[..length - self.said.len()]) {
                 Ok(0) => return ended("its connection ended".into()),
                 Ok(more) => self.said.extend_from_slice(&room[..more]),
@@ -324,8 +327,8 @@ impl Guest {
         count(bytes.len());
         match (&self.stream).write(&bytes) {
             Ok(all) if all == bytes.len() => Ok(()),
-            Ok(_) => Err("it takes no answer".into()),
-            Err(error) => Err(format!("it takes no answer: {error}")),
+            Ok(_) => Err("it accepts no reply".into()),
+            Err(error) => Err(format!("it accepts no reply: {error}")),
         }
     }
 
@@ -351,7 +354,7 @@ fn judge(hello: &[u8], expected: &Expected<'_>) -> Result<usize, String> {
     }
     if job != key.job {
         let name = |job: &[u8]| String::from_utf8_lossy(job).trim_end_matches('\0').escape_debug().to_string();
-        return Err(format!("it is of another job, '{}', and not of '{}'", name(job), name(&key.job)));
+        return Err(format!("it belongs to another job, '{}', not to '{}'", name(job), name(&key.job)));
     }
     match (has_secret, key.has_secret) {
         (false, true) => return Err("it has no ZERO_SECRET, and rank 0 has one; give all ranks the same".into()),
@@ -450,7 +453,7 @@ mod tests {
                 receive(&listener, &Expected { at: 0, world: 2, ranks: (1..2).collect(), key: &key }, until).unwrap();
             let live = live.join().unwrap();
             assert_eq!(joined[&1].peer_addr().unwrap(), live.local_addr().unwrap());
-            assert!(refused.len() == 1 && refused[0].reason.contains("did not say which rank it is"), "{refused:?}");
+            assert!(refused.len() == 1 && refused[0].reason.contains("did not state its rank"), "{refused:?}");
         });
     }
 

@@ -4,7 +4,7 @@ use super::super::super::launcher::EnvironmentError;
 
 /// Connections that were refused for one reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Refused {
+pub struct RefusedConnections {
     /// Address of the first of them.
     pub from: String,
     /// The reason.
@@ -13,7 +13,7 @@ pub struct Refused {
     pub count: usize,
 }
 
-impl core::fmt::Display for Refused {
+impl core::fmt::Display for RefusedConnections {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
         let more = if self.count > 1 { format!(" and {} more", self.count - 1) } else { String::new() };
         write!(f, "{}{more} ({})", self.from, self.reason)
@@ -28,10 +28,10 @@ pub enum RendezvousError {
     Environment(#[from] EnvironmentError),
     /// Anyone who can reach rank 0 could join the job.
     #[error(
-        "rank {rank} has no ZERO_SECRET, and rank 0's address, {host}, can be reached from other machines: whoever reaches it \
-         while the ranks connect could join the job, read its parameters and change them. Set ZERO_SECRET for all ranks to the \
-         same 16 or more characters that nobody else knows (`zero launch` does so by itself), or, on a network that nobody else \
-         is on, give --trusted-network, or ZERO_TRUSTED_NETWORK=1"
+        "rank {rank} has no ZERO_SECRET, and rank 0's address, {host}, can be reached from other machines: anyone who \
+         reaches it while the ranks connect could join the job, and read and change its parameters. Set ZERO_SECRET \
+         to the same secret of at least 16 characters for all ranks (`zero launch` does this itself), or, on a \
+         network without other users, use --trusted-network or ZERO_TRUSTED_NETWORK=1"
     )]
     Untrusted {
         /// This rank.
@@ -54,8 +54,8 @@ pub enum RendezvousError {
     },
     /// Ranks did not connect within the deadline.
     #[error(
-        "rank 0 waited {waited_ms} ms at {host}:{port} for rank(s) {missing:?}, which did not connect{}: check that they \
-         were started, and that their MASTER_ADDR and MASTER_PORT are these", refused_list(.refused)
+        "rank 0 waited {waited_ms} ms at {host}:{port} for rank(s) {missing:?}, which did not connect{}: check that \
+         these ranks were started with this MASTER_ADDR and MASTER_PORT", refused_list(.refused)
     )]
     Missing {
         /// The address.
@@ -67,12 +67,12 @@ pub enum RendezvousError {
         /// The ranks.
         missing: Vec<usize>,
         /// Connections that were refused meanwhile.
-        refused: Vec<Refused>,
+        refused: Vec<RefusedConnections>,
     },
     /// Rank 0 could not be reached within the deadline.
     #[error(
-        "rank {rank} could not reach rank 0 at {host}:{port} within {waited_ms} ms ({last}): check that rank 0 was started, \
-         that MASTER_ADDR is its machine, and that no firewall keeps MASTER_PORT closed"
+        "rank {rank} could not reach rank 0 at {host}:{port} within {waited_ms} ms ({last}): check that rank 0 was \
+         started, that MASTER_ADDR is its machine, and that no firewall blocks MASTER_PORT"
     )]
     Unreachable {
         /// This rank.
@@ -88,7 +88,7 @@ pub enum RendezvousError {
     },
     /// Rank 0, or another program at its address, refused this process.
     #[error("rank {rank} was refused at {host}:{port}: {reason}")]
-    Refused {
+    RefusedConnections {
         /// This rank.
         rank: usize,
         /// The address.
@@ -99,7 +99,7 @@ pub enum RendezvousError {
         reason: String,
     },
     /// Rank 0 ended, or gave up, after it had admitted this rank.
-    #[error("rank {rank} lost rank 0 at {host}:{port} while ranks still connected ({reason}): {what}")]
+    #[error("rank {rank} lost contact with rank 0 at {host}:{port} during startup ({reason}): {what}")]
     Lost {
         /// This rank.
         rank: usize,
@@ -114,8 +114,8 @@ pub enum RendezvousError {
     },
     /// Two ranks of a machine have the same local rank.
     #[error(
-        "ranks {first} and {second} are both on {host} and both have LOCAL_RANK {local_rank}: give each process of a machine \
-         its own, from 0, as torchrun does, or leave it out"
+        "ranks {first} and {second} are both on {host} and both have LOCAL_RANK {local_rank}: number the processes of \
+         each machine from 0, as torchrun does, or unset it"
     )]
     LocalRank {
         /// The lower of the two ranks.
@@ -129,8 +129,8 @@ pub enum RendezvousError {
     },
     /// All ranks had found rank 0, but not all could connect with one another.
     #[error(
-        "rank {rank}: the ranks could not all connect with one another: {reason}; every rank must be able to reach every \
-         other, on any port"
+        "rank {rank}: not all ranks could connect to each other: {reason}; every rank must be able to reach every \
+         other rank on any port"
     )]
     Mesh {
         /// This rank.
@@ -139,7 +139,7 @@ pub enum RendezvousError {
         reason: String,
     },
     /// The operating system could not create a thread or socket.
-    #[error("rank {rank} got no thread or socket for its connections: {source}")]
+    #[error("rank {rank} could not create a thread or socket for its connections: {source}")]
     System {
         /// This rank.
         rank: usize,
@@ -150,16 +150,16 @@ pub enum RendezvousError {
 
 impl RendezvousError {
     /// Returns `true` if another try may help: ranks were late or lost, and no settings have to be changed.
-    pub fn may_pass(&self) -> bool {
+    pub fn is_transient(&self) -> bool {
         use RendezvousError::{Lost, Mesh, Missing, System, Unreachable};
         matches!(self, Missing { .. } | Unreachable { .. } | Lost { .. } | Mesh { .. } | System { .. })
     }
 }
 
-fn refused_list(refused: &[Refused]) -> String {
+fn refused_list(refused: &[RefusedConnections]) -> String {
     if refused.is_empty() {
         return String::new();
     }
     let list: Vec<String> = refused.iter().map(ToString::to_string).collect();
-    format!("; turned away meanwhile: {}", list.join(", "))
+    format!("; refused connections: {}", list.join(", "))
 }

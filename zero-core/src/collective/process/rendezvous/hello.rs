@@ -164,7 +164,7 @@ fn introduce(
     let mut welcome = [0; 4 + CODE];
     read_all(&mut stream, &mut welcome, end)?;
     if key.code("door", at, &hello, &number).verify_slice(&welcome[4..]).is_err() {
-        return Ok(Err("what listens there does not know this job's secret".into()));
+        return Ok(Err("the program that listens there does not know this job's secret".into()));
     }
     send(&stream, &[1])?;
     stream.set_read_timeout(None)?;
@@ -200,7 +200,7 @@ fn answer(stream: &mut TcpStream, end: Instant) -> std::io::Result<Result<(), St
             read_all(stream, &mut reason, end)?;
             Ok(Err(String::from_utf8_lossy(&reason).into_owned()))
         }
-        _ => Ok(Err("what listens there is no rank of this program; MASTER_PORT must be free for it".into())),
+        _ => Ok(Err("the program that listens there is not a rank; set MASTER_PORT to a free port".into())),
     }
 }
 
@@ -214,11 +214,11 @@ pub(super) fn read_all(stream: &mut TcpStream, bytes: &mut [u8], until: Instant)
         match stream.read(&mut bytes[have..]) {
             Ok(0) => return Err(Error::new(ErrorKind::UnexpectedEof, "its connection ended")),
             // A slow trickle of bytes must not extend the wait.
-            Ok(_) if left.is_zero() => return Err(Error::new(ErrorKind::TimedOut, "it said too little in time")),
+            Ok(_) if left.is_zero() => return Err(Error::new(ErrorKind::TimedOut, "it sent too little in time")),
             Ok(more) => have += more,
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                return Err(Error::new(ErrorKind::TimedOut, "it said nothing in time"));
+                return Err(Error::new(ErrorKind::TimedOut, "it sent nothing in time"));
             }
             Err(error) => return Err(error),
         }

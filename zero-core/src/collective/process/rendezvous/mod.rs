@@ -33,10 +33,10 @@ use serde::{Deserialize, Serialize};
 pub(super) use dial::Dial;
 use dial::Directory;
 use door::Expected;
-pub use error::{Refused, RendezvousError};
+pub use error::{RefusedConnections, RendezvousError};
 use hello::{JobKey, Token, Turned};
 
-use super::super::launcher::{Place, Rendezvous, random};
+use super::super::launcher::{Rendezvous, Topology, random};
 use super::super::machine::Machine;
 use super::super::rounds;
 
@@ -53,9 +53,9 @@ pub(super) struct Mesh {
     pub(super) streams: Vec<Option<TcpStream>>,
     /// Connects it with ranks that are not neighbours, if there are any.
     pub(super) dial: Option<Dial>,
-    pub(super) place: Place,
+    pub(super) place: Topology,
     /// Connections that this rank's listener refused.
-    pub(super) refused: Vec<Refused>,
+    pub(super) refused: Vec<RefusedConnections>,
 }
 
 /// Description that a rank sends of itself.
@@ -88,7 +88,7 @@ enum Word {
 impl Mesh {
     /// Creates the mesh of a single rank.
     pub(super) fn alone() -> Self {
-        Self { streams: vec![None], dial: None, place: Place::from_leaders(0, &[0]), refused: Vec::new() }
+        Self { streams: vec![None], dial: None, place: Topology::from_leaders(0, &[0]), refused: Vec::new() }
     }
 }
 
@@ -97,9 +97,9 @@ fn place(
     (rank, local_rank): (usize, Option<usize>),
     first: impl Iterator<Item = usize>,
     node_size: Option<usize>,
-) -> Place {
+) -> Topology {
     let leader = |(of, first): (usize, usize)| node_size.map_or(first, |ranks| of - of % ranks.max(1));
-    let mut place = Place::from_leaders(rank, &first.enumerate().map(leader).collect::<Vec<_>>());
+    let mut place = Topology::from_leaders(rank, &first.enumerate().map(leader).collect::<Vec<_>>());
     if let (None, Some(local_rank)) = (node_size, local_rank) {
         place.local_rank = local_rank;
     }
@@ -110,7 +110,7 @@ fn place(
 fn meshed(
     job: &Rendezvous,
     (deadline, node_size): (Duration, Option<usize>),
-    (streams, refused): (BTreeMap<usize, TcpStream>, Vec<Refused>),
+    (streams, refused): (BTreeMap<usize, TcpStream>, Vec<RefusedConnections>),
     (key, table): (JobKey, &[Entry]),
     (listener, there): (Option<TcpListener>, &str),
 ) -> std::io::Result<Mesh> {
@@ -218,7 +218,7 @@ fn settle(
     until: Instant,
 ) -> Result<(Token, Vec<Entry>), RendezvousError> {
     let mesh = |reason: String| RendezvousError::Mesh { rank: 0, reason };
-    let lost = |rank: usize, error: Error| format!("rank {rank} was lost while the ranks connected ({error})");
+    let lost = |rank: usize, error: Error| format!("contact with rank {rank} was lost during startup ({error})");
     let mut seats = vec![Seat { machine: Machine::here(), local_rank: job.local_rank, port }];
     let mut addresses = vec![None];
     for (&rank, stream) in &mut *streams {
@@ -270,7 +270,8 @@ fn follow(
 ) -> Result<Mesh, RendezvousError> {
     let Rendezvous { rank, world, host, port, .. } = job;
     let (until, key) = (begin + deadline, JobKey::of(job));
-    let refused = |reason: String| RendezvousError::Refused { rank: *rank, host: host.clone(), port: *port, reason };
+    let refused =
+        |reason: String| RendezvousError::RefusedConnections { rank: *rank, host: host.clone(), port: *port, reason };
     let system = |source| RendezvousError::System { rank: *rank, source };
     let (mut leader, left) =
         hello::knock((host, *port), 0, (*rank, *world), &key, until).map_err(|turned| match turned {
@@ -301,9 +302,10 @@ fn follow(
         reason: error.to_string(),
         what: match error.kind() {
             ErrorKind::TimedOut => {
-                "it has said nothing for its own deadline and longer: is its process stopped, or its machine cut off?"
+                "rank 0 has sent nothing for longer than its own deadline; check whether its process and its machine \
+                 still respond"
             }
-            _ => "rank 0 ended, or gave up, before all ranks had connected; its own error says which are missing",
+            _ => "rank 0 ended or timed out before all ranks had connected; its own error names the missing ranks",
         },
     };
     say(&mut leader, &seat).map_err(ended)?;
@@ -311,7 +313,7 @@ fn follow(
     let (token, table) = match hear(&mut leader, until + LONGER).map_err(ended)? {
         Word::Table { token, table } if table.len() == *world => (token, table),
         Word::Stop(reason) => return Err(refused(reason)),
-        other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
+        other => return Err(refused(format!("it sent an unexpected message: {other:?}"))),
     };
     let until = until.max(Instant::now() + REST);
     let there = leader.peer_addr().map_err(system)?.ip().to_canonical().to_string();
@@ -322,7 +324,7 @@ fn follow(
     match hear(&mut leader, until + LONGER + LONGER).map_err(ended)? {
         Word::Go => {}
         Word::Stop(reason) => return Err(RendezvousError::Mesh { rank: *rank, reason }),
-        other => return Err(refused(format!("it said what does not belong here: {other:?}"))),
+        other => return Err(refused(format!("it sent an unexpected message: {other:?}"))),
     }
     let (mut streams, refused) = reached.map_err(|reason| RendezvousError::Mesh { rank: *rank, reason })?;
     streams.insert(0, leader);
@@ -337,7 +339,7 @@ fn reach(
     key: &JobKey,
     table: &[Entry],
     until: Instant,
-) -> Result<(BTreeMap<usize, TcpStream>, Vec<Refused>), String> {
+) -> Result<(BTreeMap<usize, TcpStream>, Vec<RefusedConnections>), String> {
     let Rendezvous { rank, world, .. } = *job;
     let mut streams = BTreeMap::new();
     let near = rounds::neighbours(rank, world);
@@ -346,21 +348,24 @@ fn reach(
         let door = (address.as_str(), table[peer].2);
         let (stream, _) = hello::knock(door, peer, (rank, world), key, until).map_err(|turned| {
             let (Turned::Away(why) | Turned::Late(why)) = turned;
-            format!("rank {rank} did not reach rank {peer} at {}:{} ({why})", door.0, door.1)
+            format!("rank {rank} could not reach rank {peer} at {}:{} ({why})", door.0, door.1)
         })?;
         streams.insert(peer, stream);
     }
     let ranks: BTreeSet<usize> = near.into_iter().filter(|&peer| peer > rank).collect();
     let expected = Expected { at: rank, world, ranks, key };
     let (above, refused) = door::receive(listener, &expected, until)
-        .map_err(|error| format!("rank {rank} got no sockets for its connections ({error})"))?;
+        .map_err(|error| format!("rank {rank} could not create sockets for its connections ({error})"))?;
     let missing: Vec<usize> = expected.ranks.into_iter().filter(|peer| !above.contains_key(peer)).collect();
     streams.extend(above);
     match missing.is_empty() {
         true => Ok((streams, refused)),
         false => {
             let refused: Vec<String> = refused.iter().map(ToString::to_string).collect();
-            Err(format!("rank {rank} was not reached by rank(s) {missing:?} {}", refused.join(", ")))
+            Err(format!(
+                "rank(s) {missing:?} did not connect to rank {rank}; refused connections: [{}]",
+                refused.join(", ")
+            ))
         }
     }
 }
@@ -384,7 +389,7 @@ fn hear<T: DeserializeOwned>(stream: &mut TcpStream, until: Instant) -> std::io:
     hello::read_all(stream, &mut length, until)?;
     let length = u32::from_le_bytes(length) as usize;
     if length > LONGEST {
-        return Err(Error::new(ErrorKind::InvalidData, "a message that is longer than any"));
+        return Err(Error::new(ErrorKind::InvalidData, "the message is longer than the limit"));
     }
     let mut text = vec![0; length];
     hello::read_all(stream, &mut text, until)?;

@@ -86,7 +86,7 @@ fn head(kind: u32, tag: i32, length: usize) -> [u8; HEAD] {
 }
 
 fn foreign(what: String) -> Error {
-    Error::new(ErrorKind::InvalidData, format!("{what}: do all ranks run the same build?"))
+    Error::new(ErrorKind::InvalidData, format!("{what}; run the same build on all ranks"))
 }
 
 /// Removes the first entry of a tag's queue, and the queue itself if that was the last entry.
@@ -311,19 +311,14 @@ impl Connection {
             },
             DATA => {
                 let Some(post) = take(&mut self.posted, tag) else {
-                    return Err(foreign(format!(
-                        "it sent {length} bytes under tag {tag}, which nothing here waits for"
-                    )));
+                    return Err(foreign(format!("it sent {length} bytes with tag {tag}, which no operation expects")));
                 };
                 if length > post.length {
-                    return Err(foreign(format!(
-                        "it sent {length} bytes under tag {tag}, {} were awaited",
-                        post.length
-                    )));
+                    return Err(foreign(format!("it sent {length} bytes with tag {tag}, expected {}", post.length)));
                 }
                 self.reading = Some(Body::Data { post, length, have: 0 });
             }
-            _ => return Err(foreign(format!("it sent a frame of kind {kind} with {length} bytes"))),
+            _ => return Err(foreign(format!("it sent an invalid frame of kind {kind} with {length} bytes"))),
         }
         Ok(())
     }

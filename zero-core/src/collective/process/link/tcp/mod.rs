@@ -95,7 +95,10 @@ impl TcpLink {
             // Messages that a peer sent before its end are delivered first.
             let ended = connection.turn(|bytes| self.heard.push_back(Heard::Message { from: peer, bytes })).err();
             if let Some(end) = ended {
-                self.end(peer, format!("its connection ended: has its process, or its machine, ended? ({end})"));
+                self.end(
+                    peer,
+                    format!("its connection ended; check whether its process and its machine still run ({end})"),
+                );
             }
         }
     }

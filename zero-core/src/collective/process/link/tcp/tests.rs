@@ -102,7 +102,7 @@ fn an_end_is_told_after_what_was_said_and_ends_what_was_to_be_sent() {
     drop(a);
     assert_eq!(message(next(&mut b, None)), payload);
     let Heard::Lost { peer, reason } = next(&mut b, None) else { panic!("more was heard than said") };
-    assert!(peer == 0 && reason.starts_with("its connection ended: has its process"), "{reason}");
+    assert!(peer == 0 && reason.starts_with("its connection ended; check whether its process"), "{reason}");
     assert!(b.test(&mut unsent).unwrap().is_some());
     let mut later = send(&mut b, Channel::Control, 0, 0, &payload);
     assert!(b.test(&mut later).unwrap().is_some() && b.next_message().unwrap().is_none());

@@ -10,7 +10,6 @@ use zero_core::config::ZeroConfig;
 use zero_models::ModelConfig;
 use zero_models::hf_export::ExportOptions;
 
-use super::profile::Profile;
 use super::rows::Rows;
 use super::task::Measured;
 use super::{BackendChoice, DecayExcept};
@@ -34,24 +33,18 @@ pub struct Run<'a> {
     /// Threads and deadlines.
     pub launch: &'a LaunchOptions,
     /// True if saving checkpoints overlaps with training.
-    pub saves_beside: bool,
+    pub async_save: bool,
     /// This process among those of a launcher; `None` if ranks are threads.
     pub process: Option<&'a ProcessRun>,
 }
 
 /// The integration of a version of Burn, which trains tasks `T`.
-pub trait Front<T>: Sync {
+pub trait Integration<T>: Sync {
     /// Checks that it supports the backend, and that this machine has the device.
     ///
     /// # Errors
     /// The error says what is missing, and what to do.
     fn has(&self, backend: BackendChoice) -> Result<()>;
-
-    /// Returns the profile of training the task on `micro_batch` rows.
-    ///
-    /// # Errors
-    /// An error if the model cannot be created.
-    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile>;
 
     /// Checks that it supports what a run asks for. Returns a message for each setting that has no effect on it.
     ///
@@ -67,7 +60,7 @@ pub trait Front<T>: Sync {
         &self,
         task: &T,
         run: &Run<'_>,
-        body: impl Fn(&mut dyn Trainee) -> Result<R> + Sync,
+        body: impl Fn(&mut dyn RankEngine) -> Result<R> + Sync,
     ) -> Result<R>;
 }
 
@@ -75,7 +68,7 @@ pub trait Front<T>: Sync {
 pub type MemoryProbe = Box<dyn Fn() -> Option<(u64, u64)> + Send>;
 
 /// One rank's part of a model in training. All ranks make the same calls, except [`metrics`](Self::metrics) and similar ones.
-pub trait Trainee {
+pub trait RankEngine {
     /// Returns the rank's number.
     fn rank(&self) -> usize;
 
@@ -122,7 +115,7 @@ pub trait Trainee {
     ///
     /// # Errors
     /// An error if the run has no averages.
-    fn exchange_averages(&mut self) -> Result<()>;
+    fn swap_averages(&mut self) -> Result<()>;
 
     /// Returns the task's measurements of held-out rows.
     ///
@@ -148,7 +141,7 @@ pub trait Trainee {
     /// An error if the checkpoint is of another model or optimizer, or cannot be read.
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>>;
 
-    /// Saves a checkpoint. Returns its bytes if it is durable already ([`Run::saves_beside`]).
+    /// Saves a checkpoint. Returns its bytes if it is durable already ([`Run::async_save`]).
     ///
     /// # Errors
     /// An error of the disk.

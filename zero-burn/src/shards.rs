@@ -1,8 +1,8 @@
 //! This rank's shards of a module's parameters, as bytes in host memory: the content of checkpoints.
 //!
-//! * Out ([`pieces`]): each parameter is partitioned by `Partition::new(elements, ranks)` at every stage and on every mesh, so that saved
+//! * Out ([`param_shards`]): each parameter is partitioned by `Partition::new(elements, ranks)` at every stage and on every mesh, so that saved
 //!   data depends on neither. A rank that holds more of a parameter provides only its own part.
-//! * In ([`load_pieces`]): the elements that this rank holds at its stage are read by their range.
+//! * In ([`load_shards`]): the elements that this rank holds at its stage are read by their range.
 //! * Memory: one shard at a time is copied to the host, on demand.
 //!
 //! Layer state that is not a parameter (a batch norm's running mean) is each rank's own: rank 0's is saved, and all ranks load it.
@@ -34,7 +34,7 @@ use crate::values::{part, read};
 use crate::walk::{self, ParamMeta};
 
 /// A parameter of a module, and this rank's shard of it. Keeps the parameter's version alive.
-pub struct ParamPiece<B: Backend> {
+pub struct ParamShard<B: Backend> {
     /// The parameter.
     pub meta: ParamMeta,
     dtype: DType,
@@ -48,7 +48,7 @@ enum Held<B: Backend> {
     Dense(B::FloatTensorPrimitive),
 }
 
-impl<B: Backend> ParamPiece<B> {
+impl<B: Backend> ParamShard<B> {
     /// Returns whether it is a parameter that is not trained; layer state is not a parameter.
     pub fn is_frozen(&self) -> bool {
         !self.meta.trained && matches!(self.held, Held::Cell(_))
@@ -106,10 +106,10 @@ fn dtype(element: ElementType) -> Option<DType> {
 }
 
 /// Returns the module's float parameters in the order of its fields, and the paths of the parameters of other types. Every rank calls it.
-pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPiece<A::Base>>, Vec<String>) {
+pub fn param_shards<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamShard<A::Base>>, Vec<String>) {
     end_forward::<A, M>(module);
     let context = Context::current();
-    let (mut pieces, mut others) = (Vec::new(), Vec::new());
+    let (mut shards, mut others) = (Vec::new(), Vec::new());
     walk::visit::<A, M>(module, |meta, tensor| {
         let Some(tensor) = tensor else { return others.push(meta.path) };
         let dtype = tensor.dtype();
@@ -118,9 +118,9 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
             edited @ ZeroTensor::Shard(_) => Held::Dense(edited.load_exact()),
             dense => Held::Dense(A::Base::float_from_data(from_rank_0(&context, dense), &context.rank.device)),
         };
-        pieces.push(ParamPiece { meta, dtype, held });
+        shards.push(ParamShard { meta, dtype, held });
     });
-    (pieces, others)
+    (shards, others)
 }
 
 /// Replaces every float parameter by the result of `read` for a range of its elements: their type and their bytes, little-endian. `None`
@@ -131,18 +131,18 @@ pub fn pieces<A: ZeroAutodiff, M: AutodiffModule<A>>(module: &M) -> (Vec<ParamPi
 ///
 /// The first error of `read` on this rank, after which the module is a mixture of old and new parameters. Other ranks do not see the error:
 /// the caller must tell them.
-pub fn load_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
+pub fn load_shards<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     mut read: impl FnMut(&ParamMeta, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
 ) -> (M, Result<(), E>) {
-    replace_pieces(module, |meta, _, range| match range.is_empty() {
+    replace_shards(module, |meta, _, range| match range.is_empty() {
         true => Ok(Some((ElementType::F32, Vec::new()))),
         false => read(meta, range),
     })
 }
 
-/// Same as [`load_pieces`], but `read` also gets the parameter's old tensor, and is called for empty ranges too.
-pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
+/// Same as [`load_shards`], but `read` also gets the parameter's old tensor, and is called for empty ranges too.
+pub(crate) fn replace_shards<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
     module: M,
     mut read: impl FnMut(&ParamMeta, ZeroTensor<A::Base>, Range<usize>) -> Result<Option<(ElementType, Vec<u8>)>, E>,
 ) -> (M, Result<(), E>) {
@@ -173,7 +173,7 @@ pub(crate) fn replace_pieces<A: ZeroAutodiff, M: AutodiffModule<A>, E>(
                 (element, bytes) = (ElementType::F32, vec![0; 4]);
             }
             let Some(dtype) = dtype(element) else {
-                stop(format!("parameter {path} cannot be made of {element}: expected floats of 16, 32 or 64 bits"));
+                stop(format!("parameter {path} cannot be loaded from {element}: expected floats of 16, 32 or 64 bits"));
             };
             Some(TensorData::from_bytes_vec(bytes, [len], dtype))
         },
@@ -198,14 +198,14 @@ pub fn held_range<B: Backend>(numel: usize) -> Range<usize> {
 ///
 /// The state can be used meanwhile, from the disk. State that is updated meanwhile is kept where it is configured to be from then on.
 /// Dropping this leaves the rest on the disk.
-pub struct Parked<B: Backend> {
+pub struct OffloadedStates<B: Backend> {
     disk: Arc<SwapDisk>,
     /// Weak, so that state that is replaced meanwhile is dropped.
     cells: Vec<Weak<Cell<B>>>,
     bytes: u64,
 }
 
-impl<B: Backend> Parked<B> {
+impl<B: Backend> OffloadedStates<B> {
     /// Prepares to move state into this rank's own file below `settings.path`. Every rank calls it, so that none still reads the state that
     /// will be moved.
     ///
@@ -224,8 +224,8 @@ impl<B: Backend> Parked<B> {
     ///
     /// [`DiskError`]; the parameters moved so far stay on the disk.
     pub fn add_module<A: ZeroAutodiff<Base = B>, M: AutodiffModule<A>>(&mut self, module: &M) -> Result<(), DiskError> {
-        let (pieces, _) = pieces::<A, M>(module);
-        pieces.into_iter().try_for_each(|piece| match piece.held {
+        let (shards, _) = param_shards::<A, M>(module);
+        shards.into_iter().try_for_each(|shard| match shard.held {
             Held::Cell(cell) => self.add(&cell),
             Held::Dense(_) => Ok(()),
         })

@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 
-use super::operation::At;
+use super::operation::OperationContext;
 use crate::CommError;
 
 /// The failure that makes a run, and with it all its groups, unusable.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub struct Trouble {
+pub struct Failure {
     /// The rank that failed first.
     pub(super) peer: usize,
     pub(super) reason: Arc<str>,
@@ -23,7 +23,7 @@ pub struct Trouble {
 
 #[derive(Debug, Default)]
 struct State {
-    trouble: Option<Trouble>,
+    trouble: Option<Failure>,
     /// Ranks that take part in no further operation. The first to end may have caused the others to end.
     left: Said,
     /// Ranks whose processes may be ended after a failure.
@@ -49,7 +49,7 @@ impl Said {
 }
 
 #[derive(Debug)]
-pub struct Standing {
+pub struct RunStatus {
     world: usize,
     /// The ranks that announce their end to this rank directly.
     near: Vec<usize>,
@@ -57,14 +57,14 @@ pub struct Standing {
     changed: Condvar,
 }
 
-impl Standing {
+impl RunStatus {
     /// Creates the status of a run of `world` ranks, of which the `near` ones announce their end directly.
     pub(super) fn new(world: usize, near: impl IntoIterator<Item = usize>) -> Self {
         Self { world, near: near.into_iter().collect(), state: Mutex::default(), changed: Condvar::new() }
     }
 
     /// Keeps `trouble` and returns `true` if it is the first.
-    pub(super) fn keep(&self, trouble: Trouble) -> bool {
+    pub(super) fn keep(&self, trouble: Failure) -> bool {
         {
             let mut state = self.state.lock();
             if state.trouble.is_some() {
@@ -76,7 +76,7 @@ impl Standing {
         true
     }
 
-    pub(super) fn trouble(&self) -> Option<Trouble> {
+    pub(super) fn trouble(&self) -> Option<Failure> {
         self.state.lock().trouble.clone()
     }
 
@@ -112,9 +112,13 @@ impl Standing {
     }
 
     /// Returns the error of a wait in operation `at` if the run has failed or a rank in `missing` has left (the first that did).
-    pub(crate) fn check(&self, at: At<'_>, missing: impl IntoIterator<Item = usize>) -> Result<(), CommError> {
+    pub(crate) fn check(
+        &self,
+        at: OperationContext<'_>,
+        missing: impl IntoIterator<Item = usize>,
+    ) -> Result<(), CommError> {
         let state = self.state.lock();
-        if let Some(Trouble { peer, reason, cause }) = &state.trouble {
+        if let Some(Failure { peer, reason, cause }) = &state.trouble {
             return Err(match cause {
                 // Both descriptions, on every rank.
                 Some(mismatch @ CommError::Mismatch { .. }) => mismatch.clone(),

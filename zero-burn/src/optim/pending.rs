@@ -13,8 +13,8 @@ use crate::autodiff::ZeroAutodiff;
 #[cfg(feature = "cubecl")]
 use crate::context::Context;
 
-/// A step that has been submitted to a device, with its numbers on their way to the host. [`Fused::told`] waits for them.
-pub struct Late {
+/// A step that has been submitted to a device, with its numbers on their way to the host. [`Fused::wait_for_step`] waits for them.
+pub struct PendingStep {
     #[cfg(feature = "cubecl")]
     read: zero_ops::Read,
     /// True if a factor was computed; the factor is NaN if nothing was updated.
@@ -27,7 +27,7 @@ pub struct Late {
 
 /// The numbers that were read of a step.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Told {
+pub struct StepResult {
     /// L2 norm over all gradients, before clipping.
     pub norm: f64,
     /// True if the update was made.
@@ -39,7 +39,7 @@ pub struct Told {
 impl<A: ZeroAutodiff> Fused<A> {
     /// Same as [`step_scaled`](Fused::step_scaled), with the factor that `clip` computes from the gradients' norm on the device. Requires a
     /// single rank, with all parameters and state on the device, and rules without a trust ratio. The host does not wait. Before the next
-    /// step, the numbers of this one, including the values of `others`, must be [read](Fused::told).
+    /// step, the numbers of this one, including the values of `others`, must be [read](Fused::wait_for_step).
     ///
     /// # Errors
     ///
@@ -52,7 +52,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         module: M,
         grads: GradientsParams,
         others: &[Tensor<A::InnerBackend, 1>],
-    ) -> Result<(M, Late), (M, GradientsParams)> {
+    ) -> Result<(M, PendingStep), (M, GradientsParams)> {
         #[cfg(feature = "cubecl")]
         if let Some(sums) = self.has_one_pass().then(|| crate::grads::sums_on_device::<A, M>(&grads, &module)).flatten()
         {
@@ -68,17 +68,17 @@ impl<A: ZeroAutodiff> Fused<A> {
             let read = zero_ops::begin_read::<A::Base>(all);
             let module = self.step_by(lr, 1.0, factor, module, grads);
             zero_ops::send::<A::Base>(&Context::<A::Base>::current().rank.device);
-            return Ok((module, Late { read, has_factor }));
+            return Ok((module, PendingStep { read, has_factor }));
         }
         let _ = (lr, clip, others);
         Err((module, grads))
     }
 
     /// Waits for the numbers of a step, and returns them.
-    pub fn told(&mut self, late: Late) -> Told {
+    pub fn wait_for_step(&mut self, late: PendingStep) -> StepResult {
         #[cfg(feature = "cubecl")]
         {
-            let Late { read, has_factor } = late;
+            let PendingStep { read, has_factor } = late;
             let mut read = read.wait().into_iter();
             let sums = crate::update::norms::of_device(&read.next().expect("the sums come first"));
             let factor = if has_factor { read.next() } else { None };
@@ -87,7 +87,7 @@ impl<A: ZeroAutodiff> Fused<A> {
                 self.take_back();
             }
             let others = read.flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect();
-            Told { norm: sums.into_iter().sum::<f64>().sqrt(), is_made, others }
+            StepResult { norm: sums.into_iter().sum::<f64>().sqrt(), is_made, others }
         }
         #[cfg(not(feature = "cubecl"))]
         match late.none {}

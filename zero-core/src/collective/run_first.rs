@@ -8,7 +8,7 @@ use crate::CommError;
 
 /// The failure of this rank or of another one.
 #[derive(Debug)]
-pub enum Failed<E> {
+pub enum RankError<E> {
     /// This rank's own error.
     Here(E),
     /// Another rank's error.
@@ -20,7 +20,7 @@ pub enum Failed<E> {
     },
 }
 
-impl<E: fmt::Display> fmt::Display for Failed<E> {
+impl<E: fmt::Display> fmt::Display for RankError<E> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Here(error) => error.fmt(f),
@@ -29,7 +29,7 @@ impl<E: fmt::Display> fmt::Display for Failed<E> {
     }
 }
 
-impl<E: std::error::Error + 'static> std::error::Error for Failed<E> {
+impl<E: std::error::Error + 'static> std::error::Error for RankError<E> {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         if let Self::Here(error) = self { error.source() } else { None }
     }
@@ -41,11 +41,11 @@ impl<E: std::error::Error + 'static> std::error::Error for Failed<E> {
 /// # Errors
 ///
 /// [`CommError`], as for any collective, also in the wait for the first ranks; the inner result holds the errors of `f`.
-pub fn first_then<T, E: fmt::Display>(
+pub fn run_first<T, E: fmt::Display>(
     comm: &dyn Collective,
     is_first: bool,
     f: impl FnOnce() -> Result<T, E>,
-) -> Result<Result<T, Failed<E>>, CommError> {
+) -> Result<Result<T, RankError<E>>, CommError> {
     let (mine, later) = if is_first { (Some(f()), None) } else { (None, Some(f)) };
     let failed = failed(comm, mine.as_ref())?;
     if failed.is_some() {
@@ -65,13 +65,13 @@ fn failed<T, E: fmt::Display>(
         return Ok(None);
     }
     let told = mine.and_then(|outcome| outcome.as_ref().err()).map(ToString::to_string);
-    first_told(comm, told, "making what the others find")
+    first_told(comm, told, "work that some ranks do first")
 }
 
-fn together<T, E>(mine: Option<Result<T, E>>, failed: Option<(usize, String)>) -> Result<T, Failed<E>> {
+fn together<T, E>(mine: Option<Result<T, E>>, failed: Option<(usize, String)>) -> Result<T, RankError<E>> {
     match (mine, failed) {
-        (Some(Err(error)), _) => Err(Failed::Here(error)),
-        (_, Some((rank, told))) => Err(Failed::There { rank, told }),
+        (Some(Err(error)), _) => Err(RankError::Here(error)),
+        (_, Some((rank, told))) => Err(RankError::There { rank, told }),
         (Some(Ok(value)), None) => Ok(value),
         (None, None) => unreachable!("a rank that is not first runs `f` when the first have succeeded"),
     }
@@ -100,7 +100,7 @@ mod tests {
                 }
                 Ok(made.load(Ordering::SeqCst))
             };
-            first_then(&*comm, rank == 0, f).map(|outcome| outcome.map_err(|failed| failed.to_string()))
+            run_first(&*comm, rank == 0, f).map(|outcome| outcome.map_err(|failed| failed.to_string()))
         });
         (all.unwrap(), runs.into_inner())
     }
