@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Runs the shell commands of README.md and of the book as they are printed, page by page, each page in a folder of its own with small
 files under the names that the page uses. `docs/book/commands.py [PAGE...]`; build first: cargo test --workspace --no-run.
-Commands that need a GPU, a second machine, a download or an answer are listed as skipped, with the reason. Counts of three digits and
-more are cut to 20 steps. Exit codes: 0; 1 when a command failed."""
+Commands that need a GPU, a second machine, a download or an answer are listed as skipped, with the reason. Step counts of three digits and
+more become 20. Exit codes: 0; 1 when a command failed."""
 import json, os, pathlib, re, shutil, struct, subprocess, sys, tempfile, time
 
 repo = pathlib.Path(__file__).resolve().parents[2]
@@ -12,16 +12,26 @@ skipped = [  # pattern, reason
     (r"^cargo |^torchrun .*gpt2_1_5b", "built and run by .ci/run, or needs torchrun"),
     (r"cuda|nccl|apt-get|software_device|bench/gpu", "needs a GPU or its software device"),
     (r"^mpirun|--hosts|--machine-rank|--num-machines|node-0", "needs MPI or other machines"),
-    (r"^zero config$|^zero chat|completions", "asks on a terminal"),
+    (r"^zero config( +#|$)|^zero chat|completions", "asks on a terminal"),
+    (r"Instruct|\bsft\b|Qwen3-0.6B", "needs a chat model"),
+    (r"generate bart .*cat sat|--weights (bert|distilbert-base-uncased) --data reviews", "needs a model with its own tokenizer and more than 24 positions"),
+    (r"^zero report (run digits|digits run)|^zero (check zero.yaml|inspect run/checkpoints) +# (explain|list a)", "reads files of other pages"),
+    (r"gaps.jsonl|lines.jsonl|export (base hf|adapter peft)|generate peft", "needs the files and the base model of peft_seq2seq"),
     (r"relay\.py|^tensorboard", "needs a package of Python"),
     (r"bench/limited\.sh|examples/peft_seq2seq", "takes minutes: see docs/performance.md and .ci/full"),
     (r"docs\.parquet", "no Parquet file without a package of Python: tests/train has one"),
     (r"^zero flight", "needs the records of a run that failed: tests of the command have them"),
 ]
 smaller = [  # A fixture has 64 positions and few rows.
-    (r"--steps (\d{3,})", "--steps 20"), (r"--seq 2048", "--seq 48"), (r"--eval (\d{3})", "--eval 4"),
+    (r"--steps (\d{3,})", "--steps 20"), (r"--seq 2048", "--seq 40"), (r"--eval (\d{3})", "--eval 4"),
     (r"--swap /nvme", "--swap ."),
 ]
+
+DS_CONFIG = {
+    "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+}
 
 def model(folder, name, tokenizer=None):
     """Copies a model of the fixtures, with its tokenizer, to `folder`."""
@@ -46,7 +56,8 @@ def files(folder, page):
     (folder / "prompts.txt").write_text("ROMEO:\nJULIET:\n")
     (folder / "folder").mkdir()
     if "folder has config.json" in page: model(folder / "config", "gpt2_tiny"); [shutil.move(file, folder / "folder") for file in list((folder / "config").glob("*"))]
-    if "data folder" in page: (folder / "folder/docs.txt").write_text(text)
+    (folder / "texts").mkdir()
+    (folder / "texts/docs.txt").write_text(text)
     shutil.copy(fixtures / "texts/gpt2_tiny/tokenizer.json", folder)
     (folder / "swap").mkdir()
     ids = range(64 * 32)
@@ -61,7 +72,9 @@ def files(folder, page):
     for name in set(re.findall(r"[\w.-]+\.(?:json|yaml)(?=\s)", " ".join(re.findall(r"```sh\n(.*?)```", page, flags=re.S)))):
         kind = "json" if name.endswith("json") else "yaml"
         blocks = [block for block in re.findall(rf"```{kind}\n(.*?)```", page, flags=re.S) if "zero_" in block]
-        if blocks and not (folder / name).exists(): (folder / name).write_text(blocks[0])
+        if f"--output {name}" in page or (folder / name).exists(): continue
+        if blocks: (folder / name).write_text(blocks[0])
+        elif name == "ds_config.json": (folder / name).write_text(json.dumps(DS_CONFIG))
 
 def commands(page):
     for block in re.findall(r"```sh\n(.*?)```", page, flags=re.S):
