@@ -20,6 +20,7 @@ skipped = [  # pattern, reason
     (r"relay\.py|^tensorboard", "needs a package of Python"),
     (r"bench/limited\.sh|examples/peft_seq2seq", "takes minutes: see docs/performance.md and .ci/full"),
     (r"docs\.parquet", "no Parquet file without a package of Python: tests/train has one"),
+    (r"^(git|curl|hf) |wikitext|shakespeare-gpt2( |/)", "needs a download, or an account of the hub"),
     (r"^zero flight", "needs the records of a run that failed: tests of the command have them"),
 ]
 smaller = [  # A fixture has 64 positions and few rows.

@@ -209,6 +209,7 @@ fn modules_import_without_circles() {
         "zero-core",
         "zero-kernels",
         "zero-ops",
+        "zero-engine",
         "zero-settings",
         "zero-data",
         "zero-models",

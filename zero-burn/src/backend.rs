@@ -13,15 +13,14 @@ use burn_backend::{Backend, BackendTypes, DTypeUsageSet, DeviceId, ExecutionErro
 use burn_std::DType;
 use zero_core::ReduceOp;
 
+use crate::abort::stop;
 use crate::birth::{Birth, within};
-use crate::cell::slot::Slot;
-use crate::cell::{Cell, slice_piece};
 use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::reduce::{Phase, gradient_template};
+use crate::engine::{Cell, Phase, Slot, burn_dtype, slice_shard};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::stop;
 use crate::values::{of_type, read};
+use zero_engine::reduce::gradient_template;
 
 /// Any Burn backend `B`, with ZeRO.
 ///
@@ -138,7 +137,8 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         }
         let slots = context.rank.parameters.slots_of(params.param_id);
         // A single rank may reduce it in place, whichever parameter it belongs to.
-        let Some(slot) = slots.iter().find(|slot| slot.shape == gradient.shape()).or(slots.first()) else {
+        let Some(slot) = slots.iter().find(|slot| slot.shape[..] == *gradient.shape().as_slice()).or(slots.first())
+        else {
             stop(
                 "got a gradient for a parameter that was not prepared: call zero_burn::module::prepare on the whole \
                  model before its first forward pass"
@@ -181,7 +181,7 @@ pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<
     let (rank, dtype) = (&context.rank, context.rank.gradient_dtype(slot));
     let template = gradient_template(rank, slot, rank.device.clone());
     if let Some(version) = slot.current.lock().upgrade().and_then(|cell| cell.key) {
-        slot.reduced_version.store(version.version, Ordering::Relaxed);
+        slot.reduction.reduced_version.store(version.version, Ordering::Relaxed);
     }
     match &context.reducer {
         Some(reducer) => {
@@ -191,8 +191,8 @@ pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<
             reducer.submit(slot.index, dense, cell);
         }
         None => {
-            let flat = slice_piece::<B>(gradient.clone().load(), slot.partition, 0);
-            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, of_type::<B>(flat, dtype))));
+            let flat = slice_shard::<B>(gradient.clone().load(), slot.partition, 0);
+            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, of_type::<B>(flat, burn_dtype(dtype)))));
         }
     }
 }

@@ -15,14 +15,17 @@ use burn_backend::{Backend, Distribution, Scalar, TensorData};
 use burn_std::{DType, FloatDType, Shape};
 use zero_core::Partition;
 
+use crate::abort::stop;
 use crate::asked::computed;
-use crate::cell::slot::Drawn;
-use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
+use crate::engine::{
+    Cell, Kind, Origin, Template, burn_distribution, burn_dtype, burn_shape, engine_distribution, engine_dtype,
+    engine_shape,
+};
 use crate::random::{self, Stream, sign, sign_bytes};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::stop;
 use crate::values::empty;
+use zero_engine::cell::slot::Drawn;
 
 /// The kind of tensor that creating operations make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -194,6 +197,7 @@ fn state<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DT
     let local = fill.make::<B>(None, (partition, Some(place)), &shape, dtype, device);
     let (rank, device) = (context.rank.clone(), device.clone());
     let (kind, origin) = (Kind::Optimizer, Origin::Loaded(content));
+    let shape = engine_shape(&shape);
     let template = Template { rank, slot: None, partition, shape, device, kind, origin };
     let cell = Cell::ready(template, local);
     loaded.insert(content, Arc::downgrade(&cell));
@@ -205,12 +209,18 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
     let partition = cell.partition;
     let sharded = cell.rank.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| cell.place());
-    let fill = Fill::Random(drawn.distribution);
-    let tensor = fill.make::<B>(Some(drawn.stream()), (partition, place), &cell.shape, cell.dtype, &cell.device);
+    let fill = Fill::Random(burn_distribution(drawn.distribution));
+    let tensor = fill.make::<B>(
+        Some(drawn.stream()),
+        (partition, place),
+        &burn_shape(&cell.shape),
+        burn_dtype(cell.dtype),
+        &cell.device,
+    );
     let template = cell.template(Kind::Parameter, Origin::Version);
-    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) };
+    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::full(template, tensor) };
     if let (Some(slot), Some(key)) = (&cell.slot, cell.key) {
-        slot.drawn_version.store(key.version, Ordering::Relaxed);
+        slot.draw.version.store(key.version, Ordering::Relaxed);
     }
     cell
 }
@@ -218,15 +228,15 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
 /// Creates a parameter: at stage 3 this rank's shard, at stages 1 and 2 the full tensor, at stage 0 the full tensor as the only shard.
 pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::Device, dtype: DType) -> ZeroTensor<B> {
     let context = Context::<B>::current();
-    let slot = context.rank.new_slot(shape.clone(), dtype);
+    let slot = context.rank.new_slot(engine_shape(&shape), engine_dtype(dtype));
     let partition = slot.partition;
     let sharded = context.rank.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| context.rank.place(partition));
     let (seed, birth) = context.draws.next_birth();
     let stream = match &fill {
         Fill::Random(distribution) => {
-            let drawn = Drawn { seed, birth, part: PART.get(), distribution: *distribution };
-            Some(slot.drawn.get_or_init(|| drawn).stream())
+            let drawn = Drawn { seed, birth, part: PART.get(), distribution: engine_distribution(*distribution) };
+            Some(slot.draw.first.get_or_init(|| drawn).stream())
         }
         _ => None,
     };
@@ -235,11 +245,11 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
         rank: context.rank.clone(),
         slot: Some(slot),
         partition,
-        shape,
+        shape: engine_shape(&shape),
         device: device.clone(),
         kind: Kind::Parameter,
         origin: Origin::Version,
     };
-    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::whole(template, tensor) };
+    let cell = if sharded { Cell::ready(template, tensor) } else { Cell::full(template, tensor) };
     ZeroTensor::Shard(Shard::new(cell))
 }

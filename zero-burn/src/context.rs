@@ -16,21 +16,18 @@ use zero_core::window::{Window, WindowHost};
 use zero_core::{Axes, Buffer, Collective, CommError, ReduceOp, Request};
 use zero_ops::quantized::Format;
 
+use crate::abort::{or_stop, raise, stop, stop_foreign};
 use crate::activations::Offloader;
-use crate::bulk::Bulk;
-use crate::cell::Cell;
-use crate::cell::rank::Rank;
 use crate::config::{Tier, ZeroConfig};
 use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
-use crate::gather::{Gatherer, read_exact};
-use crate::mover::{For, Mover};
+use crate::engine::{
+    Caller, Cell, Copier, Foreign, Gatherer, Inner, Outcome, PassReport, Phase, Rank, ReduceGroups, Reducer, SwapDisk,
+    TensorCollectives, Updates, burn_dtype, burn_shape,
+};
 use crate::random::{Draws, Stream};
-use crate::reduce::{Foreign, Means, Outcome, Phase, Reducer, Told};
-use crate::tier::SwapDisk;
-use crate::trouble::{or_stop, raise, stop, stop_foreign};
-use crate::update::beside::Updates;
 use crate::values::empty;
+use zero_engine::gather::read_exact;
 
 pub(crate) struct Context<B: Backend> {
     pub(crate) rank: Arc<Rank<B>>,
@@ -167,19 +164,24 @@ impl<B: Backend> Context<B> {
         let mesh = config.mesh(world).expect("the configuration was validated");
         let is_meshed = mesh.replicas() > 1;
         let bulk = match world > 1 && comm.in_process().is_none() && !config.reduces_on_hosts() {
-            true => Some(Arc::new(Bulk::new::<B>(comm.duplicate("tensors")?, mesh, &device, config.gathers(world))?)),
+            true => Some(Arc::new(TensorCollectives::new::<Inner<B>>(
+                comm.duplicate("tensors")?,
+                mesh,
+                &device,
+                config.gathers(world),
+            )?)),
             false => None,
         };
         let disk =
             config.offload.uses(Tier::Disk).then(|| or_stop(SwapDisk::open(comm.place().rank, &config.offload.disk)));
-        let mover = match config.offload.uses(Tier::Host) || disk.is_some() {
-            true => Mover::open::<B>(&device, comm.deadline()),
-            false => Mover::default(),
+        let copier = match config.offload.uses(Tier::Host) || disk.is_some() {
+            true => Copier::open::<Inner<B>>(&device, comm.deadline()),
+            false => Copier::default(),
         };
         let together = bulk.as_ref().is_some_and(|bulk| bulk.gathers());
-        let rank = Rank::new(&*comm, config, device, together, window, (disk, mover));
+        let rank = Rank::new(&*comm, config, device, together, window, (disk, copier));
         let gradients = match world > 1 {
-            true => Some(Means::new(comm.duplicate("gradients")?, mesh, &rank.config, bulk.clone())?),
+            true => Some(ReduceGroups::new(comm.duplicate("gradients")?, mesh, &rank.config, bulk.clone())?),
             false => None,
         };
         let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
@@ -189,16 +191,16 @@ impl<B: Backend> Context<B> {
 
     fn build(
         rank: Arc<Rank<B>>,
-        gradients: Option<Means>,
+        gradients: Option<ReduceGroups>,
         main: Option<Arc<dyn Collective>>,
         owners: Option<Arc<dyn Collective>>,
         groups: Option<Groups>,
-        bulk: Option<Arc<Bulk>>,
+        bulk: Option<Arc<TensorCollectives>>,
     ) -> Arc<Self> {
         let context = Arc::new(Self {
             gatherer: Gatherer::new(rank.clone(), bulk.as_ref()),
             reducer: gradients.map(Reducer::new),
-            updates: rank.updates_beside.then(|| Updates::new(rank.place.rank)),
+            updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank)),
             offloader: Offloader::new(&rank),
             main,
             groups,
@@ -312,20 +314,20 @@ impl<B: Backend> Context<B> {
         }
         cell.adopt();
         if cell.partition.is_empty() {
-            return empty::<B>(&cell.shape, cell.dtype, &cell.device);
+            return empty::<B>(&burn_shape(&cell.shape), burn_dtype(cell.dtype), &cell.device);
         }
         if cell.partition.is_whole() {
-            return B::float_reshape(cell.local(), cell.shape.clone());
+            return B::float_reshape(cell.local(), burn_shape(&cell.shape));
         }
         let context = installed.unwrap_or_else(|| Self::of(cell));
         match (&cell.slot, cell.key) {
             (Some(slot), _) if cell.is_version() && how == cell.quantized() => context.gatherer.load(cell, slot),
             (Some(_), _) if cell.is_version() => {
                 cell.mark_loaded();
-                read_exact(cell, For::Own).unwrap_or_else(|error| raise(error))
+                read_exact(cell, Caller::OwnThread).unwrap_or_else(|error| raise(error))
             }
             (_, Some(_)) => {
-                let whole = read_exact(cell, For::Own).unwrap_or_else(|error| raise(error));
+                let whole = read_exact(cell, Caller::OwnThread).unwrap_or_else(|error| raise(error));
                 // Optimizers replace their state immediately, so wait until every rank has read it.
                 context.barrier("after reading a gradient or optimizer state");
                 whole
@@ -337,14 +339,17 @@ impl<B: Backend> Context<B> {
     /// Gathers a tensor that has no name. A collective: every rank calls it.
     fn gather_nameless(&self, cell: &Cell<B>) -> B::FloatTensorPrimitive {
         let (partition, size) = (cell.partition, cell.dtype.size());
-        let mut bytes = cell.data().into_bytes().to_vec();
+        let mut bytes = cell.data().0.into_bytes().to_vec();
         bytes.truncate(partition.len(cell.place()) * size);
         bytes.resize(partition.stride() * size, 0);
         let mut whole = self.gather_bytes(bytes);
         // The result has a copy for each group: this rank takes its own group's.
         whole.drain(..self.rank.mesh.replica(self.rank.index) * partition.world() * partition.stride() * size);
         whole.truncate(partition.numel() * size);
-        B::float_from_data(TensorData::from_bytes_vec(whole, cell.shape.clone(), cell.dtype), &cell.device)
+        B::float_from_data(
+            TensorData::from_bytes_vec(whole, burn_shape(&cell.shape), burn_dtype(cell.dtype)),
+            &cell.device,
+        )
     }
 
     /// Gathers the parameters that all ranks will use and keep, while every rank is here: later, one may use a parameter alone.
@@ -375,7 +380,7 @@ impl<B: Backend> Context<B> {
                 // Left over from the previous step: no rank's optimizer has asked for them.
                 self.step.foreign.lock().clear();
             }
-            reducer.begin(self.rank.clone(), Told { phase, indices, named, passes, edits });
+            reducer.begin(self.rank.clone(), PassReport { phase, indices, named, passes, edits });
         }
     }
 

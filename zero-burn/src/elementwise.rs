@@ -17,12 +17,12 @@ use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
 use zero_core::{Partition, ReduceOp};
 
+use crate::abort::stop;
 use crate::asked;
 use crate::birth::{Birth, scope};
-use crate::cell::{Cell, Kind, Origin, slice_piece};
 use crate::context::Context;
+use crate::engine::{Cell, Kind, Origin, burn_dtype, burn_shape, slice_shard};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::stop;
 use crate::values::{of_type, part, read};
 use crate::view::{Extent, Views};
 
@@ -57,7 +57,7 @@ fn folded<B: Backend>(shard: Shard<B>) -> Shard<B> {
     let is_cut = shard.cell.rank.config.stage.shards_parameters() || shard.cell.partition.is_whole();
     Shard::new(match is_cut {
         true => Cell::ready(template, shard.into_piece()),
-        false => Cell::whole(template, ZeroTensor::Shard(shard).load()),
+        false => Cell::full(template, ZeroTensor::Shard(shard).load()),
     })
 }
 
@@ -71,7 +71,7 @@ fn piecewise<B: Backend>(
     let kind = if cell.kind() == Kind::Average { Kind::Average } else { Kind::Optimizer };
     let template = cell.template(kind, Cell::derivation(op, &[&cell]));
     let cell = Cell::ready(template, f(cell.into_local()));
-    let views = views.with_dtype(cell.dtype);
+    let views = views.with_dtype(burn_dtype(cell.dtype));
     ZeroTensor::Shard(Shard { cell, views })
 }
 
@@ -102,7 +102,7 @@ pub(crate) fn binary<B: Backend>(
         {
             // Two functions of one parameter are one function of it.
             let others = [a.views.others(), b.views.others()].concat();
-            let views = Views::none(a.cell.shape.clone(), a.views.dtype()).with_others(others);
+            let views = Views::none(burn_shape(&a.cell.shape), a.views.dtype()).with_others(others);
             let (of_a, of_b) = (a.views, b.views);
             let both = move |x: B::FloatTensorPrimitive, extent| {
                 f(of_a.apply_maps(x.clone(), extent), of_b.apply_maps(x, extent))
@@ -111,7 +111,7 @@ pub(crate) fn binary<B: Backend>(
         }
         (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if are_versions(&a, &b) => {
             let others = [a.views.others(), b.views.others(), std::slice::from_ref(&b.cell)].concat();
-            let views = Views::none(a.cell.shape.clone(), a.views.dtype()).with_others(others);
+            let views = Views::none(burn_shape(&a.cell.shape), a.views.dtype()).with_others(others);
             let (of_a, Shard { cell: other, views: of_b }) = (a.views, b);
             let both = move |x: B::FloatTensorPrimitive, extent| {
                 let y = match extent {
@@ -158,7 +158,7 @@ pub(crate) fn binary<B: Backend>(
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
         (lhs, rhs) => match masks(op, lhs, rhs) {
             Ok((Shard { cell, views }, mask, is_first)) => {
-                let piece = slice_piece::<B>(mask, cell.partition, cell.place());
+                let piece = slice_shard::<B>(mask, cell.partition, cell.place());
                 piecewise(op, Shard { cell, views }, |x| if is_first { f(x, piece) } else { f(piece, x) })
             }
             Err((lhs, rhs)) => {
@@ -181,9 +181,9 @@ fn masks<B: Backend>(
     let is_collected = |shard: &Shard<B>| !shard.is_parameter() && shard.views.only_maps();
     let fits = |shard: &Shard<B>, mask: &B::FloatTensorPrimitive| {
         let (shape, mask) = (&shard.cell.shape, mask.shape());
-        mask.num_dims() == shape.num_dims() && mask.iter().zip(shape.iter()).all(|(of, to)| of == to || *of == 1)
+        mask.num_dims() == shape.len() && mask.iter().zip(shape.iter()).all(|(of, to)| of == to || *of == 1)
     };
-    let whole = |shard: &Shard<B>, mask| B::float_expand(mask, shard.cell.shape.clone());
+    let whole = |shard: &Shard<B>, mask| B::float_expand(mask, burn_shape(&shard.cell.shape));
     match (lhs, rhs) {
         (ZeroTensor::Shard(shard), ZeroTensor::Dense(mask))
             if [MUL, DIV].contains(&op) && is_collected(&shard) && fits(&shard, &mask) =>
@@ -221,19 +221,19 @@ fn of_the_past<B: Backend>(tensor: ZeroTensor<B>) -> ZeroTensor<B> {
 /// Turns an ordinary tensor that has replaced a parameter, alike on all ranks ([`Slot::is_edited`]), into a version of the parameter, if it
 /// meets the parameter's gradient or update.
 ///
-/// [`Slot::is_edited`]: crate::cell::slot::Slot
+/// [`Slot::is_edited`]: zero_engine::cell::slot::Reduction::is_edited
 fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTensor<B>, ZeroTensor<B>) {
     let version = |dense: B::FloatTensorPrimitive, shard: &Shard<B>| {
         let template = shard.cell.template(Kind::Parameter, Origin::Version);
         let sharded = shard.cell.rank.config.stage.shards_parameters() || shard.cell.partition.is_whole();
         ZeroTensor::Shard(Shard::new(match sharded {
-            true => Cell::ready(template, slice_piece::<B>(dense, shard.cell.partition, shard.cell.place())),
-            false => Cell::whole(template, dense),
+            true => Cell::ready(template, slice_shard::<B>(dense, shard.cell.partition, shard.cell.place())),
+            false => Cell::full(template, dense),
         }))
     };
     let is_edited = |shard: &Shard<B>, dense: &B::FloatTensorPrimitive| {
-        let slot = shard.cell.slot.as_ref().filter(|slot| slot.is_edited.load(Ordering::Relaxed));
-        slot.is_some_and(|slot| !shard.is_parameter() && slot.shape == dense.shape())
+        let slot = shard.cell.slot.as_ref().filter(|slot| slot.reduction.is_edited.load(Ordering::Relaxed));
+        slot.is_some_and(|slot| !shard.is_parameter() && slot.shape[..] == *dense.shape().as_slice())
     };
     match (lhs, rhs) {
         (ZeroTensor::Dense(dense), ZeroTensor::Shard(shard)) if is_edited(&shard, &dense) => {
@@ -280,7 +280,7 @@ pub(crate) fn mask_fill<B: Backend>(
     value: Scalar,
 ) -> ZeroTensor<B> {
     match tensor {
-        ZeroTensor::Shard(shard) if shard.views.only_maps() && mask.shape() == shard.cell.shape => {
+        ZeroTensor::Shard(shard) if shard.views.only_maps() && *mask.shape().as_slice() == shard.cell.shape[..] => {
             let (partition, place) = (shard.cell.partition, shard.cell.place());
             if !shard.is_parameter() {
                 let mask = mask_piece::<B>(mask, partition, place);
@@ -307,7 +307,9 @@ pub(crate) fn mask_where<B: Backend>(
     value: ZeroTensor<B>,
 ) -> ZeroTensor<B> {
     match (tensor, value) {
-        (ZeroTensor::Shard(a), ZeroTensor::Shard(b)) if computes_on_pieces(&a, &b) && mask.shape() == a.cell.shape => {
+        (ZeroTensor::Shard(a), ZeroTensor::Shard(b))
+            if computes_on_pieces(&a, &b) && *mask.shape().as_slice() == a.cell.shape[..] =>
+        {
             let mask = mask_piece::<B>(mask, a.cell.partition, a.cell.place());
             binary("float_mask_where", ZeroTensor::Shard(a), ZeroTensor::Shard(b), move |x, y| {
                 B::float_mask_where(x, mask.clone(), y)
@@ -398,7 +400,7 @@ pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTenso
 }
 
 fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {
-    let data = TensorData::new(vec![value], Shape::new([1])).convert_dtype(cell.dtype);
+    let data = TensorData::new(vec![value], Shape::new([1])).convert_dtype(burn_dtype(cell.dtype));
     ZeroTensor::Replicated(B::float_from_data(data, &cell.device))
 }
 
@@ -434,7 +436,7 @@ pub(crate) fn asked_for_device<B: Backend>(tensor: &ZeroTensor<B>) {
 fn is_update<B: Backend>(shard: &Shard<B>) -> bool {
     let Some(slot) = shard.cell.slot.as_ref().filter(|slot| slot.id.get().is_some()) else { return true };
     let may_be = Arc::strong_count(&shard.cell) == 1 || asked::is_updated(shard.cell.key);
-    let reduced = slot.reduced_version.load(Ordering::Relaxed);
+    let reduced = slot.reduction.reduced_version.load(Ordering::Relaxed);
     let is_fresh = reduced > 0 && shard.cell.key.is_some_and(|key| key.version > reduced);
     may_be && shard.cell.is_current() && !is_fresh
 }
@@ -468,7 +470,7 @@ fn refuse_unreduced<B: Backend>(op: &str, lhs: &ZeroTensor<B>, rhs: &ZeroTensor<
             "a parameter of shape {:?} would be updated with a gradient that was never reduced over the ranks: call \
              zero_burn::module::prepare on the model, and zero_burn::module::collect_grads on its gradients, before the \
              optimizer's step",
-            shard.cell.shape.as_slice()
+            &shard.cell.shape[..]
         ));
     }
 }

@@ -14,15 +14,14 @@ use burn_backend::ops::FloatTensorOps;
 use burn_std::DType;
 use zero_core::{Buffer, ReduceOp};
 
+use crate::abort::raise;
 use crate::autodiff::ZeroAutodiff;
-use crate::cell::Cell;
-use crate::cell::slot::Slot;
 use crate::context::Context;
-use crate::reduce::gradient_template;
+use crate::engine::{Cell, Slot, burn_dtype};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::raise;
 use crate::values::{piece, read};
 use crate::walk;
+use zero_engine::reduce::gradient_template;
 
 /// The reduced gradient of a parameter, if this rank has one.
 struct Reduced<B: Backend> {
@@ -55,7 +54,7 @@ pub(crate) fn average<A: ZeroAutodiff, M: AutodiffModule<A>>(
         shared.push(Reduced { id, slot, cell });
     });
     let (shared, own): (Vec<_>, Vec<_>) =
-        shared.into_iter().partition(|reduced| reduced.slot.is_averaged.load(Ordering::Relaxed));
+        shared.into_iter().partition(|reduced| reduced.slot.mesh.is_averaged.load(Ordering::Relaxed));
     for Reduced { id, cell, .. } in own {
         let Some(cell) = cell else { continue };
         let tensor = ZeroTensor::Shard(Shard::new(cell));
@@ -97,6 +96,6 @@ fn values_of<B: Backend>(cell: &Cell<B>) -> Vec<f32> {
 /// Creates the reduced gradient of a parameter, with `values` as this rank's shard.
 fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, values: Vec<f32>) -> Arc<Cell<B>> {
     let rank = &context.rank;
-    let piece = B::float_from_data(piece(values).convert_dtype(rank.gradient_dtype(slot)), &rank.device);
+    let piece = B::float_from_data(piece(values).convert_dtype(burn_dtype(rank.gradient_dtype(slot))), &rank.device);
     Cell::ready(gradient_template(rank, slot, rank.device.clone()), piece)
 }

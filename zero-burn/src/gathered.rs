@@ -7,13 +7,13 @@ use burn::module::{AutodiffModule, ParamId};
 use burn_backend::{Backend, TensorData};
 use zero_core::Buffer;
 
+use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
-use crate::cell::{Cell, Kind, Origin};
 use crate::context::Context;
+use crate::engine::{Cell, Kind, Origin, burn_dtype};
 use crate::preparation::{end_forward, in_place_of};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::stop;
 use crate::values::{piece, read as read_data};
 use crate::walk;
 pub use crate::walk::ParamMeta;
@@ -181,6 +181,6 @@ pub fn gathered<A: ZeroAutodiff, M: AutodiffModule<A>, R>(
 
 /// Returns the parameter's next version, with `piece` as this rank's shard, converted to its type.
 pub(crate) fn next_version<B: Backend>(cell: &Cell<B>, piece: TensorData) -> ZeroTensor<B> {
-    let piece = B::float_from_data(piece.convert_dtype(cell.dtype), &cell.device);
+    let piece = B::float_from_data(piece.convert_dtype(burn_dtype(cell.dtype)), &cell.device);
     ZeroTensor::Shard(Shard::new(Cell::ready(cell.template(Kind::Parameter, Origin::Version), piece)))
 }

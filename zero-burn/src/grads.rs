@@ -8,23 +8,22 @@ use burn::optim::GradientsParams;
 #[cfg(feature = "cubecl")]
 use burn_backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
-#[cfg(feature = "cubecl")]
-use burn_std::DType;
 use zero_core::{Axes, ReduceOp};
 
+use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
 use crate::birth::of_part;
-use crate::cell::{Cell, Kind};
 use crate::context::Context;
 use crate::elementwise::own_piece;
+use crate::engine::{Cell, Inner, Kind, Stored, burn_dtype};
 use crate::gathered::{ParamMeta, parameters};
 use crate::random::sign;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::Stored;
-use crate::trouble::stop;
-use crate::update::norms::{sum_of_squares, sums_of_squares};
-use crate::values::{piece, sum_of_squares_on_host};
+use crate::values::piece;
 use crate::walk;
+use zero_engine::backend::Backend as _;
+use zero_engine::update::norms::sums_of_squares;
+use zero_engine::values::sum_of_squares_on_host;
 
 /// Replaces a parameter's reduced gradient by `values`, the full gradient, flat and the same on every rank. Returns `false` if there is no
 /// gradient of that size.
@@ -39,7 +38,7 @@ pub fn set_gradient<A: ZeroAutodiff, M: AutodiffModule<A>>(
     if !is_here || cell.partition.numel() != values.len() {
         return false;
     }
-    let data = piece(values[cell.partition.range(cell.place())].to_vec()).convert_dtype(cell.dtype);
+    let data = piece(values[cell.partition.range(cell.place())].to_vec()).convert_dtype(burn_dtype(cell.dtype));
     let origin = Cell::derivation("set_gradient", &[&cell]);
     let piece = A::Base::float_from_data(data, &cell.device);
     let cell = Cell::ready(cell.template(Kind::Gradient, origin), piece);
@@ -78,8 +77,8 @@ pub fn replicated_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axis: &str) {
     walk::visit::<A, M>(module, |_, tensor| {
         let Some(ZeroTensor::Shard(Shard { cell, .. })) = tensor else { return };
         let Some(slot) = &cell.slot else { return };
-        slot.is_counted.fetch_and(is_counted, Ordering::Relaxed);
-        slot.is_averaged.fetch_or(axis == Axes::EXPERT, Ordering::Relaxed);
+        slot.mesh.is_counted.fetch_and(is_counted, Ordering::Relaxed);
+        slot.mesh.is_averaged.fetch_or(axis == Axes::EXPERT, Ordering::Relaxed);
     });
 }
 
@@ -129,7 +128,7 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         };
         let own = pieces.len() + place;
         pieces.resize(pieces.len() + world, 0.0);
-        if cell.slot.as_ref().is_some_and(|slot| !slot.is_counted.load(Ordering::Relaxed)) {
+        if cell.slot.as_ref().is_some_and(|slot| !slot.mesh.is_counted.load(Ordering::Relaxed)) {
             return;
         }
         if context.part() > 0
@@ -145,18 +144,18 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         }
         let stored = cell.stored();
         if let Some(data) = stored.as_ref().and_then(Stored::host) {
-            pieces[own] = sum_of_squares_on_host(data, cell.own());
+            pieces[own] = sum_of_squares_on_host(&**data, cell.own());
         } else if let Some(squares) = stored.as_ref().and_then(Stored::squares) {
             pieces[own] = squares;
         } else if let Some(piece) = own_piece(&cell) {
             match zero_ops::is_host::<A::Base>() {
-                true => pieces[own] = sum_of_squares::<A::Base>(piece),
+                true => pieces[own] = Inner::<A::Base>::sum_of_squares(piece),
                 false => on_device.push((own, piece)),
             }
         }
     });
     let (places, tensors): (Vec<usize>, Vec<_>) = on_device.into_iter().unzip();
-    for (place, sum) in places.into_iter().zip(sums_of_squares::<A::Base>(tensors)) {
+    for (place, sum) in places.into_iter().zip(sums_of_squares::<Inner<A::Base>>(tensors)) {
         pieces[place] = sum;
     }
     // Adding zeros changes no bits. At stage 0, too, each rank squares only its own part: gradients are the same on all ranks.
@@ -173,7 +172,7 @@ pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
 ) -> Option<<A::Base as BackendTypes>::FloatTensorPrimitive> {
     let context = Context::<A::Base>::current();
     let rank = &context.rank;
-    if context.has_parts() || rank.world > 1 || rank.updates_beside || !zero_ops::is_cube::<A::Base>() {
+    if context.has_parts() || rank.world > 1 || rank.overlaps_updates || !zero_ops::is_cube::<A::Base>() {
         return None;
     }
     let (mut pieces, mut done, mut is_there) = (Vec::new(), HashSet::new(), true);
@@ -181,7 +180,7 @@ pub(crate) fn sums_on_device<A: ZeroAutodiff, M: AutodiffModule<A>>(
         let Some(gradient) = walk::gradient::<A>(grads, meta.id).filter(|_| done.insert(meta.id)) else { return };
         match (parameter, gradient) {
             (Some(ZeroTensor::Shard(parameter)), ZeroTensor::Shard(Shard { cell, .. }))
-                if matches!(parameter.cell.dtype, DType::F32 | DType::F16 | DType::BF16) =>
+                if parameter.cell.dtype != zero_engine::backend::DType::F64 =>
             {
                 pieces.extend(own_piece(&cell));
             }
@@ -203,7 +202,7 @@ pub fn first_nonfinite<A: ZeroAutodiff, M: AutodiffModule<A>>(
             return;
         }
         let is_odd = match walk::gradient::<A>(grads, meta.id) {
-            Some(ZeroTensor::Shard(shard)) => shard.cell.data().iter::<f32>().any(|x| !x.is_finite()),
+            Some(ZeroTensor::Shard(shard)) => shard.cell.data().0.iter::<f32>().any(|x| !x.is_finite()),
             _ => false,
         };
         odd.push(f64::from(u8::from(is_odd)));

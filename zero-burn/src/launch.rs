@@ -15,11 +15,11 @@ use zero_core::collective::threads::{Stopped, ThreadOptions, panic_reason, run_r
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError, StartError};
 
-use crate::cell::Cell;
+use crate::abort::raise;
 use crate::config::{ConfigError, Tier, ZeroConfig};
 use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::trouble::raise;
+use crate::engine::Cell;
 
 /// The reason why a launch failed.
 #[derive(Debug, thiserror::Error)]

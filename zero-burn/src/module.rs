@@ -15,20 +15,18 @@ use burn_std::DType;
 use zero_core::window::Key;
 use zero_core::{CommError, OperationCall};
 
+use crate::abort::{raise, stop, stop_foreign};
 pub use crate::autodiff::ZeroAutodiff;
 use crate::autodiff::from_rank_0;
 use crate::backend::reduce_in_place;
 use crate::birth::{Fill, parameter};
-use crate::cell::slot::Slot;
-use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
+use crate::engine::{Cell, Kind, Origin, Phase, Slot, Template, burn_dtype, engine_dtype};
 use crate::experts;
 pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads, set_gradient, sharded_along};
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::{sign, sign_bytes};
-use crate::reduce::Phase;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::{raise, stop, stop_foreign};
 use crate::values::{dtype_of, of_type, read};
 use crate::walk::{self, ParamMeta, below, leaf};
 
@@ -131,8 +129,9 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
             ZeroTensor::Shard(shard) if shard.is_parameter() && shard.views.is_empty() && !is_result => (shard, false),
             other => (share(&self.context, other, self.device), true),
         };
-        let dtype = if shard.cell.dtype == DType::F32 { wanted } else { shard.cell.dtype };
-        if dtype != shard.cell.dtype || is_another(&shard.cell) {
+        let found = burn_dtype(shard.cell.dtype);
+        let dtype = if found == DType::F32 { wanted } else { found };
+        if dtype != found || is_another(&shard.cell) {
             return (converted(&self.context, &shard.cell, dtype), true);
         }
         (shard, is_new)
@@ -144,10 +143,10 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
         if self.seen.insert((id, cell.key)) {
             self.drawn.extend(cell.drawn().map(|drawn| (drawn.seed, drawn.birth)));
             self.trained.extend(tracked.then(|| slot.clone()));
-            slot.is_frozen.store(!tracked, Ordering::Relaxed);
+            slot.quantization.is_frozen.store(!tracked, Ordering::Relaxed);
         }
         self.places += 1;
-        slot.place.store(self.places, Ordering::Relaxed);
+        slot.reduction.layout.store(self.places, Ordering::Relaxed);
         let dims = slot.shape.iter().map(|&dim| dim as u64);
         self.signature =
             sign(&[&[self.signature, slot.index, slot.dtype.size() as u64][..], &dims.collect::<Vec<_>>()].concat());
@@ -256,13 +255,13 @@ fn share<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &crate
 /// Creates another parameter with the same values, in type `dtype`.
 fn converted<B: Backend>(context: &Arc<Context<B>>, cell: &Cell<B>, dtype: DType) -> Shard<B> {
     let template = Template {
-        slot: cell.slot.as_ref().map(|slot| context.rank.replace_slot(slot, dtype)),
+        slot: cell.slot.as_ref().map(|slot| context.rank.replace_slot(slot, engine_dtype(dtype))),
         ..cell.template(Kind::Parameter, Origin::Version)
     };
-    let whole = cell.settled().whole.tensor();
+    let whole = cell.settled().full.tensor();
     Shard::new(match whole {
         // Parameters are not sharded.
-        Some(whole) => Cell::whole(template, of_type::<B>(whole, dtype)),
+        Some(whole) => Cell::full(template, of_type::<B>(whole, dtype)),
         None => Cell::ready(template, of_type::<B>(cell.local(), dtype)),
     })
 }
@@ -457,7 +456,7 @@ fn edits<A: ZeroAutodiff, M: AutodiffModule<A>>(context: &Context<A::Base>, modu
             Some(dense @ ZeroTensor::Dense(_)) => Some(dense.load()),
             _ => None,
         };
-        slot.is_edited.store(dense.is_some(), Ordering::Relaxed);
+        slot.reduction.is_edited.store(dense.is_some(), Ordering::Relaxed);
         if let Some(dense) = dense {
             hash = sign(&[hash, slot.index, sign_bytes(read::<A::Base>(dense).as_bytes())]).max(1);
         }

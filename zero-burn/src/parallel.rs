@@ -22,10 +22,10 @@ use burn_backend::Backend;
 use burn_backend::tensor::FloatTensor;
 use zero_core::{Buffer, Collective, CommError, ReduceOp};
 
+use crate::abort::{raise, stop};
 use crate::backend::Zero;
 use crate::context::Context;
 use crate::tensor::ZeroTensor;
-use crate::trouble::{raise, stop};
 use crate::values::{buffer, data, read};
 
 /// A group of ranks, from [`ranks::group`](crate::ranks::group).

@@ -12,13 +12,13 @@ use burn_std::{DType, Shape};
 
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::birth::drawn_again;
-use crate::cell::Cell;
-use crate::cell::slot::Drawn;
 use crate::context::Context;
+use crate::engine::Cell;
 use crate::random::words;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::dtype_of;
 use crate::walk;
+use zero_engine::cell::slot::Drawn;
 
 /// Redraws the parameters that still hold their drawn values, from rank 0's seed. Every rank calls it, with the same module.
 pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(

@@ -32,10 +32,10 @@ use zero_core::Request;
 use zero_core::checkpoint::{Check, CheckpointError, Found, Manifest, find_latest_together};
 use zero_core::collective::{self, Difference, RankError};
 
+use crate::abort::raise;
 use crate::config::ZeroConfig;
 use crate::context::Context;
 use crate::parallel::Group;
-use crate::trouble::raise;
 
 /// Returns the configuration of the current thread's rank over inner backend `B`.
 pub fn config<B: Backend>() -> ZeroConfig {

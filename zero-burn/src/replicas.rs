@@ -12,11 +12,11 @@ use std::collections::HashMap;
 use burn::module::AutodiffModule;
 use burn_backend::Backend;
 
+use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
 use crate::random::{sign_bytes, words};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::stop;
 use crate::values::read;
 use crate::view::Extent;
 use crate::walk::{self, ParamMeta};
@@ -87,7 +87,7 @@ fn hash<B: Backend>(Shard { cell, views }: Shard<B>) -> u64 {
         }
         views.apply_maps(piece, Extent::Piece(cell.partition, cell.place()))
     } else {
-        let Some(whole) = cell.settled().whole.tensor() else { return ABSENT };
+        let Some(whole) = cell.settled().full.tensor() else { return ABSENT };
         views.apply(whole)
     };
     // Never equal to `ABSENT`.

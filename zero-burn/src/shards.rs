@@ -20,16 +20,15 @@ use zero_core::Collective;
 use zero_core::checkpoint::ElementType;
 use zero_core::offload::DiskError;
 
+use crate::abort::stop;
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
-use crate::cell::Cell;
 use crate::config::Disk;
 use crate::context::Context;
+use crate::engine::{Cell, Stored, SwapDisk};
 use crate::gathered::next_version;
 use crate::preparation::{end_forward, in_place_of};
 pub use crate::random::RandomState;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::tier::{Stored, SwapDisk};
-use crate::trouble::stop;
 use crate::values::{part, read};
 use crate::walk::{self, ParamMeta};
 
@@ -78,7 +77,7 @@ pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
     let own = cell.own();
     if let Some(Stored::Host(data)) = cell.stored() {
         let bytes = cell.dtype.size();
-        return data.as_bytes()[own.start * bytes..own.end * bytes].to_vec();
+        return data.0.as_bytes()[own.start * bytes..own.end * bytes].to_vec();
     }
     if own.is_empty() { Vec::new() } else { bytes::<B>(cell.local(), own) }
 }

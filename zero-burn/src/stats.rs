@@ -4,8 +4,8 @@ use burn_backend::Backend;
 use serde::{Deserialize, Serialize};
 use zero_core::accounting::{Gauge, StateBytes, WireBytes};
 
+use crate::abort::raise;
 use crate::context::Context;
-use crate::trouble::raise;
 
 /// One rank's measured memory and traffic.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -7,8 +7,8 @@ use burn_std::{DType, Shape};
 
 use crate::activations::{Activation, Operands, Recording};
 use crate::asked;
-use crate::cell::Cell;
 use crate::context::Context;
+use crate::engine::{Cell, burn_dtype, burn_shape};
 use crate::view::{Extent, Views};
 
 /// A float tensor of which this rank may hold only a shard. Every kind reports its logical shape and type.
@@ -33,7 +33,7 @@ pub struct Shard<B: Backend> {
 
 impl<B: Backend> Shard<B> {
     pub(crate) fn new(cell: Arc<Cell<B>>) -> Self {
-        let views = Views::none(cell.shape.clone(), cell.dtype);
+        let views = Views::none(burn_shape(&cell.shape), burn_dtype(cell.dtype));
         Self { cell, views }
     }
 

@@ -7,14 +7,8 @@ use burn_std::reader::try_read_sync;
 use burn_std::{DType, Shape, Slice};
 use zero_core::Buffer;
 use zero_core::config::Float;
-use zero_ops::Elements;
 
-use crate::trouble::stop;
-
-/// Returns `x` on `device`.
-pub(crate) fn here<B: Backend>(x: B::FloatTensorPrimitive, device: &B::Device) -> B::FloatTensorPrimitive {
-    if B::float_device(&x) == *device { x } else { B::float_to_device(x, device) }
-}
+use crate::abort::stop;
 
 /// Returns `x` in type `dtype`.
 pub(crate) fn of_type<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
@@ -53,14 +47,6 @@ pub(crate) fn flat(mut data: TensorData) -> TensorData {
     data
 }
 
-/// Converts data to f32, unless it is in 16 bits.
-pub(crate) fn narrow_or_f32(data: TensorData) -> TensorData {
-    match data.dtype {
-        DType::F16 | DType::BF16 => data,
-        _ => data.convert_dtype(DType::F32),
-    }
-}
-
 /// Returns received values as data of `shape`.
 pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     match buffer {
@@ -91,38 +77,4 @@ pub(crate) fn dtype_of(float: Float) -> DType {
         Float::F16 => DType::F16,
         Float::Bf16 => DType::BF16,
     }
-}
-
-/// Returns the tag of a shard in transfers between processes: ranks whose tensors differ do not take each other's.
-pub(crate) fn tag(shape: &Shape, dtype: DType) -> String {
-    format!("{dtype:?} of {:?}", shape.as_slice())
-}
-
-/// Returns the type as collectives know it.
-pub(crate) fn wire_dtype(dtype: DType) -> zero_core::collective::DType {
-    match dtype {
-        DType::F16 => zero_core::collective::DType::F16,
-        DType::BF16 => zero_core::collective::DType::Bf16,
-        DType::F32 => zero_core::collective::DType::F32,
-        DType::F64 => zero_core::collective::DType::F64,
-        other => stop(format!("a tensor of type {other:?} cannot be sent to other processes: expected floats")),
-    }
-}
-
-/// Returns the sum of squares of elements `range` of data in host memory.
-pub(crate) fn sum_of_squares_on_host(data: &TensorData, range: Range<usize>) -> f64 {
-    match elements_of(data) {
-        Some(elements) => elements.slice(range).sum_of_squares(),
-        None => data.iter::<f64>().skip(range.start).take(range.len()).map(|x| x * x).sum(),
-    }
-}
-
-/// Returns the elements of 32-bit or 16-bit data.
-pub(crate) fn elements_of(data: &TensorData) -> Option<Elements<'_>> {
-    Some(match data.dtype {
-        DType::F32 => Elements::F32(data.as_slice().ok()?),
-        DType::F16 => Elements::F16(data.as_slice().ok()?),
-        DType::BF16 => Elements::Bf16(data.as_slice().ok()?),
-        _ => return None,
-    })
 }

@@ -12,7 +12,7 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape, Slice};
 use zero_core::Partition;
 
-use crate::cell::Cell;
+use crate::engine::Cell;
 
 /// The elements of the base tensor that an elementwise operation is applied to: all, or one shard of a partition.
 #[derive(Debug, Clone, Copy)]

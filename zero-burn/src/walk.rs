@@ -14,9 +14,8 @@ use burn_backend::Backend;
 use burn_backend::distributed::DistributedParamId;
 
 use crate::autodiff::ZeroAutodiff;
-use crate::cell::Cell;
-use crate::cell::slot::Slot;
 use crate::context::Context;
+use crate::engine::{Cell, Slot};
 use crate::tensor::ZeroTensor;
 
 /// A parameter of a module.

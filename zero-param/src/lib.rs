@@ -88,3 +88,7 @@ pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/book/src/burn-0-22.md")]
+struct Book;

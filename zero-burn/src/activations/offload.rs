@@ -12,14 +12,12 @@ use burn_backend::Backend;
 use burn_std::{DType, Shape};
 use parking_lot::{Condvar, Mutex};
 use zero_core::collective::threads::panic_reason;
-use zero_ops::Shared;
 
 use super::Float;
-use crate::cell::rank::Rank;
-use crate::mover::For;
-use crate::tier::{Stored, fetch_shaped};
-use crate::trouble::{or_stop, stop};
+use crate::abort::{or_stop, stop};
+use crate::engine::{Caller, Inner, Rank, Shared, Stored, engine_dtype};
 use crate::worker::Worker;
+use zero_engine::tier::fetch_shaped;
 
 /// The location of a slot's tensor.
 pub(super) enum Content<B: Backend> {
@@ -28,7 +26,7 @@ pub(super) enum Content<B: Backend> {
     Here(Float<B>),
     /// Here until its copy is complete.
     Leaving(Shared<B>),
-    Stored(Stored),
+    Stored(Stored<B>),
     /// Here again, or kept here after all.
     Back(Shared<B>),
 }
@@ -129,8 +127,15 @@ impl<B: Backend> Offloader<B> {
     }
 
     /// Loads the stored tensor for the calling thread.
-    pub(super) fn fetch(&self, stored: &Stored, shape: &Shape, dtype: DType, device: &B::Device) -> Shared<B> {
-        or_stop(fetch_shaped(stored, dtype, Some(shape.clone()), device, &self.moves.rank.mover, For::Own))
+    pub(super) fn fetch(&self, stored: &Stored<B>, shape: &Shape, dtype: DType, device: &B::Device) -> Shared<B> {
+        or_stop(fetch_shaped(
+            stored,
+            engine_dtype(dtype),
+            Some(shape.as_slice()),
+            device,
+            &self.moves.rank.copier,
+            Caller::OwnThread,
+        ))
     }
 
     /// Notes that an input that has left is being loaded, and brings back the one that left before it.
@@ -153,7 +158,7 @@ impl<B: Backend> Offloader<B> {
 
     fn send(&self, job: Job<B>) {
         let moves = self.moves.clone();
-        self.worker.send(job, move |inbox| inbox.into_iter().for_each(|job| moves.serve(job)));
+        self.worker.send::<Inner<B>>(job, move |inbox| inbox.into_iter().for_each(|job| moves.serve(job)));
     }
 }
 
@@ -180,9 +185,9 @@ impl<B: Backend> Moves<B> {
             Content::Leaving(shared) => shared.clone(),
             _ => return Ok(()),
         };
-        let bytes = leaving.shape().num_elements() * leaving.dtype().size();
+        let bytes = leaving.numel() * leaving.dtype().size();
         let Some(home) = self.rank.activations_home(bytes) else { return Ok(()) };
-        let stored = Stored::of(home, leaving, &self.rank.mover, None).map_err(|error| error.to_string())?;
+        let stored = Stored::of(home, leaving, &self.rank.copier, None).map_err(|error| error.to_string())?;
         let mut content = content.lock();
         if let (Content::Leaving(_), Ok(stored)) = (&*content, stored) {
             *content = Content::Stored(stored);
@@ -196,7 +201,14 @@ impl<B: Backend> Moves<B> {
         let mut content = content.lock();
         let Moved { shape, dtype, device, .. } = moved;
         if let Content::Stored(stored) = &*content
-            && let Ok(back) = fetch_shaped(stored, *dtype, Some(shape.clone()), device, &self.rank.mover, For::Beside)
+            && let Ok(back) = fetch_shaped(
+                stored,
+                engine_dtype(*dtype),
+                Some(shape.as_slice()),
+                device,
+                &self.rank.copier,
+                Caller::OtherThread,
+            )
         {
             *content = Content::Back(back);
         }

@@ -10,12 +10,12 @@ use zero_core::checkpoint::ElementType;
 use super::fused::{Fused, loaded_state};
 use super::plan::edited;
 use super::state::{EMA, MASTER, flat};
+use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
-use crate::cell::Cell;
 use crate::context::Context;
+use crate::engine::{Cell, burn_shape};
 use crate::shards::replace_shards;
 use crate::tensor::ZeroTensor;
-use crate::trouble::stop;
 use crate::values::{self, read};
 
 impl<A: ZeroAutodiff> Fused<A> {
@@ -56,7 +56,7 @@ impl<A: ZeroAutodiff> Fused<A> {
                     let own = values::flat(read::<A::Base>(shard.into_piece())).convert_dtype(DType::F32);
                     let first = held.start - range.start.min(held.start);
                     let own = own.as_slice::<f32>().expect("it was converted")[first..first + held.len()].to_vec();
-                    loaded_state(meta.id, EMA, cell.shape.clone(), own)
+                    loaded_state(meta.id, EMA, burn_shape(&cell.shape), own)
                 }
             };
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();

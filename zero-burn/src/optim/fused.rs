@@ -16,19 +16,18 @@ use zero_ops::Rule;
 
 use super::plan::{Update, Where};
 use super::state::{EMA, MASTER, ParamState, StateRecord, flat};
+use crate::abort::{raise, stop};
 use crate::autodiff::ZeroAutodiff;
-use crate::cell::{Cell, Kind, Origin, Template};
 use crate::context::Context;
+use crate::engine::{Cell, EngineDType, Job, Kind, Origin, Template, burn_dtype, burn_shape, engine_shape};
 use crate::random::sign_bytes;
 use crate::shards::{OffloadedStates, cell_bytes};
 use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::trouble::{raise, stop};
-use crate::update::Job;
-use crate::update::beside::run_jobs;
-use crate::update::norms::{own_sums, trust};
 use crate::values::piece;
 use crate::walk;
+use zero_engine::update::norms::{own_sums, trust};
+use zero_engine::update::overlapped::run_jobs;
 
 /// Properties of a parameter by which groups select it.
 #[derive(Debug, Clone, Copy)]
@@ -122,7 +121,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         mut grads: GradientsParams,
     ) -> M {
         let context = Context::<A::Base>::current();
-        context.rank.mover.sweep();
+        context.rank.copier.sweep();
         self.latest.clear();
         // Updates that run together, and updates on this thread that have a second pass.
         let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
@@ -134,7 +133,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             |meta, _| walk::take_gradient::<A>(&mut grads, meta.id),
             |meta, gradient, parameter| {
                 let (parameter, gradient) = (shard(parameter, "parameter"), shard(gradient, "gradient"));
-                let (rule, lr_scale) = self.group(&meta.path, parameter.cell.shape.as_slice());
+                let (rule, lr_scale) = self.group(&meta.path, &parameter.cell.shape);
                 Context::of(&parameter.cell).before_update();
                 let update = Update { rule, lr: lr * lr_scale, scale, parameter, gradient, number: count };
                 count += 1;
@@ -196,7 +195,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             return false;
         }
         let range = cell.partition.range(cell.place());
-        *cell = loaded_state(id, name, cell.shape.clone(), values[range].to_vec());
+        *cell = loaded_state(id, name, burn_shape(&cell.shape), values[range].to_vec());
         true
     }
 
@@ -213,7 +212,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
         let bytes = cell_bytes(cell);
         Some(match cell.dtype {
-            DType::BF16 => {
+            EngineDType::Bf16 => {
                 let numbers = bytes.chunks_exact(2).map(|bytes| bf16::from_le_bytes([bytes[0], bytes[1]]));
                 numbers.flat_map(|number| number.to_f32().to_le_bytes()).collect()
             }
@@ -373,23 +372,18 @@ fn first_passes<B: Backend>(
 
 /// Runs a pass of updates on the device; returns those that have a second pass.
 fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
-    #[cfg(feature = "cubecl")]
-    return crate::update::device::run(jobs, factor);
-    #[cfg(not(feature = "cubecl"))]
-    {
-        let _ = factor;
-        jobs
-    }
+    zero_engine::update::device::run(jobs, factor)
 }
 
 /// Creates state `name` of parameter `id` from this rank's elements `held`, for state that does not come from an update.
 pub(super) fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
     let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());
-    let dtype = if [MASTER, EMA].contains(&name) { DType::F32 } else { rank.state_dtype() };
+    let dtype = if [MASTER, EMA].contains(&name) { DType::F32 } else { burn_dtype(rank.state_dtype()) };
     let local = B::float_from_data(piece(held).convert_dtype(dtype), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
+    let shape = engine_shape(&shape);
     Cell::ready(Template { rank, slot, partition, shape, device, kind: Kind::Optimizer, origin }, local)
 }
 

@@ -12,6 +12,8 @@ use super::fused::Fused;
 use crate::autodiff::ZeroAutodiff;
 #[cfg(feature = "cubecl")]
 use crate::context::Context;
+#[cfg(feature = "cubecl")]
+use crate::engine::Data;
 
 /// A step that has been submitted to a device, with its numbers on their way to the host. [`Fused::wait_for_step`] waits for them.
 pub struct PendingStep {
@@ -80,7 +82,7 @@ impl<A: ZeroAutodiff> Fused<A> {
         {
             let PendingStep { read, has_factor } = late;
             let mut read = read.wait().into_iter();
-            let sums = crate::update::norms::of_device(&read.next().expect("the sums come first"));
+            let sums = zero_engine::update::norms::of_device(&Data(read.next().expect("the sums come first")));
             let factor = if has_factor { read.next() } else { None };
             let is_made = factor.is_none_or(|factor| factor.iter::<f32>().all(|factor| !factor.is_nan()));
             if !is_made {

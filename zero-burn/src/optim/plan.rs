@@ -3,19 +3,19 @@
 use std::sync::Arc;
 
 use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
-use burn_std::DType;
+use zero_engine::backend::{Backend as _, DType, HostData};
+use zero_engine::tier::{Home, filled};
+use zero_engine::values::{narrow_or_f32, of_type};
 use zero_ops::Rule;
 use zero_ops::update::{Kernel, Norms};
 
 use super::state::{EMA, MASTER, ParamState, mismatch};
-use crate::cell::rank::Rank;
-use crate::cell::slot::Slot;
-use crate::cell::{Cell, Kind, Origin, Template};
+use crate::abort::{or_stop, stop};
+use crate::engine::{
+    Array, Averaged, Cell, Data, Inner, Job, Kind, Origin, Rank, Slot, Stored, SwapDisk, Template, burn_dtype,
+    engine_dtype,
+};
 use crate::tensor::Shard;
-use crate::tier::{Home, Stored, SwapDisk, filled};
-use crate::trouble::{or_stop, stop};
-use crate::update::{Array, Averaged, Job};
-use crate::values::{flat, narrow_or_f32, of_type, read};
 use crate::view::Extent;
 
 /// The place where an update runs.
@@ -49,7 +49,7 @@ impl<B: Backend> Update<B> {
         let updated = self.parameter.cell.template(Kind::Optimizer, Origin::Version);
         let rank = updated.rank.clone();
         let names = self.rule.state_names();
-        let half = matches!(dtype, DType::F16 | DType::BF16);
+        let half = matches!(dtype, DType::F16 | DType::Bf16);
         let decay = rank.config.ema_decay;
         // Always in this order: the cells' names depend on it.
         let kept: Vec<&str> = names.iter().copied().chain(decay.map(|_| EMA)).chain(half.then_some(MASTER)).collect();
@@ -151,7 +151,7 @@ impl<B: Backend> Update<B> {
             return Where::Beside;
         }
         #[cfg(feature = "cubecl")]
-        if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::BF16) {
+        if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Where::Device;
         }
         Where::Here
@@ -180,15 +180,15 @@ impl<B: Backend> There<B> {
         let kept_as = cell.dtype;
         if self.place == Where::Device {
             // A loaded state is in fp32.
-            return Some(Array::Tensor(of_type::<B>(cell.into_local(), dtype)));
+            return Some(Array::Tensor(of_type::<Inner<B>>(cell.into_local(), dtype)));
         }
         Some(match cell.into_stored() {
             // The state as it was loaded, before its parameter was known.
             Ok(Stored::Disk(stored)) if self.disk(dtype).is_none() || kept_as != dtype => {
-                Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).convert_dtype(dtype))
+                Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).cast(dtype))
             }
-            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(TensorData::clone(&data).convert_dtype(dtype)),
-            Ok(stored) => Array::of(stored, &self.rank.mover),
+            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(Data::clone(&data).cast(dtype)),
+            Ok(stored) => Array::of(stored, &self.rank.copier),
             Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
         })
     }
@@ -197,24 +197,24 @@ impl<B: Backend> There<B> {
     fn fresh(&self, dtype: DType) -> Array<B> {
         match self.disk(dtype) {
             Some(disk) => Array::Disk { stored: or_stop(disk.reserve(self.elements * dtype.size())), fresh: true },
-            None => Array::Memory(TensorData::full_dtype([self.elements], 0.0_f32, dtype)),
+            None => Array::Memory(Data(TensorData::full_dtype([self.elements], 0.0_f32, burn_dtype(dtype)))),
         }
     }
 
     /// Creates the fp32 master of a parameter that has none yet.
     fn fresh_master(&self, own: &Array<B>, dtype: DType) -> Array<B> {
         match (own, self.disk(DType::F32)) {
-            (Array::Tensor(copy), _) => Array::Tensor(B::float_cast(copy.clone(), DType::F32.into())),
-            (Array::Memory(copy), None) => Array::Memory(copy.clone().convert_dtype(DType::F32)),
+            (Array::Tensor(copy), _) => Array::Tensor(Inner::<B>::cast(copy.clone(), DType::F32)),
+            (Array::Memory(copy), None) => Array::Memory(copy.clone().cast(DType::F32)),
             (Array::Disk { stored, .. }, None) => {
-                Array::Memory(self.read(dtype, |bytes| or_stop(stored.read_into(bytes))).convert_dtype(DType::F32))
+                Array::Memory(self.read(dtype, |bytes| or_stop(stored.read_into(bytes))).cast(DType::F32))
             }
             (_, Some(_)) => self.fresh(DType::F32),
         }
     }
 
-    fn read(&self, dtype: DType, read: impl FnOnce(&mut [u8])) -> TensorData {
-        filled(&self.rank.mover, self.elements, dtype, [self.elements], read)
+    fn read(&self, dtype: DType, read: impl FnOnce(&mut [u8])) -> Data {
+        filled(&self.rank.copier, self.elements, dtype, read)
     }
 }
 
@@ -229,14 +229,14 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
         false => Err(parameter),
     };
     match stored {
-        Ok(stored) => Array::of(stored, &rank.mover),
+        Ok(stored) => Array::of(stored, &rank.copier),
         Err(parameter) => {
             let piece = parameter.into_piece();
             // A 16-bit copy is overwritten from its master, so its values need not be waited for.
             let numel = piece.shape().num_elements();
             Array::Memory(match is_copy {
-                true => filled(&rank.mover, numel, dtype, [numel], |_| {}),
-                false => narrow_or_f32(flat(read::<B>(piece))),
+                true => filled(&rank.copier, numel, dtype, |_| {}),
+                false => narrow_or_f32(Inner::<B>::read(piece).flat()),
             })
         }
     }
@@ -245,14 +245,14 @@ fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B>
 /// Returns the gradient's array, which is only read: data that others may still read is not copied.
 fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
     let (rank, dtype) = (gradient.cell.rank.clone(), gradient.cell.dtype);
-    let is_plain = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::BF16);
+    let is_plain = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
     if place != Where::Device && gradient.views.is_empty() && is_plain(dtype) {
         match gradient.cell.stored() {
             Some(Stored::Disk(stored)) => return (Array::Disk { stored, fresh: false }, dtype),
             Some(kept @ Stored::Host(_)) => {
                 drop(kept);
                 return match gradient.cell.into_stored() {
-                    Ok(stored) => (Array::of(stored, &rank.mover), dtype),
+                    Ok(stored) => (Array::of(stored, &rank.copier), dtype),
                     Err(cell) => (Array::Memory(cell.data()), dtype),
                 };
             }
@@ -260,11 +260,11 @@ fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
         }
     }
     let piece = gradient.into_piece();
-    let dtype = if is_plain(piece.dtype()) { piece.dtype() } else { DType::F32 };
+    let dtype = if is_plain(engine_dtype(piece.dtype())) { engine_dtype(piece.dtype()) } else { DType::F32 };
     let array = match place {
-        Where::Device => Array::Tensor(of_type::<B>(piece, dtype)),
+        Where::Device => Array::Tensor(of_type::<Inner<B>>(piece, dtype)),
         _ if zero_ops::elements::<B>(&piece).is_some() => Array::Tensor(piece),
-        _ => Array::Memory(narrow_or_f32(flat(read::<B>(piece)))),
+        _ => Array::Memory(narrow_or_f32(Inner::<B>::read(piece).flat())),
     };
     (array, dtype)
 }
@@ -274,10 +274,10 @@ pub(super) fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> 
     let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
     let piece =
         parameter.views.apply_maps(master.into_local(), Extent::Piece(template.partition, parameter.cell.place()));
-    Cell::ready(template, of_type::<B>(piece, DType::F32))
+    Cell::ready(template, of_type::<Inner<B>>(piece, DType::F32))
 }
 
 /// Returns a shard in host memory, flat and in type `dtype`; in place if this is its only handle and it has that type.
-fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive, dtype: DType) -> TensorData {
-    flat(read::<B>(piece)).convert_dtype(dtype)
+fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive, dtype: DType) -> Data {
+    Inner::<B>::read(piece).flat().cast(dtype)
 }

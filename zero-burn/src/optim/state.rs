@@ -10,7 +10,7 @@ use burn_std::Shape;
 
 use crate::autodiff::ZeroAutodiff;
 use crate::backend::Zero;
-use crate::cell::Cell;
+use crate::engine::Cell;
 use crate::tensor::{Shard, ZeroTensor};
 
 /// Name of the fp32 master of a 16-bit parameter.

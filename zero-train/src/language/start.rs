@@ -29,7 +29,7 @@ use crate::trainer::Profile;
 #[derive(Debug, Clone, Default, Args)]
 #[group(id = "lora")]
 pub struct LoraOptions {
-    /// Train a LoRA adapter of this rank instead of the model; needs --weights
+    /// Train a LoRA adapter with this rank (LoRA's r) instead of the model; needs --weights
     #[arg(long, value_name = "RANK")]
     pub lora_r: Option<usize>,
     /// Scale the adapter's output by ALPHA / RANK [default: 8]

@@ -21,15 +21,15 @@ use crate::error::{Result, wrong};
 #[cfg_attr(feature = "cli", derive(clap::Args))]
 #[cfg_attr(feature = "cli", group(id = "zero-hyperparameters"))]
 pub struct Hyperparameters {
-    /// Rows per micro-batch on each rank [default: 1]
+    /// Rows (training examples) per micro-batch on each rank [default: 1]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "per-device-train-batch-size"))]
     pub batch: Option<usize>,
     /// Micro-batches per step [default: 1]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "gradient-accumulation-steps"))]
     pub accumulation: Option<usize>,
-    /// Learning rate of the optimizer [default: 0.001. A preset that is trained from random weights uses its published
-    /// recipe, if it has one and you set none of --lr, --beta1, --beta2, --eps, --weight-decay, --warmup, --schedule,
-    /// --clip and --config]
+    /// Learning rate of the optimizer. A preset that is trained from random weights uses its published recipe, if it has
+    /// one, for all hyperparameters. It does not use the recipe if you set --config, --lr, --beta1, --beta2, --eps,
+    /// --weight-decay, --warmup, --schedule or --clip [default: 0.001]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "learning-rate"))]
     pub lr: Option<f64>,
     /// AdamW's decay of the first moment [default: 0.9]
@@ -51,7 +51,8 @@ pub struct Hyperparameters {
     /// constant]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHAPE", visible_alias = "lr-scheduler-type"))]
     pub schedule: Option<ScheduleChoice>,
-    /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 if --config sets it to "auto"]
+    /// Clip gradients to this global L2 norm; 0 for no clipping [default: 0, or 1 if the --config file
+    /// sets gradient_clipping to "auto"]
     #[cfg_attr(feature = "cli", arg(long, value_name = "NORM", visible_alias = "max-grad-norm"))]
     pub clip: Option<f64>,
     /// Precision of parameters and gradients; with bf16 and fp16, the optimizer keeps fp32 master weights [default: fp32]
@@ -75,7 +76,8 @@ pub struct Options {
     /// Compute on this backend. For cuda or vulkan, build the program with the Cargo feature of that name
     #[cfg_attr(feature = "cli", arg(long, value_name = "BACKEND", default_value = "cpu"))]
     pub backend: BackendChoice,
-    /// Compile all CUDA kernels, without the cache in $XDG_CACHE_HOME/zero/kernels or ~/.cache/zero/kernels
+    /// Do not use the cache of compiled CUDA kernels in $XDG_CACHE_HOME/zero/kernels or ~/.cache/zero/kernels: compile all kernels
+    /// again
     #[cfg_attr(feature = "cli", arg(long))]
     pub no_kernel_cache: bool,
     /// Read this DeepSpeed JSON or Accelerate YAML file. Other options fill in its "auto" values, and must not contradict
@@ -107,12 +109,12 @@ pub struct Options {
     /// toward the weights by 1 - DECAY of the distance. Checkpoints contain it; `zero export --ema` writes it [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
-    /// Evaluate, predict and sample with the averages of --ema-decay instead of the weights. The 16-bit model that is
-    /// written if --config sets stage3_gather_16bit_weights_on_model_save then holds the averages too
+    /// Evaluate, predict and sample with the averages of --ema-decay instead of the weights. If the --config file sets
+    /// stage3_gather_16bit_weights_on_model_save, the 16-bit model is also saved with the averages instead of the weights
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
-    /// Exclude these parameters from weight decay: nothing (like DeepSpeed without parameter groups), vectors (biases and norms),
-    /// or embeddings (embeddings and vectors)
+    /// Exclude these parameters from weight decay: `vectors` are biases and norms, `embeddings` are vectors and embeddings.
+    /// DeepSpeed without parameter groups excludes `nothing`
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT", default_value = "vectors"))]
     pub decay_except: DecayExcept,
     /// Also evaluate every N steps
@@ -140,8 +142,9 @@ pub struct Options {
     /// needs stage 3 [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANKS"))]
     pub secondary_shard_size: Option<usize>,
-    /// Quantize gradients for communication to int8, int4 or nf4, with one scale per 64 values (qgZ of ZeRO++): between the
-    /// groups of --shard-size, or everywhere without groups. Changes training results slightly [default: not quantized]
+    /// Quantize gradients for communication to int8, int4 or nf4, with one scale per 64 values (qgZ of ZeRO++). With --shard-size
+    /// or --secondary-shard-size, only communication between groups is quantized. Changes training results slightly [default:
+    /// not quantized]
     #[cfg_attr(feature = "cli", arg(long, value_name = "FORMAT"))]
     pub quantized_gradients: Option<Format>,
     /// Quantize gathered weights to int8, int4 or nf4, with one scale per 64 values (qwZ of ZeRO++). Forward and backward passes
@@ -156,8 +159,8 @@ pub struct Options {
     /// memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
-    /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory. On
-    /// a disk, optimizer state comes first: gradients go there only when all of it is there [default: 1 with --offload;
+    /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory.
+    /// With --offload-to disk, gradients are offloaded only after all optimizer state is [default: 1 with --offload;
     /// without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
@@ -218,16 +221,16 @@ pub struct Options {
     /// Keep the last N checkpoints [default: all]
     #[cfg_attr(feature = "cli", arg(long, value_name = "N", requires = "save"))]
     pub keep_last: Option<usize>,
-    /// Also keep the best checkpoint: by the loss on the --eval rows, or else by the mean training loss since
-    /// the previous checkpoint
+    /// Also keep the best checkpoint: the one with the lowest loss on the held-out rows or, if no rows are held out, with
+    /// the lowest mean training loss since the previous checkpoint
     #[cfg_attr(feature = "cli", arg(long, requires = "keep_last"))]
     pub keep_best: bool,
     /// Save asynchronously: training continues while a copy of the shards is written
     #[cfg_attr(feature = "cli", arg(long, requires = "save"))]
     pub save_async: bool,
-    /// Resume from the newest intact checkpoint in --save (`auto`; without one, the run starts from scratch), or from DIR,
-    /// which is a checkpoint or a folder of checkpoints. The checkpoint may come from a run with another number of ranks,
-    /// stage or precision
+    /// Resume from a checkpoint. `auto` takes the newest intact checkpoint in the --save folder, and starts from scratch if
+    /// there is none. DIR is a checkpoint or a folder of checkpoints. The checkpoint may come from a run with another number
+    /// of ranks, stage or precision
     #[cfg_attr(feature = "cli", arg(long, value_name = "auto|DIR"))]
     pub resume: Option<PathBuf>,
     /// Wait at most SECONDS for another rank; after that, all ranks exit with code 75 [default: 600]
@@ -244,7 +247,7 @@ pub struct Options {
     /// Write a trace of every operation, all-gather and reduction to this file, for chrome://tracing or Perfetto
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub trace: Option<PathBuf>,
-    /// Print the plan, with the memory it needs, and exit without training
+    /// Print the plan and the memory that the run needs, and exit without training
     #[cfg_attr(feature = "cli", arg(long))]
     pub dry_run: bool,
     /// Print only a JSON summary to standard output. Progress lines go to standard error; there is no progress bar
@@ -357,7 +360,7 @@ pub enum ScheduleChoice {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[cfg_attr(feature = "cli", derive(clap::ValueEnum))]
 pub enum DecayExcept {
-    /// None.
+    /// No parameters.
     Nothing,
     /// Parameters of one dimension: biases, and the scales and offsets of norms.
     Vectors,
@@ -383,7 +386,7 @@ impl DecayExcept {
 pub enum OffloadChoice {
     /// Nothing.
     None,
-    /// Optimizer state, and gradients between their reduction and the update; to a disk, gradients only from stage 2.
+    /// Optimizer state, and reduced gradients until the update. Gradients go to a disk only at stages 2 and 3.
     Optimizer,
     /// Optimizer state, gradients and parameters.
     All,

@@ -1,0 +1,446 @@
+//! The inner backend as the engine's tensor library, and the engine's types over it.
+
+use std::marker::PhantomData;
+#[cfg(feature = "cuda")]
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
+use burn_backend::distributed::DistributedParamId;
+use burn_backend::{Backend, Distribution, StreamId, TensorData, TensorMetadata};
+#[cfg(feature = "cuda")]
+use burn_std::{AllocationController, AllocationProperty, Bytes};
+use burn_std::{DType, Shape, Slice};
+#[cfg(feature = "cuda")]
+use zero_core::copies::Pinned;
+use zero_core::{Buffer, Partition};
+use zero_engine::backend::{self, HostData};
+use zero_ops::Elements;
+use zero_ops::quantized::{Format, Quantized};
+
+use crate::abort::stop;
+use crate::values;
+
+pub(crate) use zero_engine::backend::DType as EngineDType;
+pub(crate) use zero_engine::cell::{Kind, Origin};
+pub(crate) use zero_engine::copier::{Caller, Copier};
+pub(crate) use zero_engine::reduce::{PassReport, Phase, ReduceGroups};
+pub(crate) use zero_engine::tensor_collectives::TensorCollectives;
+pub(crate) use zero_engine::tier::SwapDisk;
+
+/// The inner backend `B` as the engine's tensor library.
+pub(crate) struct Inner<B>(PhantomData<fn() -> B>);
+
+pub(crate) type Cell<B> = zero_engine::cell::Cell<Inner<B>>;
+pub(crate) type Template<B> = zero_engine::cell::Template<Inner<B>>;
+pub(crate) type Slot<B> = zero_engine::cell::slot::Slot<Inner<B>>;
+pub(crate) type Rank<B> = zero_engine::cell::rank::Rank<Inner<B>>;
+pub(crate) type Gatherer<B> = zero_engine::gather::Gatherer<Inner<B>>;
+pub(crate) type Reducer<B> = zero_engine::reduce::Reducer<Inner<B>>;
+pub(crate) type Foreign<B> = zero_engine::reduce::Foreign<Inner<B>>;
+pub(crate) type Outcome<B> = zero_engine::reduce::Outcome<Inner<B>>;
+pub(crate) type Shared<B> = backend::Shared<Inner<B>>;
+pub(crate) type Stored<B> = zero_engine::tier::Stored<Inner<B>>;
+pub(crate) type Job<B> = zero_engine::update::Job<Inner<B>>;
+pub(crate) type Array<B> = zero_engine::update::Array<Inner<B>>;
+pub(crate) type Averaged<B> = zero_engine::update::Averaged<Inner<B>>;
+pub(crate) type Updates<B> = zero_engine::update::overlapped::Updates<Inner<B>>;
+
+/// Returns a distribution of Burn's as the engine knows it.
+pub(crate) fn engine_distribution(distribution: Distribution) -> zero_engine::random::Distribution {
+    use zero_engine::random::Distribution as Engine;
+    match distribution {
+        Distribution::Default => Engine::Default,
+        Distribution::Bernoulli(p) => Engine::Bernoulli(p),
+        Distribution::Uniform(low, high) => Engine::Uniform(low, high),
+        Distribution::Normal(mean, std) => Engine::Normal(mean, std),
+    }
+}
+
+/// Returns a distribution of the engine's as Burn knows it.
+pub(crate) fn burn_distribution(distribution: zero_engine::random::Distribution) -> Distribution {
+    use zero_engine::random::Distribution as Engine;
+    match distribution {
+        Engine::Default => Distribution::Default,
+        Engine::Bernoulli(p) => Distribution::Bernoulli(p),
+        Engine::Uniform(low, high) => Distribution::Uniform(low, high),
+        Engine::Normal(mean, std) => Distribution::Normal(mean, std),
+    }
+}
+
+/// Returns elements `range(place)` of a full tensor, flat; one filler element for an empty range.
+pub(crate) fn slice_shard<B: Backend>(
+    whole: B::FloatTensorPrimitive,
+    partition: Partition,
+    place: usize,
+) -> B::FloatTensorPrimitive {
+    zero_engine::cell::slice_shard::<Inner<B>>(whole, partition, place)
+}
+
+/// Burn's tensor data in the engine.
+#[derive(Clone)]
+pub(crate) struct Data(pub(crate) TensorData);
+
+/// Returns a type of Burn's as the engine knows it.
+pub(crate) fn engine_dtype(dtype: DType) -> EngineDType {
+    match dtype {
+        DType::F32 => EngineDType::F32,
+        DType::F64 => EngineDType::F64,
+        DType::F16 => EngineDType::F16,
+        DType::BF16 => EngineDType::Bf16,
+        other => stop(format!("a tensor of type {other:?} cannot be a parameter: expected F64, F32, F16 or BF16")),
+    }
+}
+
+/// Returns a type of the engine's as Burn knows it.
+pub(crate) fn burn_dtype(dtype: EngineDType) -> DType {
+    match dtype {
+        EngineDType::F32 => DType::F32,
+        EngineDType::F64 => DType::F64,
+        EngineDType::F16 => DType::F16,
+        EngineDType::Bf16 => DType::BF16,
+        EngineDType::U8 => DType::U8,
+    }
+}
+
+/// Returns a shape of the engine's as Burn knows it.
+pub(crate) fn burn_shape(shape: &[usize]) -> Shape {
+    Shape::from(shape.to_vec())
+}
+
+/// Returns a shape of Burn's as the engine knows it.
+pub(crate) fn engine_shape(shape: &Shape) -> backend::Shape {
+    shape.as_slice().into()
+}
+
+impl HostData for Data {
+    fn from_buffer(values: Buffer, shape: &[usize]) -> Self {
+        Self(values::data(values, burn_shape(shape)))
+    }
+
+    fn from_bytes(bytes: Vec<u8>, shape: &[usize], dtype: EngineDType) -> Self {
+        Self(TensorData::from_bytes_vec(bytes, burn_shape(shape), burn_dtype(dtype)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn from_pinned(pinned: Pinned, elements: usize, dtype: EngineDType) -> Self {
+        let len = pinned.len();
+        // SAFETY: all bytes of page-locked memory have values, `len` of them.
+        let bytes = unsafe { Bytes::from_controller(Box::new(PageLocked(pinned)), len) };
+        Self(TensorData::from_bytes(bytes, [elements], burn_dtype(dtype)))
+    }
+
+    fn into_buffer(self) -> Buffer {
+        values::buffer(self.0)
+    }
+
+    fn dtype(&self) -> EngineDType {
+        engine_dtype(self.0.dtype)
+    }
+
+    fn numel(&self) -> usize {
+        self.0.num_elements()
+    }
+
+    fn shape(&self) -> backend::Shape {
+        engine_shape(&self.0.shape)
+    }
+
+    fn reshaped(mut self, shape: &[usize]) -> Self {
+        self.0.shape = burn_shape(shape);
+        self
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        &mut self.0.bytes
+    }
+
+    fn cast(self, dtype: EngineDType) -> Self {
+        Self(self.0.convert_dtype(burn_dtype(dtype)))
+    }
+}
+
+impl<B: Backend> backend::Backend for Inner<B> {
+    type Tensor = B::FloatTensorPrimitive;
+    type Device = B::Device;
+    type Data = Data;
+    type Held = zero_ops::Shared<B>;
+    type Loan = zero_ops::Lent;
+    #[cfg(feature = "cuda")]
+    type Operation = zero_ops::OnCuda;
+    #[cfg(not(feature = "cuda"))]
+    type Operation = ();
+    type ParamId = DistributedParamId;
+    type Stream = StreamId;
+
+    fn device(x: &Self::Tensor) -> B::Device {
+        B::float_device(x)
+    }
+
+    fn dtype(x: &Self::Tensor) -> EngineDType {
+        engine_dtype(x.dtype())
+    }
+
+    fn numel(x: &Self::Tensor) -> usize {
+        x.shape().num_elements()
+    }
+
+    fn from_data(Data(data): Data, device: &B::Device) -> Self::Tensor {
+        B::float_from_data(data, device)
+    }
+
+    fn read(x: Self::Tensor) -> Data {
+        Data(values::read::<B>(x))
+    }
+
+    fn zeros(shape: &[usize], device: &B::Device, dtype: EngineDType) -> Self::Tensor {
+        B::float_zeros(burn_shape(shape), device, burn_dtype(dtype).into())
+    }
+
+    fn reshape(x: Self::Tensor, shape: &[usize]) -> Self::Tensor {
+        B::float_reshape(x, burn_shape(shape))
+    }
+
+    fn slice(x: Self::Tensor, range: Range<usize>) -> Self::Tensor {
+        B::float_slice(x, &[Slice::from(range)])
+    }
+
+    fn cat(parts: Vec<Self::Tensor>) -> Self::Tensor {
+        B::float_cat(parts, 0)
+    }
+
+    fn cast(x: Self::Tensor, dtype: EngineDType) -> Self::Tensor {
+        zero_ops::cast::<B>(x, burn_dtype(dtype).into())
+    }
+
+    fn to_device(x: Self::Tensor, device: &B::Device) -> Self::Tensor {
+        B::float_to_device(x, device)
+    }
+
+    fn add(a: Self::Tensor, b: Self::Tensor) -> Self::Tensor {
+        B::float_add(a, b)
+    }
+
+    fn sub(a: Self::Tensor, b: Self::Tensor) -> Self::Tensor {
+        B::float_sub(a, b)
+    }
+
+    fn mul_scalar(x: Self::Tensor, factor: f64) -> Self::Tensor {
+        B::float_mul_scalar(x, factor.into())
+    }
+
+    fn sum_of_squares(x: Self::Tensor) -> f64 {
+        // One pass over memory if the elements are accessible on the host, otherwise three.
+        if let Some(sum) = zero_ops::sum_of_squares::<B>(&x) {
+            return sum;
+        }
+        // In fp32, because squares of 16-bit values may not fit into 16 bits.
+        let x = if x.dtype().size() < 4 { B::float_cast(x, DType::F32.into()) } else { x };
+        let sum = B::float_sum(B::float_mul(x.clone(), x));
+        values::read::<B>(sum).iter::<f64>().next().expect("a full reduction gives one number")
+    }
+
+    fn elements(x: &Self::Tensor) -> Option<Elements<'_>> {
+        zero_ops::elements::<B>(x)
+    }
+
+    fn is_host() -> bool {
+        zero_ops::is_host::<B>()
+    }
+
+    fn lend(x: &Self::Tensor) -> Option<zero_ops::Lent> {
+        zero_ops::Lent::of::<B>(x)
+    }
+
+    fn borrow(loan: &zero_ops::Lent) -> Option<Self::Tensor> {
+        loan.borrow::<B>()
+    }
+
+    fn stream() -> StreamId {
+        StreamId::current()
+    }
+
+    fn in_stream<R>(stream: StreamId, f: impl FnOnce() -> R) -> R {
+        stream.executes(f)
+    }
+
+    fn share(tensors: Vec<Self::Tensor>) -> Vec<Self::Held> {
+        zero_ops::Shared::many(tensors)
+    }
+
+    fn unshared(x: Self::Tensor) -> Self::Held {
+        zero_ops::Shared::not(x)
+    }
+
+    fn held(held: &Self::Held) -> Self::Tensor {
+        held.tensor()
+    }
+
+    fn into_held(held: Self::Held) -> Self::Tensor {
+        held.into_tensor()
+    }
+
+    fn held_dtype(held: &Self::Held) -> EngineDType {
+        engine_dtype(held.dtype())
+    }
+
+    fn held_numel(held: &Self::Held) -> usize {
+        held.shape().num_elements()
+    }
+
+    fn held_device(held: &Self::Held) -> &B::Device {
+        held.device()
+    }
+
+    fn to_codes(x: Self::Tensor, format: Format) -> Self::Tensor {
+        zero_ops::to_codes::<B>(x, format)
+    }
+
+    fn from_codes(codes: Self::Tensor, how: Quantized, dtype: EngineDType) -> Self::Tensor {
+        zero_ops::from_codes::<B>(codes, how, burn_dtype(dtype))
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn has_kernels() -> bool {
+        zero_ops::is_cube::<B>()
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn pack(
+        items: Vec<backend::PackItem<Self>>,
+        world: usize,
+        dtype: EngineDType,
+        factor: f32,
+    ) -> Option<Self::Tensor> {
+        let item =
+            |backend::PackItem { tensor, numel, from, columns }| zero_ops::PackItem { tensor, numel, from, columns };
+        zero_ops::pack::<B>(items.into_iter().map(item).collect(), world, burn_dtype(dtype), factor).ok()
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn unpack(
+        bucket: Self::Tensor,
+        world: usize,
+        items: Vec<backend::UnpackItem<Self>>,
+        factor: f32,
+    ) -> Option<Vec<Self::Tensor>> {
+        let item = |backend::UnpackItem { target, numel, from, columns, dtype }| zero_ops::UnpackItem {
+            target,
+            numel,
+            from,
+            columns,
+            dtype: burn_dtype(dtype),
+        };
+        zero_ops::unpack::<B>(bucket, world, items.into_iter().map(item).collect(), factor).ok()
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn sum_parts(items: Vec<backend::SumItem<Self>>, factor: f32) -> Option<Vec<Self::Tensor>> {
+        let item =
+            |backend::SumItem { parts, range, dtype }| zero_ops::SumItem { parts, range, dtype: burn_dtype(dtype) };
+        zero_ops::sum_parts::<B>(items.into_iter().map(item).collect(), factor).ok()
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn fused_update(
+        items: Vec<backend::UpdateItem<Self>>,
+        scale: backend::GradScale<Self>,
+    ) -> Option<Vec<backend::Updated<Self>>> {
+        let item = |backend::UpdateItem { kernel, parameter, gradient, states, state_dtype, first, copy }| {
+            let state_dtype = burn_dtype(state_dtype);
+            zero_ops::UpdateItem { update: kernel.into(), parameter, gradient, states, state_dtype, first, copy }
+        };
+        let scale = match scale {
+            backend::GradScale::Number(number) => zero_ops::GradScale::Number(number),
+            backend::GradScale::Tensor(tensor) => zero_ops::GradScale::Tensor(tensor),
+        };
+        let updated = zero_ops::fused_update::<B>(items.into_iter().map(item).collect(), scale).ok()?;
+        let of = |zero_ops::Updated { parameter, states, copy, direction }| backend::Updated {
+            parameter,
+            states,
+            copy,
+            direction,
+        };
+        Some(updated.into_iter().map(of).collect())
+    }
+
+    #[cfg(feature = "cubecl")]
+    fn sums_of_squares(tensors: &[Self::Tensor]) -> Option<Self::Tensor> {
+        zero_ops::sums_of_squares::<B>(tensors)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_ordinal(device: &B::Device) -> Option<usize> {
+        zero_ops::devices::cuda_ordinal::<B>(device)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn on_cuda(held: &Self::Held) -> Option<backend::CudaSpan> {
+        held.on_cuda().map(span)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn uninit_on_cuda(
+        device: &B::Device,
+        shape: &[usize],
+        dtype: EngineDType,
+    ) -> Option<(Self::Held, backend::CudaSpan)> {
+        let made = zero_ops::Shared::<B>::uninit_on_cuda(device, burn_shape(shape), burn_dtype(dtype));
+        made.map(|(held, at)| (held, span(at)))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn begin_on_cuda(
+        name: &'static str,
+        inputs: Vec<Self::Tensor>,
+        outputs: Vec<(backend::Shape, EngineDType)>,
+        begin: impl Fn(&[backend::CudaSpan], &[backend::CudaSpan]) -> Option<backend::End> + Send + Sync + 'static,
+    ) -> Result<(Vec<Self::Tensor>, Self::Operation), Vec<Self::Tensor>> {
+        let outputs = outputs.into_iter().map(|(shape, dtype)| (burn_shape(&shape), burn_dtype(dtype))).collect();
+        let spans = |spans: &[zero_ops::CudaSpan]| -> Vec<_> { spans.iter().copied().map(span).collect() };
+        zero_ops::begin_on_cuda::<B>(name, inputs, outputs, move |inputs, outputs| {
+            begin(&spans(inputs), &spans(outputs))
+        })
+    }
+
+    #[cfg(feature = "cuda")]
+    fn end_on_cuda(operation: Self::Operation, made: Vec<Self::Tensor>) -> Vec<Self::Tensor> {
+        operation.end::<B>(made)
+    }
+}
+
+#[cfg(feature = "cuda")]
+fn span(zero_ops::CudaSpan { pointer, elements }: zero_ops::CudaSpan) -> backend::CudaSpan {
+    backend::CudaSpan { pointer, elements }
+}
+
+/// Page-locked memory as the allocation of a tensor's data.
+#[cfg(feature = "cuda")]
+struct PageLocked(Pinned);
+
+#[cfg(feature = "cuda")]
+impl AllocationController for PageLocked {
+    fn alloc_align(&self) -> usize {
+        // The driver's are pages; copies of the bytes, which ask for the same, know no more than this.
+        align_of::<u128>()
+    }
+
+    fn property(&self) -> AllocationProperty {
+        AllocationProperty::Pinned
+    }
+
+    unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
+        let bytes: &mut [u8] = &mut self.0;
+        // SAFETY: the same bytes; the caller writes only bytes that have values.
+        unsafe { &mut *(std::ptr::from_mut(bytes) as *mut [MaybeUninit<u8>]) }
+    }
+
+    fn memory(&self) -> &[MaybeUninit<u8>] {
+        let bytes: &[u8] = &self.0;
+        // SAFETY: the same bytes, which have values.
+        unsafe { &*(std::ptr::from_ref(bytes) as *const [MaybeUninit<u8>]) }
+    }
+}

@@ -1,0 +1,111 @@
+//! The data of a settled shard, wherever it is kept: with the backend, in host memory, on a disk, or as codes.
+
+use std::sync::Arc;
+
+use zero_kernels::quantized::Format;
+
+use super::codes::{Codes, decode};
+use super::{Cell, ShardState, slice_shard};
+use crate::abort::or_stop;
+use crate::backend::{Backend, DType, HostData};
+use crate::tier::{Stored, fetch, filled};
+use crate::values::tag;
+
+/// A shard's data.
+pub enum ShardData<B: Backend> {
+    /// A flat tensor; one filler element if the rank owns none.
+    Tensor(B::Tensor),
+    /// Kept outside the backend.
+    Stored(Stored<B>),
+    /// Quantized for use.
+    Codes(Arc<Codes<B>>, Format),
+}
+
+impl<B: Backend> ShardData<B> {
+    /// Writes the elements, converted to `dtype` if they are quantized, to `out`, which has room for the shard without filler.
+    pub fn read_into(&self, dtype: DType, out: &mut [u8]) {
+        match self {
+            Self::Tensor(tensor) => out.copy_from_slice(&B::read(tensor.clone()).bytes()[..out.len()]),
+            Self::Stored(stored) => or_stop(stored.read_into(out)),
+            Self::Codes(codes, how) => decode(*how, &codes.bytes, dtype, out),
+        }
+    }
+}
+
+/// The bytes of a shard as they are sent to another process, without filler.
+pub enum ShardBytes<B: Backend> {
+    /// This many bytes of the elements.
+    Elements(B::Data, usize),
+    /// Quantized elements.
+    Codes(Arc<Codes<B>>),
+}
+
+impl<B: Backend> AsRef<[u8]> for ShardBytes<B> {
+    fn as_ref(&self) -> &[u8] {
+        match self {
+            Self::Elements(data, len) => &data.bytes()[..*len],
+            Self::Codes(codes) => &codes.bytes,
+        }
+    }
+}
+
+impl<B: Backend> Cell<B> {
+    /// Returns this rank's shard once it is settled, quantized in format `how` if there is one.
+    pub fn shard_data(&self, how: Option<Format>) -> ShardData<B> {
+        if let Some(how) = how {
+            return ShardData::Codes(self.codes(how), how);
+        }
+        let state = self.settled();
+        match (&state.shard, state.full.tensor()) {
+            (ShardState::Tensor(local), _) => ShardData::Tensor(local.tensor()),
+            (ShardState::Stored(stored), _) => ShardData::Stored(stored.clone()),
+            (_, Some(full)) => ShardData::Tensor(slice_shard::<B>(full, self.partition, self.place())),
+            _ => unreachable!("a settled cell holds its shard or the full tensor"),
+        }
+    }
+
+    /// Returns this rank's shard, flat; one filler element if the rank owns none.
+    pub fn local(&self) -> B::Tensor {
+        let gathered = {
+            let state = self.settled();
+            if matches!(state.shard, ShardState::Stored(_)) { state.full.tensor() } else { None }
+        };
+        match gathered {
+            // Nearer than the storage.
+            Some(full) => slice_shard::<B>(full, self.partition, self.place()),
+            None => match self.shard_data(None) {
+                ShardData::Tensor(tensor) => tensor,
+                ShardData::Stored(stored) => {
+                    fetch::<B>(&stored, self.dtype, &self.device, &self.rank.copier).into_tensor()
+                }
+                ShardData::Codes(..) => unreachable!("codes were not asked for"),
+            },
+        }
+    }
+
+    /// Returns the shard's data, flat, in host memory; one filler element if the rank owns none.
+    pub fn data(&self) -> B::Data {
+        match self.shard_data(None) {
+            ShardData::Stored(Stored::Host(data)) => B::Data::clone(&data),
+            ShardData::Tensor(tensor) => B::read(tensor).flat(),
+            stored => {
+                let elements = self.partition.len(self.place());
+                filled(&self.rank.copier, elements, self.dtype, |out| stored.read_into(self.dtype, out))
+            }
+        }
+    }
+
+    /// Returns the bytes in which this rank's shard is sent, quantized in format `how` if there is one.
+    pub fn sent(&self, how: Option<Format>) -> ShardBytes<B> {
+        match how {
+            Some(how) => ShardBytes::Codes(self.codes(how)),
+            None => ShardBytes::Elements(self.data(), self.partition.len(self.place()) * self.dtype.size()),
+        }
+    }
+
+    /// Returns the tag of the shard in transfers between processes.
+    pub fn tag(&self, how: Option<Format>) -> String {
+        let exact = tag(&self.shape, self.dtype);
+        how.map_or_else(|| exact.clone(), |how| format!("{how} for {exact}"))
+    }
+}

@@ -1,0 +1,16 @@
+//! Bytes that a rank holds, see [`crate::stats`].
+
+use zero_core::accounting::Gauge;
+
+/// Bytes by kind.
+#[derive(Default)]
+pub struct Gauges {
+    pub parameters: Gauge,
+    pub gradients: Gauge,
+    pub optimizer: Gauge,
+    /// Full gradients on their way to be reduced, at the stages that shard gradients.
+    pub in_flight: Gauge,
+    pub gathered: Gauge,
+    /// Bytes kept in host memory instead of with the backend.
+    pub host: Gauge,
+}

@@ -1,0 +1,49 @@
+//! Sums of squares of gradients, and of parameters and their updates, wherever the elements are.
+
+use zero_kernels::cpu::norm::Squares;
+use zero_kernels::update::Norms;
+
+use super::Job;
+use crate::backend::{Backend, HostData};
+use crate::values::numbers_of;
+
+/// Computes the sums of squares of several tensors. Kernels for many tensors take one transfer from the device.
+pub fn sums_of_squares<B: Backend>(tensors: Vec<B::Tensor>) -> Vec<f64> {
+    match B::sums_of_squares(&tensors) {
+        Some(sums) => of_device(&B::read(sums)),
+        None => tensors.into_iter().map(B::sum_of_squares).collect(),
+    }
+}
+
+/// Returns the sums that a device has computed. The last number is the count of elements that are not finite: with fast-math arithmetic,
+/// the sums may not show them.
+pub fn of_device<D: HostData>(sums: &D) -> Vec<f64> {
+    let mut sums: Vec<f64> = numbers_of(sums).collect();
+    if sums.pop().is_some_and(|odd| odd > 0.0) {
+        sums.iter_mut().for_each(|sum| *sum = f64::NAN);
+    }
+    sums
+}
+
+/// Returns this rank's sums of `jobs`, in the order of their numbers below `count`.
+pub fn own_sums<B: Backend>(jobs: &[&mut Job<B>], count: usize) -> Vec<f64> {
+    let mut sums = vec![0.0; 4 * count];
+    for job in jobs {
+        let Norms { parameter, update } = job.norms;
+        sums[4 * job.number..][..4].copy_from_slice(&[parameter.high, parameter.low, update.high, update.low]);
+    }
+    sums
+}
+
+/// Prepares `jobs` for their second pass with the sums of all ranks, which are added in rank order.
+pub fn trust<B: Backend>(jobs: Vec<&mut Job<B>>, ranks: &[Vec<f64>]) {
+    for job in jobs {
+        let of = |sums: &Vec<f64>| {
+            let sums = &sums[4 * job.number..];
+            let squares = |at: usize| Squares { high: sums[at], low: sums[at + 1] };
+            Norms { parameter: squares(0), update: squares(2) }
+        };
+        let Norms { parameter, update } = ranks.iter().map(of).fold(Norms::default(), Norms::plus);
+        job.kernel.trust(parameter.value().sqrt(), update.value().sqrt());
+    }
+}
