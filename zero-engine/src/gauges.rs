@@ -1,4 +1,4 @@
-//! Bytes that a rank holds, see [`crate::stats`].
+//! Bytes that a rank holds, by kind.
 
 use zero_core::accounting::Gauge;
 

@@ -20,8 +20,8 @@
 //! Values are summed in rank order and scaled by `1 / ranks`, so that stages give the same bits. If there are several groups of ranks that
 //! each hold the full model state, a bucket's sum within the group is then summed across the groups, in their order.
 //!
-//! [`buckets`] lays gradients out: in host memory ([`host`]), for any collective engine, or on the device (`device`), if the ranks are
-//! processes, for NCCL or for one copy per bucket. [`tensors`] reduces them in place on devices, if the ranks are threads of one process:
+//! `buckets` lays gradients out: in host memory (`host`), for any collective engine, or on the device (`device`), if the ranks are
+//! processes, for NCCL or for one copy per bucket. `tensors` reduces them in place on devices, if the ranks are threads of one process:
 //! handles are exchanged, and nothing is copied to the host.
 //!
 //! If all ranks gather parameters collectively ([`crate::tensor_collectives`]), the rank's own thread does the reducer thread's work when it hands a
