@@ -17,11 +17,11 @@ pub type Shape = Arc<[usize]>;
 
 /// A tensor library, as far as the engine uses it. All tensors are of floats, row-major.
 ///
-/// The functions below `share` are optional: they are for devices that have kernels for many tensors at once ([`Backend::has_kernels`]).
+/// The functions from [`Backend::has_kernels`] on are optional: they are for devices with kernels for many tensors at once, and for CUDA.
 pub trait Backend: Sized + Send + Sync + 'static {
     /// A tensor. Cloning it makes another handle to the same memory.
     type Tensor: Clone + Debug + Send + Sync + 'static;
-    /// A place where tensors are.
+    /// A device that holds tensors.
     type Device: Clone + Debug + PartialEq + Send + Sync + 'static;
     /// A tensor's values in host memory.
     type Data: HostData;
@@ -69,7 +69,7 @@ pub trait Backend: Sized + Send + Sync + 'static {
 
     /// Returns the elements, without a copy, if they are in host memory, in 32 or 16 bits.
     fn elements(x: &Self::Tensor) -> Option<Elements<'_>>;
-    /// Returns whether all tensors are in host memory, for [`Backend::elements`] to return.
+    /// Returns whether all tensors are in host memory, where [`Backend::elements`] finds their elements.
     fn is_host() -> bool;
     /// Lends a tensor, if its memory can be lent.
     fn lend(x: &Self::Tensor) -> Option<Self::Loan>;

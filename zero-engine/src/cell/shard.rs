@@ -56,30 +56,28 @@ impl<B: Backend> Cell<B> {
             return ShardData::Codes(self.codes(how), how);
         }
         let state = self.settled();
-        match (&state.shard, state.full.tensor()) {
-            (ShardState::Tensor(local), _) => ShardData::Tensor(local.tensor()),
-            (ShardState::Stored(stored), _) => ShardData::Stored(stored.clone()),
-            (_, Some(full)) => ShardData::Tensor(slice_shard::<B>(full, self.partition, self.place())),
-            _ => unreachable!("a settled cell holds its shard or the full tensor"),
+        match &state.shard {
+            ShardState::Tensor(local) => ShardData::Tensor(local.tensor()),
+            ShardState::Stored(stored) => ShardData::Stored(stored.clone()),
+            _ => {
+                let full = state.full.tensor().expect("a settled cell holds its shard or the full tensor");
+                ShardData::Tensor(slice_shard::<B>(full, self.partition, self.place()))
+            }
         }
     }
 
     /// Returns this rank's shard, flat; one filler element if the rank owns none.
     pub fn local(&self) -> B::Tensor {
-        let gathered = {
-            let state = self.settled();
-            if matches!(state.shard, ShardState::Stored(_)) { state.full.tensor() } else { None }
+        let stored = match self.shard_data(None) {
+            ShardData::Tensor(tensor) => return tensor,
+            ShardData::Stored(stored) => stored,
+            ShardData::Codes(..) => unreachable!("codes were not asked for"),
         };
-        match gathered {
-            // Nearer than the storage.
+        // A gathered tensor is nearer than the storage.
+        let full = self.state.lock().full.tensor();
+        match full {
             Some(full) => slice_shard::<B>(full, self.partition, self.place()),
-            None => match self.shard_data(None) {
-                ShardData::Tensor(tensor) => tensor,
-                ShardData::Stored(stored) => {
-                    fetch::<B>(&stored, self.dtype, &self.device, &self.rank.copier).into_tensor()
-                }
-                ShardData::Codes(..) => unreachable!("codes were not asked for"),
-            },
+            None => fetch::<B>(&stored, self.dtype, &self.device, &self.rank.copier).into_tensor(),
         }
     }
 
