@@ -22,9 +22,8 @@ use crate::values;
 
 pub(crate) use zero_engine::backend::DType as EngineDType;
 pub(crate) use zero_engine::cell::{Kind, Origin};
-pub(crate) use zero_engine::copier::{Caller, Copier};
-pub(crate) use zero_engine::reduce::{PassReport, Phase, ReduceGroups};
-pub(crate) use zero_engine::tensor_collectives::TensorCollectives;
+pub(crate) use zero_engine::copier::Caller;
+pub(crate) use zero_engine::reduce::Phase;
 pub(crate) use zero_engine::tier::SwapDisk;
 
 /// The inner backend `B` as the engine's tensor library.
@@ -34,16 +33,12 @@ pub(crate) type Cell<B> = zero_engine::cell::Cell<Inner<B>>;
 pub(crate) type Template<B> = zero_engine::cell::Template<Inner<B>>;
 pub(crate) type Slot<B> = zero_engine::cell::slot::Slot<Inner<B>>;
 pub(crate) type Rank<B> = zero_engine::cell::rank::Rank<Inner<B>>;
-pub(crate) type Gatherer<B> = zero_engine::gather::Gatherer<Inner<B>>;
-pub(crate) type Reducer<B> = zero_engine::reduce::Reducer<Inner<B>>;
-pub(crate) type Foreign<B> = zero_engine::reduce::Foreign<Inner<B>>;
-pub(crate) type Outcome<B> = zero_engine::reduce::Outcome<Inner<B>>;
+pub(crate) type Runtime<B> = zero_engine::runtime::Runtime<Inner<B>>;
 pub(crate) type Shared<B> = backend::Shared<Inner<B>>;
 pub(crate) type Stored<B> = zero_engine::tier::Stored<Inner<B>>;
-pub(crate) type Job<B> = zero_engine::update::Job<Inner<B>>;
-pub(crate) type Array<B> = zero_engine::update::Array<Inner<B>>;
-pub(crate) type Averaged<B> = zero_engine::update::Averaged<Inner<B>>;
-pub(crate) type Updates<B> = zero_engine::update::overlapped::Updates<Inner<B>>;
+pub(crate) type ParamState<B> = zero_engine::update::plan::ParamState<Inner<B>>;
+pub(crate) type Operand<B> = zero_engine::update::plan::Operand<Inner<B>>;
+pub(crate) type Step<'a, B> = zero_engine::update::step::Step<'a, Inner<B>>;
 
 /// Returns a distribution of Burn's as the engine knows it.
 pub(crate) fn engine_distribution(distribution: Distribution) -> zero_engine::random::Distribution {

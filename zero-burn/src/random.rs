@@ -8,7 +8,7 @@ use burn_backend::{Backend, Distribution, TensorData};
 use burn_std::{DType, Shape};
 use rayon::prelude::*;
 pub use zero_engine::random::RandomState;
-pub(crate) use zero_engine::random::{Draws, Stream, sign, sign_bytes, words};
+pub(crate) use zero_engine::random::{Stream, sign, sign_bytes, words};
 
 /// Number of elements that are worth a task of their own.
 const TASK: usize = 1 << 14;

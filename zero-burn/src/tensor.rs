@@ -8,8 +8,9 @@ use burn_std::{DType, Shape};
 use crate::activations::{Activation, Operands, Recording};
 use crate::asked;
 use crate::context::Context;
-use crate::engine::{Cell, burn_dtype, burn_shape};
+use crate::engine::{Cell, Inner, Operand, burn_dtype, burn_shape};
 use crate::view::{Extent, Views};
+use zero_engine::update::plan::Edits;
 
 /// A float tensor of which this rank may hold only a shard. Every kind reports its logical shape and type.
 #[derive(Debug, Clone)]
@@ -46,6 +47,18 @@ impl<B: Backend> Shard<B> {
     pub(crate) fn into_piece(self) -> B::FloatTensorPrimitive {
         let extent = Extent::Piece(self.cell.partition, self.cell.place());
         self.views.apply_maps(self.cell.into_local(), extent)
+    }
+
+    /// Returns the shard as an operand of an update.
+    pub(crate) fn into_operand(self) -> Operand<B> {
+        let Self { cell, views } = self;
+        let edits: Option<Edits<Inner<B>>> = match views.is_empty() {
+            true => None,
+            false => Some(Box::new(move |tensor, partition, place| {
+                views.apply_maps(tensor, Extent::Piece(partition, place))
+            })),
+        };
+        Operand { cell, edits }
     }
 }
 

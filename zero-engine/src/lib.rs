@@ -2,7 +2,8 @@
 //!
 //! * In: a tensor library that implements [`backend::Backend`], a group of ranks and a window (`zero-core`), parameters.
 //! * A [`cell::Cell`] is this rank's shard of one tensor and, while it is worth keeping, the gathered full tensor.
-//! * [`gather`] loads full parameters, [`reduce`] reduces gradients, [`update`] runs optimizer rules on shards.
+//! * [`gather`] loads full parameters, [`reduce`] reduces gradients, [`update`] runs optimizer rules on shards. A [`runtime::Runtime`] has
+//!   them for one rank, and its position in the step.
 //! * Shards are kept with the backend, in host memory or on a disk ([`tier`], [`copier`]).
 //! * Errors: functions that a backward pass calls cannot return errors; [`abort`] carries them to the launcher.
 //!
@@ -18,6 +19,7 @@ pub mod gather;
 pub mod gauges;
 pub mod random;
 pub mod reduce;
+pub mod runtime;
 pub mod tensor_collectives;
 #[cfg(test)]
 mod testing;

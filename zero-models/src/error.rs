@@ -76,7 +76,9 @@ pub enum ModelError {
     },
 
     /// A configuration that is not valid JSON, or has a value of a wrong type.
-    #[error("the {model} configuration cannot be read as JSON ({source}); pass the text of a Hugging Face config.json")]
+    #[error(
+        "the {model} configuration cannot be read as JSON ({source}); pass a configuration file of Hugging Face (config.json, or adapter_config.json for LoRA)"
+    )]
     ConfigSyntax {
         /// The model family.
         model: &'static str,

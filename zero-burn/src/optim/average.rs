@@ -8,8 +8,7 @@ use burn_std::DType;
 use zero_core::checkpoint::ElementType;
 
 use super::fused::{Fused, loaded_state};
-use super::plan::edited;
-use super::state::{EMA, MASTER, flat};
+use super::state::flat;
 use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
@@ -17,6 +16,7 @@ use crate::engine::{Cell, burn_shape};
 use crate::shards::replace_shards;
 use crate::tensor::ZeroTensor;
 use crate::values::{self, read};
+use zero_engine::update::plan::{EMA, MASTER, edited};
 
 impl<A: ZeroAutodiff> Fused<A> {
     /// Exchanges the parameters of `module`, and their masters, with their moving averages; a second call exchanges them back, bit by bit.
@@ -29,16 +29,16 @@ impl<A: ZeroAutodiff> Fused<A> {
         context.wait_for_updates();
         let (module, exchanged) = replace_shards::<A, M, Infallible>(module, |meta, parameter, range| {
             let Some(&place) = self.index.get(&meta.id) else { return Ok(None) };
-            let cells = &mut self.states[place].cells;
+            let cells = &mut self.states[place].1.cells;
             let named = |name: &str| cells.iter().position(|(known, _)| known == name);
             let Some(average) = named(EMA) else { return Ok(None) };
             let master = named(MASTER);
             let ZeroTensor::Shard(shard) = parameter else {
                 stop(format!("parameter {} is an ordinary tensor: call zero_burn::module::prepare", meta.path));
             };
-            if let Some(master) = master.filter(|_| !shard.views.is_empty()) {
+            if let Some((master, edits)) = master.zip(shard.clone().into_operand().edits) {
                 // The parameter was changed since its last update, so apply the change to its master.
-                cells[master].1 = edited(cells[master].1.clone(), &shard);
+                cells[master].1 = edited(cells[master].1.clone(), &edits);
             }
             let cell = cells[average].1.clone();
             let held = cell.partition.range(cell.place());

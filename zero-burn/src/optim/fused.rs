@@ -14,20 +14,19 @@ use half::bf16;
 use zero_core::offload::DiskError;
 use zero_ops::Rule;
 
-use super::plan::{Update, Where};
-use super::state::{EMA, MASTER, ParamState, StateRecord, flat};
+use super::state::{StateRecord, flat, from_record, to_record};
 use crate::abort::{raise, stop};
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
-use crate::engine::{Cell, EngineDType, Job, Kind, Origin, Template, burn_dtype, burn_shape, engine_shape};
+use crate::engine::{
+    Cell, EngineDType, Kind, Origin, ParamState, Step, Template, burn_dtype, burn_shape, engine_shape,
+};
 use crate::random::sign_bytes;
 use crate::shards::{OffloadedStates, cell_bytes};
-use crate::stats::all_gather;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::piece;
 use crate::walk;
-use zero_engine::update::norms::{own_sums, trust};
-use zero_engine::update::overlapped::run_jobs;
+use zero_engine::update::plan::{EMA, MASTER, Update};
 
 /// Properties of a parameter by which groups select it.
 #[derive(Debug, Clone, Copy)]
@@ -65,7 +64,7 @@ struct Group {
 pub struct Fused<A: ZeroAutodiff> {
     rule: Rule,
     groups: Vec<Group>,
-    pub(super) states: Vec<ParamState<A::Base>>,
+    pub(super) states: Vec<(ParamId, ParamState<A::Base>)>,
     /// Indices in `states`.
     pub(super) index: HashMap<ParamId, usize>,
     /// Parameters updated by the last step.
@@ -121,13 +120,8 @@ impl<A: ZeroAutodiff> Fused<A> {
         mut grads: GradientsParams,
     ) -> M {
         let context = Context::<A::Base>::current();
-        context.rank.copier.sweep();
         self.latest.clear();
-        // Updates that run together, and updates on this thread that have a second pass.
-        let (mut here, mut beside, mut on_device) = (Vec::new(), Vec::new(), Vec::new());
-        // Updates on this thread that run after the concurrent ones have begun, so that the disk is busy meanwhile.
-        let mut later = Vec::new();
-        let mut count = 0;
+        let mut step = Step::new(&context.rank, context.updates.as_ref());
         let module = walk::map::<A, M, _>(
             module,
             |meta, _| walk::take_gradient::<A>(&mut grads, meta.id),
@@ -135,32 +129,25 @@ impl<A: ZeroAutodiff> Fused<A> {
                 let (parameter, gradient) = (shard(parameter, "parameter"), shard(gradient, "gradient"));
                 let (rule, lr_scale) = self.group(&meta.path, &parameter.cell.shape);
                 Context::of(&parameter.cell).before_update();
-                let update = Update { rule, lr: lr * lr_scale, scale, parameter, gradient, number: count };
-                count += 1;
+                let (parameter, gradient) = (parameter.into_operand(), gradient.into_operand());
+                let update = Update { rule, lr: lr * lr_scale, scale, parameter, gradient };
                 self.latest.push(meta.id);
-                let (place, job) = update.plan(self.state_of(meta.id));
-                let updated = job.version();
-                match place {
-                    Where::Here if context.updates.is_some() && !job.is_first_pass() => later.push(job),
-                    Where::Here => here.extend(job.run()),
-                    Where::Beside => beside.push(job),
-                    Where::Device => on_device.push(job),
-                }
-                ZeroTensor::Shard(Shard::new(updated))
+                ZeroTensor::Shard(Shard::new(step.add(update, self.state_of(meta.id))))
             },
         );
-        if [&here, &beside, &on_device].into_iter().flatten().any(Job::is_first_pass) {
-            (beside, on_device) = first_passes(&context, &mut here, beside, on_device, count);
-            here.into_iter().for_each(|job| drop(job.run()));
+        if step.has_second_pass() && context.has_parts() {
+            stop(
+                "LAMB's trust ratio needs the full parameter, but in a mesh with axes other than data, a rank may have \
+                 only a part of it: choose a rule without a trust ratio, such as Rule::adamw, or a mesh with only the \
+                 data axis"
+                    .into(),
+            );
         }
-        run_on_device(on_device, factor);
+        let all_gather = |sums: &[f64]| context.collective().all_gather_values(sums);
+        step.run(factor, all_gather).unwrap_or_else(|error| raise(error));
         // Frees what only these gradients keep, before more is read.
         drop(grads);
-        if !beside.is_empty() {
-            let updates = context.updates.as_ref().expect("only offloaded state has such jobs");
-            updates.start(&context.rank, beside).unwrap_or_else(|error| raise(error));
-        }
-        later.into_iter().for_each(|job: Job<_>| drop(job.run()));
+        step.start().unwrap_or_else(|error| raise(error));
         // Every rank comes here; later, one may use a parameter alone. Ended at once, because until then memory holds both shards and full
         // tensors.
         context.gather_awaited();
@@ -176,7 +163,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// Returns one state of a parameter by its name ([`Rule::state_names`], [`EMA`], or "fp32_param" for the master of a 16-bit parameter),
     /// flat. Reading its data is a collective. `None` before the parameter's first step.
     pub fn state(&self, id: ParamId, name: &str) -> Option<Tensor<A::InnerBackend, 1>> {
-        let state = &self.states[*self.index.get(&id)?];
+        let (_, state) = &self.states[*self.index.get(&id)?];
         state.cells.iter().find(|(known, _)| known == name).map(|(_, cell)| flat(cell))
     }
 
@@ -189,7 +176,7 @@ impl<A: ZeroAutodiff> Fused<A> {
             self.state_of(id).cells.push((name.into(), cell));
         }
         let Some(&place) = self.index.get(&id) else { return false };
-        let cells = &mut self.states[place].cells;
+        let cells = &mut self.states[place].1.cells;
         let Some((_, cell)) = cells.iter_mut().find(|(known, _)| known == name) else { return false };
         if values.len() != cell.partition.numel() {
             return false;
@@ -202,13 +189,13 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// Returns the number of a parameter's updates so far, and the names of its states, including the master ("fp32_param"). `None` before
     /// its first update.
     pub fn states(&self, id: ParamId) -> Option<(usize, Vec<&str>)> {
-        let state = &self.states[*self.index.get(&id)?];
+        let (_, state) = &self.states[*self.index.get(&id)?];
         Some((state.time, state.cells.iter().map(|(name, _)| name.as_str()).collect()))
     }
 
     /// Returns this rank's part of a state, fp32 and little-endian, partitioned like [`pieces`](crate::shards). Nothing is gathered.
     pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
-        let state = &self.states[*self.index.get(&id)?];
+        let (_, state) = &self.states[*self.index.get(&id)?];
         let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
         let bytes = cell_bytes(cell);
         Some(match cell.dtype {
@@ -246,7 +233,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     ///
     /// [`DiskError`].
     pub fn offload_states_to(&self, parked: &mut OffloadedStates<A::Base>) -> Result<(), DiskError> {
-        self.states.iter().flat_map(|state| &state.cells).try_for_each(|(_, cell)| parked.add(cell))
+        self.states.iter().flat_map(|(_, state)| &state.cells).try_for_each(|(_, cell)| parked.add(cell))
     }
 
     /// Drops all state, as before the first update.
@@ -290,10 +277,10 @@ impl<A: ZeroAutodiff> Fused<A> {
 
     fn state_of(&mut self, id: ParamId) -> &mut ParamState<A::Base> {
         let place = *self.index.entry(id).or_insert_with(|| {
-            self.states.push(ParamState { id, time: 0, cells: Vec::new() });
+            self.states.push((id, ParamState::default()));
             self.states.len() - 1
         });
-        &mut self.states[place]
+        &mut self.states[place].1
     }
 }
 
@@ -317,7 +304,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
     }
 
     fn to_record(&self) -> Self::Record {
-        self.states.iter().map(ParamState::to_record).collect()
+        self.states.iter().map(|(id, state)| to_record(*id, state)).collect()
     }
 
     fn load_record(mut self, record: Self::Record) -> Self {
@@ -325,7 +312,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
             .into_iter()
             .map(|record| {
                 let id = record.id.clone();
-                ParamState::from_record(record).unwrap_or_else(|name| {
+                from_record(record).unwrap_or_else(|name| {
                     stop(format!(
                         "optimizer state {name} of parameter {id} is an ordinary tensor: load optimizer records inside \
                          zero_burn::load_state"
@@ -333,46 +320,9 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
                 })
             })
             .collect();
-        self.index = self.states.iter().enumerate().map(|(place, state)| (state.id, place)).collect();
+        self.index = self.states.iter().enumerate().map(|(place, &(id, _))| (id, place)).collect();
         self
     }
-}
-
-/// Runs the first passes that remain (those of `here` have run), and prepares all second passes. Returns the remaining concurrent updates
-/// and those on the device. A collective: the norms of `count` parameters are summed over all ranks.
-fn first_passes<B: Backend>(
-    context: &Context<B>,
-    here: &mut [Job<B>],
-    beside: Vec<Job<B>>,
-    on_device: Vec<Job<B>>,
-    count: usize,
-) -> (Vec<Job<B>>, Vec<Job<B>>) {
-    if context.has_parts() {
-        stop(
-            "LAMB's trust ratio needs the full parameter, but in a mesh with axes other than data, a rank may have \
-             only a part of it: choose a rule without a trust ratio, such as Rule::adamw, or a mesh with only the data \
-             axis"
-                .into(),
-        );
-    }
-    // Both use the same arrays.
-    context.wait_for_updates();
-    let (first, mut beside): (Vec<_>, Vec<_>) = beside.into_iter().partition(Job::is_first_pass);
-    beside.extend(run_jobs(first, &context.rank).unwrap_or_else(|error| raise(error)));
-    // In the order in which the forward pass waits for them.
-    beside.sort_by_key(|job| job.number);
-    let (first, mut on_device): (Vec<_>, Vec<_>) = on_device.into_iter().partition(Job::is_first_pass);
-    on_device.extend(run_on_device(first, None));
-    let jobs = here.iter_mut().chain(&mut beside).chain(&mut on_device);
-    let jobs: Vec<&mut Job<B>> = jobs.filter(|job| job.is_first_pass()).collect();
-    let sums = all_gather::<B>(&own_sums(&jobs, count));
-    trust(jobs, &sums);
-    (beside, on_device)
-}
-
-/// Runs a pass of updates on the device; returns those that have a second pass.
-fn run_on_device<B: Backend>(jobs: Vec<Job<B>>, factor: Option<B::FloatTensorPrimitive>) -> Vec<Job<B>> {
-    zero_engine::update::device::run(jobs, factor)
 }
 
 /// Creates state `name` of parameter `id` from this rank's elements `held`, for state that does not come from an update.

@@ -12,11 +12,11 @@ mod average;
 mod distributed;
 mod fused;
 mod pending;
-mod plan;
 mod state;
 
 pub use distributed::{Distributed, distributed};
 pub use fused::{Fused, ParamInfo};
 pub use pending::{PendingStep, StepResult};
-pub use state::{EMA, StateRecord};
+pub use state::StateRecord;
+pub use zero_engine::update::plan::EMA;
 pub use zero_ops::{Clip, Rule};

@@ -547,7 +547,7 @@ fn uneven<B: Backend>(comm: &dyn Collective, rank: &Rank<B>, report: &PassReport
     };
     let does = |passes: f64, is_backward: bool| match is_backward {
         true => format!("backward pass {passes} of its step"),
-        false => format!("the end of a step after {passes} backward pass(es)"),
+        false => format!("step after {passes} backward pass(es)"),
     };
     let other = all.iter().position(|rank| rank[0] != mine[0] && rank[0] > 0.0).unwrap_or(0);
     CommError::Mismatch {

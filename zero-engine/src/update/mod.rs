@@ -10,6 +10,8 @@
 pub mod device;
 pub mod norms;
 pub mod overlapped;
+pub mod plan;
+pub mod step;
 
 use std::ops::Range;
 use std::slice::IterMut;

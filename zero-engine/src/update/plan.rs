@@ -2,21 +2,68 @@
 
 use std::sync::Arc;
 
-use burn_backend::{Backend, BackendTypes, TensorData, TensorMetadata};
-use zero_engine::backend::{Backend as _, DType, HostData};
-use zero_engine::tier::{Home, filled};
-use zero_engine::values::{narrow_or_f32, of_type};
-use zero_ops::Rule;
-use zero_ops::update::{Kernel, Norms};
+use half::bf16;
+use zero_core::{Buffer, Partition};
+use zero_kernels::Rule;
+use zero_kernels::update::{Kernel, Norms};
 
-use super::state::{EMA, MASTER, ParamState, mismatch};
+use super::{Array, Averaged, Job};
 use crate::abort::{or_stop, stop};
-use crate::engine::{
-    Array, Averaged, Cell, Data, Inner, Job, Kind, Origin, Rank, Slot, Stored, SwapDisk, Template, burn_dtype,
-    engine_dtype,
-};
-use crate::tensor::Shard;
-use crate::view::Extent;
+use crate::backend::{Backend, DType, HostData};
+use crate::cell::rank::Rank;
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, Kind, Origin, Template};
+use crate::tier::{Home, Stored, SwapDisk, filled};
+use crate::values::{narrow_or_f32, of_type};
+
+/// Name of the fp32 master of a 16-bit parameter.
+pub const MASTER: &str = "fp32_param";
+
+/// Name of the moving average of a parameter ([`ema_decay`](zero_core::config::ZeroConfig::ema_decay)).
+pub const EMA: &str = "ema";
+
+/// Elementwise operations on a shard: of this tensor, by this partition, of the rank at this place in it.
+pub type Edits<B> = Box<dyn Fn(<B as Backend>::Tensor, Partition, usize) -> <B as Backend>::Tensor>;
+
+/// A sharded tensor as an operand of an update.
+pub struct Operand<B: Backend> {
+    pub cell: Arc<Cell<B>>,
+    /// Elementwise operations that were recorded on it and have not been applied yet.
+    pub edits: Option<Edits<B>>,
+}
+
+impl<B: Backend> Operand<B> {
+    /// Returns this rank's shard by value, with the recorded operations applied.
+    fn into_local(self) -> B::Tensor {
+        let Self { cell, edits } = self;
+        let (partition, place) = (cell.partition, cell.place());
+        let local = cell.into_local();
+        match edits {
+            Some(edit) => edit(local, partition, place),
+            None => local,
+        }
+    }
+}
+
+/// The optimizer state of a parameter: this rank's shards.
+pub struct ParamState<B: Backend> {
+    /// Number of updates so far.
+    pub time: usize,
+    /// In the order of the rule's names, then the average and the master, if there are any.
+    pub cells: Vec<(String, Arc<Cell<B>>)>,
+}
+
+impl<B: Backend> Default for ParamState<B> {
+    fn default() -> Self {
+        Self { time: 0, cells: Vec::new() }
+    }
+}
+
+impl<B: Backend> Clone for ParamState<B> {
+    fn clone(&self) -> Self {
+        Self { time: self.time, cells: self.cells.clone() }
+    }
+}
 
 /// The place where an update runs.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -24,27 +71,25 @@ pub(super) enum Where {
     /// On the CPU, immediately.
     Here,
     /// On the CPU, concurrently with what follows the step.
-    Beside,
+    Overlapped,
     /// On the device that holds the arrays.
     Device,
 }
 
 /// The planned update of a parameter.
-pub(super) struct Update<B: Backend> {
-    pub(super) rule: Rule,
-    pub(super) lr: f64,
+pub struct Update<B: Backend> {
+    pub rule: Rule,
+    pub lr: f64,
     /// Factor by which the gradient is multiplied first.
-    pub(super) scale: f32,
-    pub(super) parameter: Shard<B>,
-    pub(super) gradient: Shard<B>,
-    /// Index among the updates of the step.
-    pub(super) number: usize,
+    pub scale: f32,
+    pub parameter: Operand<B>,
+    pub gradient: Operand<B>,
 }
 
 impl<B: Backend> Update<B> {
     /// Plans the job that computes the parameter's next version and its states, which are pending from now on. It updates memory in place
     /// if nothing else holds it.
-    pub(super) fn plan(mut self, state: &mut ParamState<B>) -> (Where, Job<B>) {
+    pub(super) fn plan(mut self, number: usize, state: &mut ParamState<B>) -> (Where, Job<B>) {
         let (parent, dtype) = (self.gradient.cell.clone(), self.parameter.cell.dtype);
         let updated = self.parameter.cell.template(Kind::Optimizer, Origin::Version);
         let rank = updated.rank.clone();
@@ -101,7 +146,7 @@ impl<B: Backend> Update<B> {
         let version = Cell::pending(updated, dtype);
         let cells = state.cells.iter().map(|(_, cell)| cell.clone()).chain([version]).collect();
         let (gradient, norms) = (Some(gradient), Norms::default());
-        let (scale, number) = (self.scale, self.number);
+        let scale = self.scale;
         let job = Job {
             kernel,
             scale,
@@ -129,11 +174,11 @@ impl<B: Backend> Update<B> {
             slot.zip(own).is_some_and(|(slot, own)| own != slot.index)
         };
         state.cells.retain(|(name, cell)| name != MASTER || !is_of_before(cell));
-        if !self.parameter.views.is_empty()
+        if let Some(edits) = &self.parameter.edits
             && let Some((_, master)) = state.cells.iter_mut().find(|(name, _)| name == MASTER)
         {
             // The parameter was changed since its last update, so apply the change to its master.
-            *master = edited(master.clone(), &self.parameter);
+            *master = edited(master.clone(), edits);
         }
     }
 
@@ -143,15 +188,14 @@ impl<B: Backend> Update<B> {
         let home = |kind, size| cell.rank.home(kind, elements * size, cell.slot.as_deref());
         let of_state = if dtype == DType::F32 { cell.rank.state_dtype().size() } else { 4 };
         let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.kept_elsewhere(), Some(Stored::Disk(_)));
-        let is_beside = !matches!(home(Kind::Optimizer, of_state), Home::Backend)
+        let is_overlapped = !matches!(home(Kind::Optimizer, of_state), Home::Backend)
             || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
             || [cell, &self.gradient.cell].into_iter().any(is_on_disk)
             || state.cells.iter().any(|(_, cell)| matches!(cell.kept_elsewhere(), Some(Stored::Host(_))));
-        if is_beside {
-            return Where::Beside;
+        if is_overlapped {
+            return Where::Overlapped;
         }
-        #[cfg(feature = "cubecl")]
-        if zero_ops::is_cube::<B>() && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+        if B::has_kernels() && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Where::Device;
         }
         Where::Here
@@ -180,14 +224,14 @@ impl<B: Backend> There<B> {
         let kept_as = cell.dtype;
         if self.place == Where::Device {
             // A loaded state is in fp32.
-            return Some(Array::Tensor(of_type::<Inner<B>>(cell.into_local(), dtype)));
+            return Some(Array::Tensor(of_type::<B>(cell.into_local(), dtype)));
         }
         Some(match cell.into_stored() {
             // The state as it was loaded, before its parameter was known.
             Ok(Stored::Disk(stored)) if self.disk(dtype).is_none() || kept_as != dtype => {
                 Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).cast(dtype))
             }
-            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(Data::clone(&data).cast(dtype)),
+            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(B::Data::clone(&data).cast(dtype)),
             Ok(stored) => Array::of(stored, &self.rank.copier),
             Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
         })
@@ -197,14 +241,14 @@ impl<B: Backend> There<B> {
     fn fresh(&self, dtype: DType) -> Array<B> {
         match self.disk(dtype) {
             Some(disk) => Array::Disk { stored: or_stop(disk.reserve(self.elements * dtype.size())), fresh: true },
-            None => Array::Memory(Data(TensorData::full_dtype([self.elements], 0.0_f32, burn_dtype(dtype)))),
+            None => Array::Memory(zeros(self.elements, dtype)),
         }
     }
 
     /// Creates the fp32 master of a parameter that has none yet.
     fn fresh_master(&self, own: &Array<B>, dtype: DType) -> Array<B> {
         match (own, self.disk(DType::F32)) {
-            (Array::Tensor(copy), _) => Array::Tensor(Inner::<B>::cast(copy.clone(), DType::F32)),
+            (Array::Tensor(copy), _) => Array::Tensor(B::cast(copy.clone(), DType::F32)),
             (Array::Memory(copy), None) => Array::Memory(copy.clone().cast(DType::F32)),
             (Array::Disk { stored, .. }, None) => {
                 Array::Memory(self.read(dtype, |bytes| or_stop(stored.read_into(bytes))).cast(DType::F32))
@@ -213,40 +257,40 @@ impl<B: Backend> There<B> {
         }
     }
 
-    fn read(&self, dtype: DType, read: impl FnOnce(&mut [u8])) -> Data {
+    fn read(&self, dtype: DType, read: impl FnOnce(&mut [u8])) -> B::Data {
         filled(&self.rank.copier, self.elements, dtype, read)
     }
 }
 
 /// Returns the parameter's array; of a 16-bit parameter with a master, the values are not needed.
-fn own<B: Backend>(parameter: Shard<B>, place: Where, is_copy: bool) -> Array<B> {
+fn own<B: Backend>(parameter: Operand<B>, place: Where, is_copy: bool) -> Array<B> {
     let (rank, dtype) = (parameter.cell.rank.clone(), parameter.cell.dtype);
     if place == Where::Device {
-        return Array::Tensor(parameter.into_piece());
+        return Array::Tensor(parameter.into_local());
     }
-    let stored = match parameter.views.is_empty() {
-        true => parameter.cell.into_stored().map_err(Shard::new),
-        false => Err(parameter),
+    let stored = match parameter.edits {
+        None => parameter.cell.into_stored().map_err(|cell| Operand { cell, edits: None }),
+        Some(_) => Err(parameter),
     };
     match stored {
         Ok(stored) => Array::of(stored, &rank.copier),
         Err(parameter) => {
-            let piece = parameter.into_piece();
+            let local = parameter.into_local();
             // A 16-bit copy is overwritten from its master, so its values need not be waited for.
-            let numel = piece.shape().num_elements();
+            let numel = B::numel(&local);
             Array::Memory(match is_copy {
                 true => filled(&rank.copier, numel, dtype, |_| {}),
-                false => narrow_or_f32(Inner::<B>::read(piece).flat()),
+                false => narrow_or_f32(B::read(local).flat()),
             })
         }
     }
 }
 
 /// Returns the gradient's array, which is only read: data that others may still read is not copied.
-fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
+fn gradient<B: Backend>(gradient: Operand<B>, place: Where) -> (Array<B>, DType) {
     let (rank, dtype) = (gradient.cell.rank.clone(), gradient.cell.dtype);
     let is_plain = |dtype| matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
-    if place != Where::Device && gradient.views.is_empty() && is_plain(dtype) {
+    if place != Where::Device && gradient.edits.is_none() && is_plain(dtype) {
         match gradient.cell.stored() {
             Some(Stored::Disk(stored)) => return (Array::Disk { stored, fresh: false }, dtype),
             Some(kept @ Stored::Host(_)) => {
@@ -259,25 +303,40 @@ fn gradient<B: Backend>(gradient: Shard<B>, place: Where) -> (Array<B>, DType) {
             None => {}
         }
     }
-    let piece = gradient.into_piece();
-    let dtype = if is_plain(engine_dtype(piece.dtype())) { engine_dtype(piece.dtype()) } else { DType::F32 };
+    let local = gradient.into_local();
+    let dtype = if is_plain(B::dtype(&local)) { B::dtype(&local) } else { DType::F32 };
     let array = match place {
-        Where::Device => Array::Tensor(of_type::<Inner<B>>(piece, dtype)),
-        _ if zero_ops::elements::<B>(&piece).is_some() => Array::Tensor(piece),
-        _ => Array::Memory(narrow_or_f32(Inner::<B>::read(piece).flat())),
+        Where::Device => Array::Tensor(of_type::<B>(local, dtype)),
+        _ if B::elements(&local).is_some() => Array::Tensor(local),
+        _ => Array::Memory(narrow_or_f32(B::read(local).flat())),
     };
     (array, dtype)
 }
 
 /// Applies to a parameter's fp32 master the operations recorded on the parameter.
-pub(super) fn edited<B: Backend>(master: Arc<Cell<B>>, parameter: &Shard<B>) -> Arc<Cell<B>> {
+pub fn edited<B: Backend>(master: Arc<Cell<B>>, edits: &Edits<B>) -> Arc<Cell<B>> {
     let template = master.template(Kind::Optimizer, Cell::derivation("edit", &[&master]));
-    let piece =
-        parameter.views.apply_maps(master.into_local(), Extent::Piece(template.partition, parameter.cell.place()));
-    Cell::ready(template, of_type::<Inner<B>>(piece, DType::F32))
+    let (partition, place) = (template.partition, master.place());
+    Cell::ready(template, of_type::<B>(edits(master.into_local(), partition, place), DType::F32))
 }
 
 /// Returns a shard in host memory, flat and in type `dtype`; in place if this is its only handle and it has that type.
-fn host<B: Backend>(piece: <B as BackendTypes>::FloatTensorPrimitive, dtype: DType) -> Data {
-    Inner::<B>::read(piece).flat().cast(dtype)
+fn host<B: Backend>(shard: B::Tensor, dtype: DType) -> B::Data {
+    B::read(shard).flat().cast(dtype)
+}
+
+/// Returns `elements` zeros.
+fn zeros<D: HostData>(elements: usize, dtype: DType) -> D {
+    D::flat_of(match dtype {
+        DType::Bf16 => Buffer::Bf16(vec![bf16::ZERO; elements]),
+        _ => Buffer::F32(vec![0.0; elements]),
+    })
+}
+
+/// Returns the error message for optimizer state whose size differs from the parameter's.
+fn mismatch(state: usize, parameter: usize) -> String {
+    format!(
+        "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \
+         by another model, or was not loaded inside zero_burn::load_state"
+    )
 }

@@ -1,0 +1,114 @@
+//! The updates of one step, in the order that lets them overlap.
+//!
+//! Updates of arrays in memory run at once. If other arrays are on a disk, updates in memory run after those have begun, so that the disk
+//! is busy meanwhile. Updates on a device run together.
+
+use std::sync::Arc;
+
+use zero_core::CommError;
+
+use super::Job;
+use super::norms::{own_sums, trust};
+use super::overlapped::{Updates, run_jobs};
+use super::plan::{ParamState, Update, Where};
+use crate::backend::Backend;
+use crate::cell::Cell;
+use crate::cell::rank::Rank;
+
+/// The updates of one step.
+pub struct Step<'a, B: Backend> {
+    rank: &'a Arc<Rank<B>>,
+    updates: Option<&'a Updates<B>>,
+    /// Updates on this thread that have a second pass.
+    here: Vec<Job<B>>,
+    /// Updates on this thread that run after the overlapped ones have begun.
+    later: Vec<Job<B>>,
+    overlapped: Vec<Job<B>>,
+    on_device: Vec<Job<B>>,
+    /// Number of updates so far.
+    count: usize,
+}
+
+impl<'a, B: Backend> Step<'a, B> {
+    /// Begins a step. `updates` is there if the rank keeps state outside of the backend.
+    pub fn new(rank: &'a Arc<Rank<B>>, updates: Option<&'a Updates<B>>) -> Self {
+        rank.copier.sweep();
+        let [here, later, overlapped, on_device] = std::array::from_fn(|_| Vec::new());
+        Self { rank, updates, here, later, overlapped, on_device, count: 0 }
+    }
+
+    /// Adds the update of one parameter, and returns the parameter's next version, which may be pending. Called after a fence: no rank
+    /// reads the version that is replaced.
+    pub fn add(&mut self, update: Update<B>, state: &mut ParamState<B>) -> Arc<Cell<B>> {
+        let (place, job) = update.plan(self.count, state);
+        self.count += 1;
+        let version = job.version();
+        match place {
+            Where::Here if self.updates.is_some() && !job.is_first_pass() => self.later.push(job),
+            Where::Here => self.here.extend(job.run()),
+            Where::Overlapped => self.overlapped.push(job),
+            Where::Device => self.on_device.push(job),
+        }
+        version
+    }
+
+    /// Returns whether an update has a second pass, so that the ranks exchange sums.
+    pub fn has_second_pass(&self) -> bool {
+        [&self.here, &self.overlapped, &self.on_device].into_iter().flatten().any(Job::is_first_pass)
+    }
+
+    /// Runs all updates but those that overlap what follows the step. A collective if an update has a second pass: `all_gather` gathers
+    /// each rank's numbers, in rank order. If `factor` is given, gradients on a device are multiplied by it.
+    ///
+    /// # Errors
+    ///
+    /// If a disk or the collective fails.
+    pub fn run(
+        &mut self,
+        factor: Option<B::Tensor>,
+        all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, CommError>,
+    ) -> Result<(), CommError> {
+        if self.has_second_pass() {
+            self.first_passes(all_gather)?;
+            self.here.drain(..).for_each(|job| drop(job.run()));
+        }
+        super::device::run(std::mem::take(&mut self.on_device), factor);
+        Ok(())
+    }
+
+    /// Starts the updates that overlap what follows the step. The gradients may have been dropped.
+    ///
+    /// # Errors
+    ///
+    /// If an update of the last step has failed.
+    pub fn start(self) -> Result<(), CommError> {
+        if !self.overlapped.is_empty() {
+            let updates = self.updates.expect("only offloaded state has such updates");
+            updates.start(self.rank, self.overlapped)?;
+        }
+        self.later.into_iter().for_each(|job| drop(job.run()));
+        Ok(())
+    }
+
+    /// Runs the first passes that remain (those of `here` have run), and prepares all second passes.
+    fn first_passes(
+        &mut self,
+        all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, CommError>,
+    ) -> Result<(), CommError> {
+        // They use the same arrays as the updates of the last step.
+        if let Some(updates) = self.updates {
+            updates.wait(self.rank)?;
+        }
+        let first: Vec<_> = self.overlapped.extract_if(.., |job| job.is_first_pass()).collect();
+        self.overlapped.extend(run_jobs(first, self.rank)?);
+        // In the order in which the forward pass waits for them.
+        self.overlapped.sort_by_key(|job| job.number);
+        let first: Vec<_> = self.on_device.extract_if(.., |job| job.is_first_pass()).collect();
+        self.on_device.extend(super::device::run(first, None));
+        let jobs = self.here.iter_mut().chain(&mut self.overlapped).chain(&mut self.on_device);
+        let jobs: Vec<&mut Job<B>> = jobs.filter(|job| job.is_first_pass()).collect();
+        let sums = all_gather(&own_sums(&jobs, self.count))?;
+        trust(jobs, &sums);
+        Ok(())
+    }
+}
