@@ -8,7 +8,6 @@
 //! * Errors: functions that a backward pass calls cannot return errors; [`abort`] carries them to the launcher.
 //!
 //! Nothing here depends on Burn. `zero-burn` is the adapter for Burn 0.21.
-#![allow(missing_docs)]
 
 pub mod abort;
 pub mod backend;

@@ -51,20 +51,24 @@ pub struct Draws {
 }
 
 impl Draws {
+    /// Creates the random state of a rank with this seed.
     pub fn new(seed: u64) -> Self {
         let [births, draws, draws_beside] = [0; 3].map(AtomicU64::new);
         Self { seed: AtomicU64::new(seed), births, draws, draws_beside }
     }
 
+    /// Returns the state from which the draws resume.
     pub fn state(&self) -> RandomState {
         RandomState { seed: self.seed.load(Ordering::Relaxed), draws: self.draws.load(Ordering::Relaxed) }
     }
 
+    /// Resumes from a state.
     pub fn set_state(&self, state: RandomState) {
         self.seed.store(state.seed, Ordering::Relaxed);
         self.draws.store(state.draws, Ordering::Relaxed);
     }
 
+    /// Starts over with another seed.
     pub fn reseed(&self, seed: u64) {
         self.set_state(RandomState { seed, draws: 0 });
         self.births.store(0, Ordering::Relaxed);

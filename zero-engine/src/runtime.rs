@@ -25,12 +25,15 @@ use crate::update::overlapped::Updates;
 
 /// One rank of a run: its mechanisms, and its position in the step.
 pub struct Runtime<B: Backend> {
+    /// The state that cells use.
     pub rank: Arc<Rank<B>>,
+    /// The gathers of its parameters.
     pub gatherer: Gatherer<B>,
     /// Reductions that overlap the backward pass; `None` on a single rank.
     pub reducer: Option<Reducer<B>>,
     /// Updates of state in host memory or on a disk.
     pub updates: Option<Updates<B>>,
+    /// The random numbers of the rank.
     pub draws: Draws,
     /// Blocking collectives of the rank's own thread; `None` on a single rank.
     main: Option<Arc<dyn Collective>>,
@@ -317,6 +320,7 @@ impl<B: Backend> Runtime<B> {
         }
     }
 
+    /// Takes the reduced gradients of parameter `slot` for which only other ranks had a gradient, in the order of the passes.
     pub fn take_foreign(&self, slot: u64) -> Vec<Arc<Cell<B>>> {
         self.step.foreign.lock().remove(&slot).unwrap_or_default()
     }

@@ -61,13 +61,21 @@ struct Nccl {
 
 /// An operation in progress, which produces one tensor.
 pub enum Begun<B: Backend> {
+    /// In host memory.
     Host {
+        /// The collective.
         pending: Pending,
         /// No tensor of the backend is held here.
         _backend: std::marker::PhantomData<fn() -> B>,
     },
+    /// On a CUDA device.
     #[cfg(feature = "cuda")]
-    Device { made: Shared<B>, begun: B::Operation },
+    Device {
+        /// The result.
+        made: Shared<B>,
+        /// The operation that computes it.
+        begun: B::Operation,
+    },
 }
 
 /// Number of bytes in which a rank reports its calls: their number, their hash, and the name of the last.

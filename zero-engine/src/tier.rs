@@ -23,8 +23,11 @@ use zero_core::config::Disk;
 
 /// This rank's file, and the buffers for its data.
 pub struct SwapDisk {
+    /// The file.
     pub file: SwapFile,
+    /// Buffers for transfers.
     pub pool: BufferPool,
+    /// Path, limits and sizes.
     pub settings: Disk,
 }
 
@@ -66,7 +69,9 @@ impl SwapDisk {
 pub enum Home<'a> {
     /// Kept with the backend, as tensors.
     Backend,
+    /// In host memory.
     Host,
+    /// In this file.
     Disk(&'a Arc<SwapDisk>),
 }
 
@@ -74,6 +79,7 @@ pub enum Home<'a> {
 pub enum Stored<B: Backend> {
     /// In host memory, flat.
     Host(Arc<B::Data>),
+    /// In the file of a rank.
     Disk(Arc<OnDisk>),
 }
 
@@ -137,6 +143,7 @@ impl<B: Backend> Stored<B> {
 /// A shard in a rank's file; its space is freed when the last handle is dropped.
 pub struct OnDisk {
     region: Region,
+    /// The file that holds it.
     pub disk: Arc<SwapDisk>,
     /// For a gradient, the sum of squares of the elements that count for its norm: reading them for it would take as long as writing them
     /// did.
@@ -144,6 +151,7 @@ pub struct OnDisk {
 }
 
 impl OnDisk {
+    /// Returns its place in the file.
     pub fn region(&self) -> Region {
         self.region
     }

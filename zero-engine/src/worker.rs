@@ -16,6 +16,7 @@ pub struct Worker<J: Send + 'static> {
 }
 
 impl<J: Send + 'static> Worker<J> {
+    /// Creates a worker whose thread has this name. The thread starts with the first job.
     pub fn new(name: String) -> Self {
         Self { jobs: Mutex::new(None), thread: Mutex::new(None), started: OnceLock::new(), name }
     }

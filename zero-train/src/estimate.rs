@@ -75,13 +75,13 @@ pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
     let (device, disk) = (format_bytes(row.device * ranks_here), format_bytes(row.host * ranks_here));
     let option = match row.offloaded {
         Offloaded::Nothing => {
-            return format!("Cheapest that fits {memory}: stage 3, {device} of model state in memory.");
+            return format!("Least offload that fits {memory}: stage 3, {device} of model state in memory.");
         }
         Offloaded::Optimizer => "optimizer",
         Offloaded::OptimizerAndParameters => "all",
     };
     format!(
-        "Cheapest that fits {memory}: stage 3 with --offload {option}, {device} of model state in memory and {disk} on a disk."
+        "Least offload that fits {memory}: stage 3 with --offload {option}, {device} of model state in memory and {disk} on a disk."
     )
 }
 

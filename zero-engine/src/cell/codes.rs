@@ -17,6 +17,7 @@ use crate::tier::Home;
 /// The quantized codes of a shard, counted as part of the parameter.
 pub struct Codes<B: Backend> {
     rank: Arc<Rank<B>>,
+    /// The codes, as [`Format`] lays them out.
     pub bytes: Vec<u8>,
 }
 

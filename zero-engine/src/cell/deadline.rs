@@ -23,6 +23,7 @@ impl Deadline {
     /// Interval between two checks for progress.
     pub const POLL: Duration = Duration::from_millis(20);
 
+    /// Starts a wait of a thread of `rank`.
     pub fn new<B: Backend>(rank: &Rank<B>) -> Self {
         let transfer = rank.disk.as_ref().map_or(Duration::ZERO, |_| rank.config.offload.disk.limit);
         let (limit, now) = (2 * rank.deadline.max(transfer), Instant::now());

@@ -37,17 +37,22 @@ pub use state::{FullState, ShardState, State};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Kind {
+    /// A version of a parameter.
     Parameter,
+    /// A reduced gradient.
     Gradient,
+    /// Optimizer state, master weights included.
     Optimizer,
     /// A tensor computed from parameters alone, such as a moving average.
     Average,
 }
 
+/// A sharded tensor on one rank. Dropping a cell retracts its shard, once no other rank can read it.
 // The immutable description comes first, then the state. Thousands of these are created per step, each in one allocation.
 pub struct Cell<B: Backend> {
+    /// The rank that owns the cell.
     pub rank: Arc<Rank<B>>,
-    /// The parameter that this is a version, a gradient or optimizer state of. `None` for optimizer state that Burn has loaded from a
+    /// The parameter that this is a version, a gradient or optimizer state of. `None` for optimizer state that was loaded from a
     /// record and not used yet.
     pub slot: Option<Arc<Slot<B>>>,
     /// Key under which the other ranks read this rank's shard.
@@ -55,16 +60,22 @@ pub struct Cell<B: Backend> {
     signature: u64,
     /// True for a version of the parameter as a module holds it, false for an optimizer's intermediate.
     is_version: bool,
+    /// The partition of the full tensor over the ranks.
     pub partition: Partition,
+    /// The full tensor's shape.
     pub shape: Shape,
+    /// The type of the elements.
     pub dtype: DType,
+    /// The device of the shard and of the full tensor.
     pub device: B::Device,
     kind: AtomicU8,
     /// True if dropping the cell must not retire it ([`Rank::retire`]): it is retired already, or an update has consumed it.
     retired: bool,
     /// Number of fences before the last load. Other ranks load at about the same time.
     loaded: AtomicU64,
+    /// The shard and the full tensor.
     pub state: Mutex<State<B>>,
+    /// Notified when a pending shard settles, or a gather ends.
     pub changed: Condvar,
     /// Held by the rank that concatenates the shards, on the cell of the first rank that owns one.
     pub joining: Mutex<()>,
@@ -78,12 +89,19 @@ pub struct Cell<B: Backend> {
 
 /// Fields that a derived cell shares with its source.
 pub struct Template<B: Backend> {
+    /// The rank that owns the cell.
     pub rank: Arc<Rank<B>>,
+    /// The parameter that it belongs to, if there is one.
     pub slot: Option<Arc<Slot<B>>>,
+    /// The partition of the full tensor over the ranks.
     pub partition: Partition,
+    /// The full tensor's shape.
     pub shape: Shape,
+    /// The device of the shard.
     pub device: B::Device,
+    /// The kind of data that its bytes are counted as. A version is a parameter whatever the kind.
     pub kind: Kind,
+    /// The origin, which determines its name.
     pub origin: Origin,
 }
 
@@ -208,6 +226,7 @@ impl<B: Backend> Cell<B> {
         Self::new(template, dtype, State::of(ShardState::Pending))
     }
 
+    /// Returns the kind of data that its bytes are counted as.
     pub fn kind(&self) -> Kind {
         match self.kind.load(Ordering::Relaxed) {
             0 => Kind::Parameter,
@@ -217,6 +236,7 @@ impl<B: Backend> Cell<B> {
         }
     }
 
+    /// Returns whether this is a version of a parameter as a module holds it.
     pub fn is_version(&self) -> bool {
         self.is_version
     }
@@ -312,6 +332,7 @@ impl<B: Backend> Cell<B> {
         result
     }
 
+    /// Notes that the shard is read now, by the other ranks too: they run the same program.
     pub fn mark_loaded(&self) {
         self.loaded.store(self.rank.fences.load(Ordering::Relaxed), Ordering::Relaxed);
     }
@@ -381,6 +402,7 @@ impl<B: Backend> Cell<B> {
         self.rank.window.changed();
     }
 
+    /// Returns whether the shard is still being reduced or updated.
     pub fn is_pending(&self) -> bool {
         matches!(self.state.lock().shard, ShardState::Pending)
     }

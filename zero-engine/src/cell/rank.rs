@@ -33,7 +33,9 @@ pub struct Rank<B: Backend> {
     pub mesh: Mesh,
     /// The groups of ranks that hold a secondary partition of parameters between them, if there is one.
     secondary: Option<Mesh>,
+    /// The settings of the run.
     pub config: ZeroConfig,
+    /// The rank's device.
     pub device: B::Device,
     /// True if all ranks gather parameters collectively ([`crate::tensor_collectives`]).
     pub gathers_together: bool,
@@ -41,16 +43,21 @@ pub struct Rank<B: Backend> {
     pub overlaps_updates: bool,
     /// The longest that a wait for another rank may take.
     pub deadline: Duration,
+    /// Publishes this rank's shards, and reads those of the other ranks.
     pub window: Window<Cell<B>>,
     /// Moves shards to and from storage outside the backend.
     pub copier: Copier,
     /// The disk for shards that are not kept in memory.
     pub disk: Option<Arc<SwapDisk>>,
+    /// Counts the bytes that this rank receives.
     pub wire: Arc<WireCounter>,
     /// The rank's number in the run, and its machine.
     pub place: Topology,
+    /// Counts the bytes that this rank holds.
     pub gauges: Gauges,
+    /// Counts the elements that are gathered ahead of their use.
     pub ahead: Ahead,
+    /// The rank's parameters.
     pub parameters: Parameters<B>,
     /// Versions of parameters that all ranks gather before any is used: to keep the full parameter, or for their secondary shards.
     pub awaited: Mutex<BTreeMap<u64, Weak<Cell<B>>>>,
@@ -60,6 +67,7 @@ pub struct Rank<B: Backend> {
     pub settles: AtomicU64,
     /// Number of fences so far, from 1. After a fence, no rank reads what was loaded before it.
     pub fences: AtomicU64,
+    /// False once the rank has ended: dropped versions are no longer kept for others.
     pub running: AtomicBool,
     /// The rank's `Context`, which belongs to the layer above this one.
     pub owner: OnceLock<Weak<dyn Any + Send + Sync>>,
@@ -75,6 +83,7 @@ pub struct Ahead {
 }
 
 impl<B: Backend> Rank<B> {
+    /// Creates the state of a rank of `comm`. `gathers_together`: all ranks gather parameters collectively.
     pub fn new(
         comm: &dyn Collective,
         config: ZeroConfig,

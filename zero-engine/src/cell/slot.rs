@@ -15,8 +15,11 @@ use crate::random::{Distribution, Stream, sign};
 
 /// A parameter's identity, the same on every rank: parameters are numbered in the order of their creation.
 pub struct Slot<B: Backend> {
+    /// Its number, from 0.
     pub index: u64,
+    /// The full tensor's shape.
     pub shape: Shape,
+    /// The type in which the model computes with it.
     pub dtype: DType,
     /// Partition of the parameter's optimizer state (a single shard at stage 0).
     pub partition: Partition,
@@ -26,10 +29,15 @@ pub struct Slot<B: Backend> {
     pub current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub id: OnceLock<B::ParamId>,
+    /// The origin of its first values.
     pub draw: Draw,
+    /// The reduction of its gradients.
     pub reduction: Reduction,
+    /// Its exceptions from offload.
     pub offload: Offload,
+    /// Its place on the axes of a mesh.
     pub mesh: OnMesh,
+    /// The formats in which it is gathered.
     pub quantization: Quantization,
 }
 
@@ -85,11 +93,13 @@ pub struct Quantization {
 /// The random draw that a parameter's first values came from.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Drawn {
+    /// The seed of the random numbers.
     pub seed: u64,
     /// Number of parameters created since that seed.
     pub birth: u64,
     /// Index of this part of the full parameter, if ranks along foreign axes hold other parts.
     pub part: Option<u64>,
+    /// The distribution of the values.
     pub distribution: Distribution,
 }
 
@@ -143,6 +153,7 @@ impl Names {
         Key { object: version.object | CODES, ..version }
     }
 
+    /// Returns the number of versions so far.
     pub fn epoch(&self) -> u64 {
         self.epoch
     }
@@ -171,7 +182,7 @@ pub struct Parameters<B: Backend> {
     numbered: AtomicU64,
     /// The parameters that `prepare` has seen, by number: the same on every rank.
     slots: Mutex<BTreeMap<u64, Arc<Slot<B>>>>,
-    /// The parameters by the identity that Burn gives them. Modules loaded from one record share identities.
+    /// The parameters by the identity that the tensor library gives them. Modules loaded from one record share identities.
     ids: Mutex<HashMap<B::ParamId, Known<B>>>,
     /// Number of elements in one shard of each parameter created so far.
     born_elements: AtomicU64,
@@ -229,6 +240,7 @@ impl<B: Backend> Parameters<B> {
         self.slot(index)?.current.lock().upgrade()
     }
 
+    /// Makes the parameter known to all ranks, under the identity `id`.
     pub fn name(&self, id: B::ParamId, slot: Arc<Slot<B>>) {
         let mut ids = self.ids.lock();
         let known = ids.entry(id).or_default();

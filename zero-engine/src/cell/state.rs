@@ -12,6 +12,7 @@ pub enum ShardState<B: Backend> {
     Pending,
     /// There is none, for this reason.
     Failed(CommError),
+    /// With the backend, flat; one filler element if the rank owns none.
     Tensor(Shared<B>),
     /// In host memory or in this rank's file, and moved to the backend on demand ([`crate::tier`]).
     Stored(Stored<B>),
@@ -21,15 +22,18 @@ pub enum ShardState<B: Backend> {
 
 /// The full tensor, gathered from all shards. The policy of [`crate::gather`] decides how long it is kept.
 pub enum FullState<B: Backend> {
+    /// Not gathered.
     Absent,
     /// The rank's prefetch thread is gathering it.
     Gathering,
     /// All ranks are gathering it collectively ([`crate::tensor_collectives`]).
     Arriving(Begun<B>),
+    /// Gathered.
     There(Shared<B>),
 }
 
 impl<B: Backend> FullState<B> {
+    /// Returns whether the full tensor is available, or is being gathered by all ranks.
     pub fn is_begun(&self) -> bool {
         matches!(self, FullState::Arriving(_) | FullState::There(_))
     }
@@ -54,8 +58,11 @@ impl<B: Backend> FullState<B> {
     }
 }
 
+/// The state of a cell.
 pub struct State<B: Backend> {
+    /// This rank's shard.
     pub shard: ShardState<B>,
+    /// The full tensor.
     pub full: FullState<B>,
     /// True if the full tensor was gathered, or is arriving, ahead of its use, and counts against the prefetch budget.
     pub prefetched: bool,
@@ -71,6 +78,7 @@ impl<B: Backend> State<B> {
         matches!(self.shard, ShardState::Tensor(_) | ShardState::Stored(_))
     }
 
+    /// Returns whether the rank's prefetch thread is gathering the full tensor.
     pub fn is_gathering(&self) -> bool {
         matches!(self.full, FullState::Gathering)
     }

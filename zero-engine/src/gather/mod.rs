@@ -119,6 +119,7 @@ pub struct Gatherer<B: Backend> {
 }
 
 impl<B: Backend> Gatherer<B> {
+    /// Creates the gathers of `rank`, collective ones if `collectives` is given and the rank is configured to gather collectively.
     pub fn new(rank: Arc<Rank<B>>, collectives: Option<&Arc<TensorCollectives>>) -> Self {
         Self {
             together: collectives.filter(|_| rank.gathers_together).cloned(),

@@ -1,6 +1,6 @@
 //! Gradient reduction that overlaps the backward pass.
 //!
-//! The rank's thread only hands over gradients as the backward pass finishes them. It never waits there, because inside Burn's autodiff it
+//! The rank's thread only hands over gradients as the backward pass finishes them. It never waits there, because inside the library's autodiff it
 //! holds locks that other ranks' threads may need. A reducer thread per rank does the rest:
 //!
 //! 1. *begin*: by one small all-reduce, the ranks agree which parameters get a gradient on at least one of them.
@@ -79,6 +79,7 @@ pub enum Phase {
 /// A rank's report at the beginning of a pass.
 #[derive(Debug, Clone)]
 pub struct PassReport {
+    /// The point in the step.
     pub phase: Phase,
     /// Parameters that get a gradient in the pass on this rank.
     pub indices: Vec<u64>,
@@ -101,6 +102,7 @@ pub type Foreign<B> = Vec<(u64, Arc<Cell<B>>)>;
 
 /// The outcome of a pass.
 pub struct Outcome<B: Backend> {
+    /// Gradients of parameters for which only other ranks had one.
     pub foreign: Foreign<B>,
     /// True if some rank was in a backward pass.
     pub in_backward: bool,
@@ -170,6 +172,7 @@ impl ReduceGroups {
 }
 
 impl<B: Backend> Reducer<B> {
+    /// Creates the reducer. Its thread starts with the first pass.
     pub fn new(groups: ReduceGroups) -> Self {
         let is_inline = groups.collectives.as_ref().is_some_and(|collectives| collectives.gathers());
         let worker = Worker::new(format!("rank-{}-reducer", groups.comm.place().rank));
@@ -250,6 +253,7 @@ impl<B: Backend> Reducer<B> {
         Deadline::receive(rank, &result, "a wait for reduced gradients")
     }
 
+    /// Ends its thread.
     pub fn stop(&self) {
         match &self.serving {
             Serving::Thread(worker, _) => worker.stop(),

@@ -33,7 +33,9 @@ pub enum Array<B: Backend> {
     Tensor(B::Tensor),
     /// In host memory.
     Memory(B::Data),
+    /// In the file of a rank.
     Disk {
+        /// The place in the file.
         stored: Arc<OnDisk>,
         /// True if its content is undefined.
         fresh: bool,
@@ -71,7 +73,9 @@ impl<B: Backend> Array<B> {
 
 /// The moving average of a parameter, in fp32.
 pub struct Averaged<B: Backend> {
+    /// Where the average is.
     pub array: Array<B>,
+    /// The average's weight in the next average: `decay * average + (1 - decay) * parameter`.
     pub decay: f64,
     /// True if it begins with the parameter's values.
     pub fresh: bool,
@@ -79,8 +83,11 @@ pub struct Averaged<B: Backend> {
 
 /// The update of one parameter.
 pub struct Job<B: Backend> {
+    /// The rule and the numbers of the step.
     pub kernel: Kernel,
+    /// Factor by which the gradient is multiplied first.
     pub scale: f32,
+    /// Number of elements of each array.
     pub elements: usize,
     /// Index of the first element in the parameter.
     pub first: usize,
@@ -132,6 +139,7 @@ impl<B: Backend> Job<B> {
         self.kernel.pass == Sweep::First
     }
 
+    /// Returns whether this is the second pass.
     pub fn is_second_pass(&self) -> bool {
         matches!(self.kernel.pass, Sweep::Second { .. })
     }
@@ -241,6 +249,7 @@ impl<B: Backend> Job<B> {
         self.cells.into_iter().zip(self.states.into_iter().chain(average).chain([self.parameter]).chain(copy))
     }
 
+    /// Gives each result to the cell that waits for it.
     pub fn settle(self) {
         self.results().for_each(|(cell, array)| settle_one(&cell, array));
     }

@@ -181,6 +181,7 @@ pub struct Updates<B: Backend> {
 }
 
 impl<B: Backend> Updates<B> {
+    /// Creates the updates of a rank. The thread starts with the first update.
     pub fn new(rank: usize) -> Self {
         Self { worker: Worker::new(format!("rank-{rank}-update")), under_way: Mutex::new(None) }
     }
@@ -218,6 +219,7 @@ impl<B: Backend> Updates<B> {
         Deadline::receive(rank, &result, "a wait for updates")
     }
 
+    /// Ends the thread.
     pub fn stop(&self) {
         self.worker.stop();
     }

@@ -27,6 +27,7 @@ pub type Edits<B> = Box<dyn Fn(<B as Backend>::Tensor, Partition, usize) -> <B a
 
 /// A sharded tensor as an operand of an update.
 pub struct Operand<B: Backend> {
+    /// The tensor.
     pub cell: Arc<Cell<B>>,
     /// Elementwise operations that were recorded on it and have not been applied yet.
     pub edits: Option<Edits<B>>,
@@ -78,11 +79,15 @@ pub(super) enum Where {
 
 /// The planned update of a parameter.
 pub struct Update<B: Backend> {
+    /// The rule.
     pub rule: Rule,
+    /// The learning rate.
     pub lr: f64,
     /// Factor by which the gradient is multiplied first.
     pub scale: f32,
+    /// The parameter.
     pub parameter: Operand<B>,
+    /// Its reduced gradient.
     pub gradient: Operand<B>,
 }
 

@@ -43,7 +43,7 @@ fn help_teaches() {
       generate     Generate text with a trained model
       chat         Chat with a model: read messages from standard input, and print its answers
       launch       Start ranks as processes, on one machine or many, and restart them if one dies
-      flight       Read the ranks' flight records, and name the rank that is late and its operation
+      flight       Report from flight records which rank is late, and what the others wait for
       export       Export a checkpoint to a folder that Hugging Face transformers can load
       inspect      Describe and verify a checkpoint, or list the checkpoints in a folder
       report       Write an HTML page that compares runs, from the files in their --out folders
@@ -71,7 +71,7 @@ fn help_teaches() {
 fn estimates_are_for_any_number_of_parameters() {
     let told = prints(&["estimate", "--parameters", "7e9", "--ranks", "8", "--nodes", "2", "--memory", "40GiB"]);
     assert!(told.contains("a model: 7000000000 parameters, AdamW, 8 ranks, 4 on this machine"), "{told}");
-    assert!(told.contains("Cheapest that fits 40.00 GiB: stage 3 with --offload"), "{told}");
+    assert!(told.contains("Least offload that fits 40.00 GiB: stage 3 with --offload"), "{told}");
     for wrong in
         [&["estimate"][..], &["estimate", "--parameters", "0"], &["estimate", "--parameters", "7e9", "--model", "gpt2"]]
     {

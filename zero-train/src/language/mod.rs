@@ -102,9 +102,10 @@ pub struct Options {
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
     /// Train on this data: a text file (.txt, .md); a .jsonl, .json, .csv, .tsv or .parquet file with a document, a
-    /// conversation, or a text and its label in each row; a folder of such files, whose names may contain a split
-    /// (train, validation); or a .safetensors file with an int tensor `input_ids` of shape `[rows, T]` or `[N]`. Text
-    /// and table files, except .parquet, may be compressed (.gz, .zst)
+    /// conversation, or a text and its label in each row; a folder of such files, whose names may include the name of a
+    /// split (train, validation); or a .safetensors file with an int tensor `input_ids` of shape `[rows, tokens per
+    /// row]`, or `[tokens]`, which is cut into rows of --seq. Text and table files, except .parquet, may be compressed
+    /// (.gz, .zst)
     #[arg(long, value_name = "FILE|DIR")]
     pub data: Option<PathBuf>,
     /// JSON key or table column with the text. With --task causal-lm, giving this option also turns off the detection of

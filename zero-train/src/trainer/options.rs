@@ -105,16 +105,17 @@ pub struct Options {
     /// Write the trained model's predictions for the held-out rows to this file at the end, one JSON object per line
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub predictions: Option<PathBuf>,
-    /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded like the optimizer state. Each step moves it
-    /// toward the weights by 1 - DECAY of the distance. Checkpoints contain it; `zero export --ema` writes it [default: none]
+    /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded like the optimizer state. Each update sets
+    /// average = DECAY * average + (1 - DECAY) * weights. Checkpoints contain it; `zero export --ema` writes it [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
-    /// Evaluate, predict and sample with the averages of --ema-decay instead of the weights. If the --config file sets
-    /// stage3_gather_16bit_weights_on_model_save, the 16-bit model is also saved with the averages instead of the weights
+    /// Use the averages of --ema-decay instead of the weights for evaluation, for --predictions, and for the sample of output
+    /// at the end of a run. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model is also
+    /// saved with the averages
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
-    /// Exclude these parameters from weight decay: `vectors` are biases and norms, `embeddings` are vectors and embeddings.
-    /// DeepSpeed without parameter groups excludes `nothing`
+    /// Exclude parameters from weight decay: `vectors` excludes biases and the parameters of norms, `embeddings` excludes
+    /// these and the embeddings. To match DeepSpeed without parameter groups, use `nothing`
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT", default_value = "vectors"))]
     pub decay_except: DecayExcept,
     /// Also evaluate every N steps
@@ -133,13 +134,14 @@ pub struct Options {
     /// Write report.html, metrics.jsonl, events.jsonl, metrics.csv and run.json to this folder
     #[cfg_attr(feature = "cli", arg(long, value_name = "DIR"))]
     pub out: Option<PathBuf>,
-    /// Shard model state over groups of this many consecutive ranks, such as those of one machine (hybrid sharding, MiCS). Each
-    /// group holds all model state, and gathers stay within it. Must divide the number of ranks [default: all ranks]
+    /// Shard model state within groups of this many consecutive ranks, such as those of one machine (hybrid sharding, MiCS). Each
+    /// group holds a full copy of the model state, so parameters are gathered only within a group. Must divide the number of
+    /// ranks [default: all ranks]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANKS"))]
     pub shard_size: Option<usize>,
     /// Keep a secondary partition of the parameters within groups of this many consecutive ranks, such as those of one machine
-    /// (hpZ of ZeRO++). Ranks gather from it, so parameters cross groups only once per step. Must divide the number of ranks;
-    /// needs stage 3 [default: none]
+    /// (hpZ of ZeRO++). Ranks gather parameters from it, so parameters are sent between groups only once per step, to
+    /// refill it. Must divide the number of ranks; needs stage 3 [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "RANKS"))]
     pub secondary_shard_size: Option<usize>,
     /// Quantize gradients for communication to int8, int4 or nf4, with one scale per 64 values (qgZ of ZeRO++). With --shard-size
@@ -160,8 +162,8 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
     /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory.
-    /// With --offload-to disk, gradients are offloaded only after all optimizer state is [default: 1 with --offload;
-    /// without it, as little as makes the run fit in memory]
+    /// With --offload-to disk, optimizer state is offloaded first, and gradients only if the fraction is larger than the
+    /// optimizer state [default: 1 with --offload; without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
@@ -203,8 +205,8 @@ pub struct Options {
     /// device memory otherwise [default: the available memory; with --backend cpu, minus a reserve for other programs]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE"))]
     pub memory: Option<String>,
-    /// Print a table of host and device memory after each phase (an epoch of training, an evaluation): before the phase,
-    /// at its end and at its peak
+    /// After each phase (an epoch of training, an evaluation), print a table of the host and device memory in use before the
+    /// phase, at its end and at its peak
     #[cfg_attr(feature = "cli", arg(long))]
     pub memory_breakdown: bool,
     /// Print a progress line to standard error every N steps, and for the first and last step [default: a progress bar on a
@@ -364,7 +366,7 @@ pub enum DecayExcept {
     Nothing,
     /// Parameters of one dimension: biases, and the scales and offsets of norms.
     Vectors,
-    /// Vectors, and embeddings: parameters with a name such as `wte`, `wpe` or `token_embedding` in their path.
+    /// The same as `vectors`, and also embeddings: parameters with a name such as `wte`, `wpe` or `token_embedding` in their path.
     Embeddings,
 }
 

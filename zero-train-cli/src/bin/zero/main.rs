@@ -56,7 +56,7 @@ enum Command {
     Chat(Box<zero_train_cli::generate::Options>),
     /// Start ranks as processes, on one machine or many, and restart them if one dies
     Launch(launch::LaunchArgs),
-    /// Read the ranks' flight records, and name the rank that is late and its operation
+    /// Report from flight records which rank is late, and what the others wait for
     Flight(launch::FlightArgs),
     /// Export a checkpoint to a folder that Hugging Face transformers can load
     Export(commands::ExportArgs),
