@@ -199,7 +199,11 @@ fn gathering_together_changes_no_bit() {
     small(&mut command, dir.path(), &dir.path().join("run"), &["--ranks", "2", "--gathers", "collective"]);
     let output = finish(vec![begin(&mut command)]).swap_remove(0);
     assert_eq!(output.status.code(), Some(2));
-    assert!(text(&output).contains("--gathers given: expected ranks that are processes"), "{}", text(&output));
+    assert!(
+        text(&output).contains("--gathers with ranks that are threads: expected ranks that are processes"),
+        "{}",
+        text(&output)
+    );
 }
 
 #[test]

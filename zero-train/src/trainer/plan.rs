@@ -271,9 +271,9 @@ fn predictions(options: &Options, data: &Data) -> Result<Option<PathBuf>> {
 /// Returns the method by which parameters are gathered.
 fn gathers(options: &Options, ranks: &Ranks<'_>) -> Result<Gathers> {
     if options.gathers.is_some() && ranks.world().is_none() {
-        let expected = "expected ranks that are processes (mpirun, torchrun): threads read each other's shards in \
-                        memory; omit the option";
-        return Err(wrong("gathers", "given", expected));
+        let expected = "expected ranks that are processes (zero launch, torchrun, mpirun), because threads read each \
+                        other's shards in memory; omit the option";
+        return Err(wrong("gathers", "with ranks that are threads", expected));
     }
     Ok(options.gathers.map_or(Gathers::Auto, |choice| match choice {
         GathersChoice::Collective => Gathers::Collective,
