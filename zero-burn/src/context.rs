@@ -188,7 +188,7 @@ impl<B: Backend> Context<B> {
         let is_beside = CURRENT.with_borrow(Option::is_none);
         let running = is_beside.then(|| RUNNING.lock().get(&device.place()).cloned()).flatten();
         match running.map(|context| context.downcast::<Self>()) {
-            Some(Ok(context)) => context.draw_beside(),
+            Some(Ok(context)) => context.draw_on_another_thread(),
             _ => Self::current().runtime.draw(),
         }
     }

@@ -508,7 +508,7 @@ impl<B: Backend> Runtime<B> {
     }
 
     /// Returns the random numbers of a draw on a thread other than the rank's own.
-    pub fn draw_beside(&self) -> Stream {
+    pub fn draw_on_another_thread(&self) -> Stream {
         let (seed, draw) = self.draws.next_beside();
         Stream::new(&[seed, self.place_of_rows(), u64::MAX, draw])
     }

@@ -225,7 +225,9 @@ fn distributed(kind: &str, processes: Option<usize>, findings: &mut Findings) ->
         "" => findings.problem("distributed_type", ProblemKind::Missing(format!("give {SUPPORTED}"))),
         "FSDP" => {}
         "XLA" | "TPU" => refuse("TPUs are not available; use GPUs or the CPU", findings),
-        "MEGATRON_LM" => refuse("Megatron-LM is not available; write DEEPSPEED", findings),
+        "MEGATRON_LM" => {
+            refuse("Zero has no Megatron-LM models and no pipeline parallelism; write DEEPSPEED", findings)
+        }
         kind if DATA_PARALLEL.split(' ').any(|known| known == kind) => {}
         kind => findings.problem("distributed_type", ProblemKind::value(SUPPORTED, format!("{kind:?}"))),
     }

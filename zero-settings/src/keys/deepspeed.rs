@@ -198,7 +198,7 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
     }), T::ACTED;
     tensor_parallel = null => K::section(keys! {
         autotp_size = 0 => K::COUNT,
-            T::refused("layers are not split automatically: remove the key; your own model can be split along an axis of a mesh");
+            T::refused("layers are not split automatically; remove the key (your own model can be split along an axis of a mesh)");
         dtype = null, preset_model = null => K::Text, T::QUIET;
         tp_overlap_comm = false, keep_module_on_host = false, replace_with_kernel_inject = false, kernel_inject = false
             => K::Bool, T::QUIET;

@@ -157,7 +157,7 @@ fn other_distributed_types() {
     let one = Config::from_text("acc.yaml", Format::Yaml, "distributed_type: 'NO'\n").unwrap();
     assert_eq!(one.processes(), Some(1));
     let message = |kind: &str| yaml(&format!("distributed_type: {kind}\n"), &micro).unwrap_err().to_string();
-    insta::assert_snapshot!(message("MEGATRON_LM"), @"acc.yaml: distributed_type: MEGATRON_LM is not supported: Megatron-LM is not available; write DEEPSPEED");
+    insta::assert_snapshot!(message("MEGATRON_LM"), @"acc.yaml: distributed_type: MEGATRON_LM is not supported: Zero has no Megatron-LM models and no pipeline parallelism; write DEEPSPEED");
     insta::assert_snapshot!(message("XLA"), @"acc.yaml: distributed_type: XLA is not supported: TPUs are not available; use GPUs or the CPU");
     insta::assert_snapshot!(message("MULTI_GPUS"), @r#"acc.yaml: distributed_type: expected DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type, got "MULTI_GPUS""#);
     insta::assert_snapshot!(message(""), @"acc.yaml: distributed_type: missing: give DEEPSPEED, FSDP, NO, MULTI_GPU, MULTI_CPU or another MULTI_ type");

@@ -162,8 +162,8 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
     /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory.
-    /// With --offload-to disk, optimizer state is offloaded first, and gradients only if the fraction is larger than the
-    /// optimizer state [default: 1 with --offload; without it, as little as makes the run fit in memory]
+    /// With --offload-to disk, optimizer state is offloaded first, and gradients with what remains of the
+    /// fraction [default: 1 with --offload; without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
