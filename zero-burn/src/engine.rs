@@ -38,7 +38,7 @@ pub(crate) type Shared<B> = backend::Shared<Inner<B>>;
 pub(crate) type Stored<B> = zero_engine::tier::Stored<Inner<B>>;
 pub(crate) type ParamState<B> = zero_engine::update::plan::ParamState<Inner<B>>;
 pub(crate) type Operand<B> = zero_engine::update::plan::Operand<Inner<B>>;
-pub(crate) type Step<'a, B> = zero_engine::update::step::Step<'a, Inner<B>>;
+pub(crate) type Step<B> = zero_engine::update::step::Step<Inner<B>>;
 
 /// Returns a distribution of Burn's as the engine knows it.
 pub(crate) fn engine_distribution(distribution: Distribution) -> zero_engine::random::Distribution {

@@ -14,16 +14,15 @@ use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
 use crate::birth::of_part;
 use crate::context::Context;
+#[cfg(feature = "cubecl")]
 use crate::elementwise::own_piece;
-use crate::engine::{Cell, Inner, Kind, Stored, burn_dtype};
+use crate::engine::{Cell, Inner, Kind, burn_dtype};
 use crate::gathered::{ParamMeta, parameters};
 use crate::random::sign;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::piece;
 use crate::walk;
-use zero_engine::backend::Backend as _;
 use zero_engine::update::norms::sums_of_squares;
-use zero_engine::values::sum_of_squares_on_host;
 
 /// Replaces a parameter's reduced gradient by `values`, the full gradient, flat and the same on every rank. Returns `false` if there is no
 /// gradient of that size.
@@ -142,16 +141,9 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
                 meta.path, context.rank.config.axes
             ));
         }
-        let stored = cell.stored();
-        if let Some(data) = stored.as_ref().and_then(Stored::host) {
-            pieces[own] = sum_of_squares_on_host(&**data, cell.own());
-        } else if let Some(squares) = stored.as_ref().and_then(Stored::squares) {
-            pieces[own] = squares;
-        } else if let Some(piece) = own_piece(&cell) {
-            match zero_ops::is_host::<A::Base>() {
-                true => pieces[own] = Inner::<A::Base>::sum_of_squares(piece),
-                false => on_device.push((own, piece)),
-            }
+        match cell.own_squares() {
+            Ok(sum) => pieces[own] = sum,
+            Err(elements) => on_device.push((own, elements)),
         }
     });
     let (places, tensors): (Vec<usize>, Vec<_>) = on_device.into_iter().unzip();

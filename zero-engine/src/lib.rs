@@ -7,7 +7,7 @@
 //! * Shards are kept with the backend, in host memory or on a disk ([`tier`], [`copier`]).
 //! * Errors: functions that a backward pass calls cannot return errors; [`abort`] carries them to the launcher.
 //!
-//! Nothing here depends on Burn. `zero-burn` is the adapter for Burn 0.21.
+//! Nothing here depends on Burn. `zero-burn` is the adapter for Burn 0.21, `zero-param` that for Burn 0.22.
 
 pub mod abort;
 pub mod backend;
@@ -18,6 +18,7 @@ pub mod gather;
 pub mod gauges;
 pub mod random;
 pub mod reduce;
+pub mod replicas;
 pub mod runtime;
 pub mod tensor_collectives;
 #[cfg(test)]

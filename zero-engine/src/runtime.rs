@@ -32,7 +32,7 @@ pub struct Runtime<B: Backend> {
     /// Reductions that overlap the backward pass; `None` on a single rank.
     pub reducer: Option<Reducer<B>>,
     /// Updates of state in host memory or on a disk.
-    pub updates: Option<Updates<B>>,
+    pub updates: Option<Arc<Updates<B>>>,
     /// The random numbers of the rank.
     pub draws: Draws,
     /// Blocking collectives of the rank's own thread; `None` on a single rank.
@@ -184,7 +184,7 @@ impl<B: Backend> Runtime<B> {
         Self {
             gatherer: Gatherer::new(rank.clone(), collectives.as_ref()),
             reducer: gradients.map(Reducer::new),
-            updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank)),
+            updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank).into()),
             main,
             groups,
             owners,
@@ -199,7 +199,7 @@ impl<B: Backend> Runtime<B> {
         self.rank.end();
         drop(std::mem::take(&mut *self.step.foreign.lock()));
         self.gatherer.stop();
-        self.updates.iter().for_each(Updates::stop);
+        self.updates.iter().for_each(|updates| updates.stop());
         self.reducer.iter().for_each(Reducer::stop);
     }
 

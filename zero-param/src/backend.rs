@@ -22,18 +22,23 @@ use burn::tensor::Tensor;
 use crate::clock;
 use crate::device::{Target, moved};
 use crate::fused::Op;
-use crate::piece::Raw;
-use crate::slot::{Recorded, Slot};
+use crate::parameter::{Parameter, Recorded};
+use crate::tensors::Raw;
 
-/// Loads the full parameter in [`Slot::whole`]'s shape, or only these rows of it. In the second case the gradient is that of the rows, and
+/// Loads the full parameter in its own shape, or only these rows of it. In the second case the gradient is that of the rows, and
 /// the full parameter is not kept.
-fn load<B: Target>(piece: &Raw, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>, device: &B::Device) -> FloatTensor<B> {
+fn load<B: Target>(
+    base: &Raw,
+    parameter: &Arc<Parameter>,
+    rows: Option<Arc<[i64]>>,
+    device: &B::Device,
+) -> FloatTensor<B> {
     match rows {
-        None => slot.load::<B>(piece, device, false),
+        None => parameter.load::<B>(base, device, false),
         // Rows are picked in the host's memory, and they alone go to the device.
         Some(ids) => {
-            let whole = slot.load::<Flex>(piece, &Default::default(), false);
-            B::put(Op::Embedding { ids, rows: slot.whole[0] }.forward(vec![whole], &[false]).0, device)
+            let full = parameter.load::<Flex>(base, &Default::default(), false);
+            B::put(Op::Embedding { ids, rows: parameter.shape[0] }.forward(vec![full], &[false]).0, device)
         }
     }
 }
@@ -55,9 +60,9 @@ impl<B: Target, const N: usize> Backward<B, N> for Gather<B> {
 
 #[derive(Debug)]
 struct GatherAgain<B: Target> {
-    piece: NodeId,
+    base: NodeId,
     token: Option<NodeId>,
-    slot: Arc<Slot>,
+    parameter: Arc<Parameter>,
     device: B::Device,
 }
 
@@ -67,35 +72,35 @@ impl<B: Target> RetroForward for GatherAgain<B> {
             // Count it as used, so that its state is dropped.
             drop(states.get_state::<Raw>(token));
         }
-        let piece = states.get_state::<Raw>(&self.piece);
-        states.save(out, self.slot.load::<B>(&piece, &self.device, true));
+        let base = states.get_state::<Raw>(&self.base);
+        states.save(out, self.parameter.load::<B>(&base, &self.device, true));
     }
 }
 
 /// Runs [`load`] and records it in autodiff's graph.
 fn record<B: Target>(
-    piece: FloatTensor<Autodiff<Flex>>,
-    slot: &Arc<Slot>,
+    base: FloatTensor<Autodiff<Flex>>,
+    parameter: &Arc<Parameter>,
     rows: Option<Arc<[i64]>>,
     device: &B::Device,
 ) -> FloatTensor<Autodiff<B>> {
-    let wanted = piece.is_tracked();
+    let wanted = base.is_tracked();
     // For rows the backward pass needs only their ids.
-    let is_again = slot.is_made() && rows.is_none();
+    let is_again = parameter.is_gathered_for_each_use() && rows.is_none();
     if !wanted && !is_again {
-        return Autodiff::<B>::from_inner(load::<B>(&piece.into_primitive(), slot, rows, device));
+        return Autodiff::<B>::from_inner(load::<B>(&base.into_primitive(), parameter, rows, device));
     }
     // With an untracked parent Burn would save the full parameter, so a frozen shard becomes a leaf whose gradient is dropped.
-    let piece = match wanted {
-        true => piece,
-        false => Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(piece.into_primitive()), true),
+    let base = match wanted {
+        true => base,
+        false => Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(base.into_primitive()), true),
     };
-    let recorded = wanted.then(|| Recorded::new(slot));
+    let recorded = wanted.then(|| Recorded::new(parameter));
     let token = clock::tick();
     let again = GatherAgain::<B> {
-        piece: piece.id(),
+        base: base.id(),
         token: token.as_ref().map(|token| token.id()),
-        slot: slot.clone(),
+        parameter: parameter.clone(),
         device: device.clone(),
     };
     macro_rules! record {
@@ -105,40 +110,44 @@ fn record<B: Target>(
                 true => op.memory_bound().retro_forward(again).parents([$(&$parent),*]),
                 false => op.compute_bound(),
             };
-            let whole = load::<B>(&piece.into_primitive(), slot, rows.clone(), device);
+            let full = load::<B>(&base.into_primitive(), parameter, rows.clone(), device);
             match op.stateful() {
-                OpsKind::Tracked(op) => op.finish((recorded, rows), whole),
-                OpsKind::UnTracked(op) => op.finish(whole),
+                OpsKind::Tracked(op) => op.finish((recorded, rows), full),
+                OpsKind::UnTracked(op) => op.finish(full),
             }
         }};
     }
     match token {
-        Some(token) => record!(piece, token),
-        None => record!(piece),
+        Some(token) => record!(base, token),
+        None => record!(base),
     }
 }
 
-/// Gathers the full parameter whose shard is `piece`, or rows of it, on the parameter's device.
-pub(crate) fn gather<const D: usize>(piece: Tensor<D>, slot: &Arc<Slot>, rows: Option<Arc<[i64]>>) -> Tensor<D> {
-    let DispatchTensor { kind, autodiff } = piece.into_dispatch();
+/// Gathers the full parameter whose shard is `base`, or rows of it, on the parameter's device.
+pub(crate) fn gather<const D: usize>(
+    base: Tensor<D>,
+    parameter: &Arc<Parameter>,
+    rows: Option<Arc<[i64]>>,
+) -> Tensor<D> {
+    let DispatchTensor { kind, autodiff } = base.into_dispatch();
     macro_rules! on {
         ($backend:ident, $device:expr) => {
             match kind {
-                DispatchTensorKind::Flex(piece) => {
-                    let whole = load::<burn::backend::$backend>(&piece.float(), slot, rows, $device);
-                    DispatchTensorKind::$backend(BackendTensor::Float(whole))
+                DispatchTensorKind::Flex(base) => {
+                    let full = load::<burn::backend::$backend>(&base.float(), parameter, rows, $device);
+                    DispatchTensorKind::$backend(BackendTensor::Float(full))
                 }
-                DispatchTensorKind::Autodiff(piece) => {
-                    let DispatchTensorKind::Flex(piece) = *piece else { moved() };
-                    let whole = record::<burn::backend::$backend>(piece.autodiff(), slot, rows, $device);
-                    DispatchTensorKind::Autodiff(Box::new(DispatchTensorKind::$backend(BackendTensor::Autodiff(whole))))
+                DispatchTensorKind::Autodiff(base) => {
+                    let DispatchTensorKind::Flex(base) = *base else { moved() };
+                    let full = record::<burn::backend::$backend>(base.autodiff(), parameter, rows, $device);
+                    DispatchTensorKind::Autodiff(Box::new(DispatchTensorKind::$backend(BackendTensor::Autodiff(full))))
                 }
                 #[allow(unreachable_patterns)]
                 _ => moved(),
             }
         };
     }
-    let kind = match slot.device.as_dispatch() {
+    let kind = match parameter.device.as_dispatch() {
         DispatchDevice::Flex(device) => on!(Flex, device),
         #[cfg(feature = "cube")]
         DispatchDevice::Cube(device) => on!(Cube, device),

@@ -8,19 +8,26 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
+use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Bytes, DType, Shape, Tensor, TensorData};
-use burn_optim::OptimizerRecord;
-use burn_pack::{Reader, Scalar, Writer};
+use burn::tensor::Tensor;
 use serde_json::{Map, Value, json};
 use zero_core::Buffer;
 use zero_core::checkpoint::{Checkpoint, ElementType, Piece, SaveOptions, Saved, save};
+use zero_engine::backend::{Backend, DType, HostData};
+use zero_engine::random::RandomState;
+use zero_engine::update::plan::{EMA, MASTER};
+use zero_engine::values::{flat_tensor, of_type};
+use zero_kernels::Rule;
 
+use crate::device::{held, hold_as};
+use crate::engine::{Cell, Data, Host, ParamState, caught};
 use crate::error::Error;
 use crate::optim::Optimizer;
-use crate::random::State;
-use crate::slot::Slot;
+use crate::parameter::Parameter;
+use crate::tensors::Raw;
+use crate::update::{Updates, state_cell};
 use crate::zero::Zero;
 
 /// Version of the engine's state that is written, and the newest version that can be read.
@@ -28,13 +35,6 @@ const STATE_VERSION: u64 = 1;
 
 /// Key of the engine's state within a checkpoint's state.
 const ENGINE: &str = "engine";
-
-/// Burn's names of a parameter's moments, and their names in a checkpoint.
-const MOMENTS: [(&str, &str); 2] = [("moment_1", "exp_avg"), ("moment_2", "exp_avg_sq")];
-const TIME: &str = "time";
-/// Prefix of both moments in Burn's records. LAMB's records have none.
-const PLACE: &str = "momentum.";
-const RANK: &str = "__rank";
 
 /// A model, its optimizer and the counters loaded from a checkpoint.
 pub struct Resumed<M> {
@@ -58,20 +58,13 @@ fn state_name(path: &str, name: &str) -> String {
     format!("optimizer.{path}.{name}")
 }
 
-/// An optimizer's state for one parameter.
-struct Moments {
-    time: usize,
-    /// In the order of [`MOMENTS`].
-    values: [Bytes; 2],
-}
-
 impl Zero {
     /// Saves model and optimizer after `steps` updates as the checkpoint of that step in `dir`, together with `extra`, and returns when it
     /// is durable. A collective; gathers nothing.
     ///
     /// # Errors
     ///
-    /// [`Error::State`] for an optimizer other than AdamW, Adam and LAMB, or one with AMSGrad; [`Error::Checkpoint`].
+    /// [`Error::State`] for an optimizer other than AdamW, Adam and LAMB, or one with AMSGrad or cautious weight decay; [`Error::Checkpoint`].
     pub fn save<M: Module>(
         &self,
         model: &M,
@@ -82,7 +75,7 @@ impl Zero {
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
         let (pieces, state) = self.pieces((model, optimizer), [steps, 0], extra)?;
-        Ok(save(&*self.shared.comm, dir, steps as u64, &pieces, &state, options)?)
+        Ok(save(&*self.runtime().owners(), dir, steps as u64, &pieces, &state, options)?)
     }
 
     /// Returns the tensors that this rank writes to a checkpoint after this many updates and skipped steps, and the state saved with them.
@@ -93,24 +86,33 @@ impl Zero {
         [steps, skipped]: [usize; 2],
         mut extra: Map<String, Value>,
     ) -> Result<(Vec<Piece<'static>>, Value), Error> {
-        let name = saved_name(optimizer)?;
-        let mut moments = moments(optimizer)?;
+        let (updates, rule) = saved(optimizer)?;
         let mut held = Held { zero: self, values: Vec::new() };
         model.visit(&mut held);
         let (mut pieces, mut times) = (Vec::new(), BTreeMap::new());
-        for (slot, id, data) in &held.values {
-            let mut add = |name: String, bytes: &[u8]| {
-                pieces.push(Piece::new(name, ElementType::F32, slot.whole.to_vec(), Self::own_bytes(slot, bytes)));
+        for (parameter, base) in held.values {
+            let state = updates.state(parameter.index);
+            let shape: Vec<usize> = parameter.shape.to_vec();
+            let mut add = |name: String, bytes: Vec<u8>| {
+                pieces.push(Piece::new(name, ElementType::F32, shape.clone(), bytes));
             };
-            add(parameter_name(&slot.path), data.as_bytes());
-            if let Some(Moments { time, values }) = moments.remove(&id.val()) {
-                times.insert(&slot.path, time);
-                for ((_, name), bytes) in MOMENTS.iter().zip(&values) {
-                    add(state_name(&slot.path, name), bytes);
+            let cell = parameter.cell();
+            let master = state.cells.iter().find(|(name, _)| name == MASTER).map_or(&cell, |(_, master)| master);
+            add(
+                parameter_name(&parameter.path),
+                match self.shared.holds_shards() {
+                    true => own_bytes(&cell, Host::read(base)),
+                    false => own_bytes(master, master.data()),
+                },
+            );
+            if state.time > 0 {
+                times.insert(&parameter.path, state.time);
+                for (name, cell) in state.cells.iter().filter(|(name, _)| name != MASTER) {
+                    add(state_name(&parameter.path, name), own_bytes(cell, cell.data()));
                 }
             }
         }
-        let (config, random) = (&self.shared.config, self.random()?);
+        let (config, random) = (&self.runtime().rank.config, self.random()?);
         let state = json!({
             "version": STATE_VERSION,
             "steps": steps,
@@ -118,7 +120,7 @@ impl Zero {
             "stage": config.stage.number(),
             "param_dtype": format!("{:?}", config.param_dtype).to_uppercase(),
             "loss_scaler": null,
-            "optimizer": { "name": name, "times": times },
+            "optimizer": { "name": rule.name(), "times": times },
             "random": random,
         });
         extra.insert(ENGINE.into(), state);
@@ -148,7 +150,8 @@ impl Zero {
             );
             return Err(mismatch(what));
         }
-        let name = saved_name(&optimizer)?;
+        let (updates, rule) = saved(&optimizer)?.clone();
+        let name = rule.name();
         if engine["optimizer"]["name"] != *name {
             return Err(mismatch(format!(
                 "it was trained with optimizer {}, but this run uses '{name}'",
@@ -162,41 +165,43 @@ impl Zero {
                 )));
             }
         }
-        let mut values = HashMap::new();
-        let (mut tensors, mut scalars, mut paths) = (Vec::new(), Vec::new(), Vec::new());
-        for (&id, slot) in self.ids.iter().map(|(id, &index)| (id, &self.slots[index])) {
-            values.insert(id, self.read(checkpoint, slot, &parameter_name(&slot.path))?);
-            let Some(time) = engine["optimizer"]["times"][&slot.path].as_u64() else { continue };
-            let place = if name == "lamb" { "" } else { PLACE };
-            let key = |leaf: &str| format!("{}.{place}{leaf}", id.val());
-            for (leaf, name) in MOMENTS {
-                let bytes = Bytes::from_elems(self.read(checkpoint, slot, &state_name(&slot.path, name))?);
-                tensors.push(burn_pack::Tensor::new(key(leaf), DType::F32, slot.base.clone(), Some(id.val()), bytes));
+        let (mut values, mut states) = (HashMap::new(), Vec::new());
+        let ids: HashMap<usize, ParamId> = self.ids.iter().map(|(&id, &index)| (index, id)).collect();
+        for parameter in self.parameters.iter() {
+            let saved = self.read(checkpoint, parameter, &parameter_name(&parameter.path))?;
+            let mut state = ParamState::default();
+            if let Some(time) = engine["optimizer"]["times"][&parameter.path].as_u64() {
+                state.time = time as usize;
+                let rank = &self.runtime().rank;
+                let average = rank.config.ema_decay.map(|_| EMA);
+                let average = average.filter(|name| checkpoint.tensor(&state_name(&parameter.path, name)).is_ok());
+                for &name in rule.state_names().iter().chain(&average) {
+                    let values = self.read(checkpoint, parameter, &state_name(&parameter.path, name))?;
+                    let dtype = if name == EMA { DType::F32 } else { rank.state_dtype() };
+                    state.cells.push((name.into(), state_cell(parameter, name, of_type::<Host>(values, dtype))));
+                }
             }
-            scalars.push((key(TIME), Scalar::from(time as usize)));
-            scalars.push((format!("{}.{RANK}", id.val()), Scalar::from(slot.base.num_dims())));
-            paths.push((id.val().to_string(), slot.path.clone()));
+            if !self.shared.holds_shards() && parameter.slot.dtype != DType::F32 {
+                state.cells.push((MASTER.into(), state_cell(parameter, MASTER, saved.clone())));
+            }
+            states.push(state);
+            values.insert(ids[&parameter.index], saved);
         }
-        let mut record = Writer::new(tensors);
-        for (key, value) in scalars {
-            record = record.with_scalar(&key, value);
-        }
-        for (key, path) in paths {
-            record = record.with_metadata(&key, &path);
-        }
-        let bytes = record.into_bytes().map_err(|error| Error::State(error.to_string()))?;
-        let record = OptimizerRecord::from_bytes(bytes).map_err(|error| Error::State(error.to_string()))?;
-        let model = self.publish_changes(model.map(&mut Load { zero: self, values }))?;
+        let model = caught(|| {
+            self.fence("parameters are loaded");
+            self.rebase(model.map(&mut Load { zero: self, values }))
+        })?;
+        updates.set_states(states);
         self.set_random(&engine["random"]);
         let [steps, skipped] = ["steps", "skipped"].map(|name| engine[name].as_u64().unwrap_or(0) as usize);
-        Ok(Resumed { model, optimizer: optimizer.with_record(record), steps, skipped, extra })
+        Ok(Resumed { model, optimizer, steps, skipped, extra })
     }
 
     /// Gathers the random states of all ranks. A collective.
     fn random(&self) -> Result<Value, Error> {
-        let State { seed, draws } = self.shared.draws.state();
+        let RandomState { seed, draws } = self.runtime().draws.state();
         let own = [seed, draws].iter().flat_map(|number| number.to_le_bytes()).collect();
-        let all = self.shared.comm.all_gather(Buffer::U8(own))?.into_u8();
+        let all = self.runtime().collective().all_gather(Buffer::U8(own))?.into_u8();
         let numbers = all.as_chunks::<8>().0.iter().map(|number| u64::from_le_bytes(*number));
         let [seeds, draws] = [0, 1].map(|at| numbers.clone().skip(at).step_by(2).collect::<Vec<_>>());
         let mut random = json!({ "seed": seeds[0], "draws": draws });
@@ -211,97 +216,73 @@ impl Zero {
     fn set_random(&self, saved: &Value) {
         let numbers = |key: &str| saved[key].as_array().into_iter().flatten().filter_map(Value::as_u64).collect();
         let [draws, seeds]: [Vec<u64>; 2] = ["draws", "seeds"].map(numbers);
-        let (rank, same_world) = (self.shared.rank(), draws.len() == self.shared.world());
+        let rank = &self.runtime().rank;
+        let (rank, same_world) = (rank.index, draws.len() == rank.world);
         let own = |of: &[u64]| of.get(rank).copied().filter(|_| same_world);
-        let State { seed, draws: none } = self.shared.draws.state();
-        self.shared.draws.set_state(State {
+        let RandomState { seed, draws: none } = self.runtime().draws.state();
+        self.runtime().draws.set_state(RandomState {
             seed: own(&seeds).or(saved["seed"].as_u64()).unwrap_or(seed),
             draws: own(&draws).or(draws.iter().copied().max()).unwrap_or(none),
         });
     }
 
-    /// Returns the bytes of a parameter that this rank writes, out of `bytes`, the elements that it updates.
-    fn own_bytes(slot: &Slot, bytes: &[u8]) -> Vec<u8> {
-        let own = slot.counted();
-        bytes[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec()
-    }
-
-    /// Reads the elements that this rank updates of the tensor saved under `name`.
-    fn read(&self, checkpoint: &Checkpoint, slot: &Slot, name: &str) -> Result<Vec<f32>, Error> {
-        let (tensor, expected) = (checkpoint.tensor(name)?, slot.whole.to_vec());
+    /// Reads this rank's elements of the tensor saved under `name`, flat; one filler element if there are none.
+    fn read(&self, checkpoint: &Checkpoint, parameter: &Parameter, name: &str) -> Result<Raw, Error> {
+        let (tensor, expected) = (checkpoint.tensor(name)?, parameter.shape.to_vec());
         if (tensor.dtype, &tensor.shape) != (ElementType::F32, &expected) {
             let what = format!("'{name}' is {} {:?} there, and F32 {expected:?} here", tensor.dtype, tensor.shape);
             return Err(Error::Mismatch { path: checkpoint.path().to_path_buf(), what });
         }
-        let bytes = checkpoint.read(name, slot.own())?;
-        Ok(bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect())
+        let partition = parameter.slot.partition;
+        let bytes = checkpoint.read(name, partition.range(self.runtime().rank.place(partition)))?;
+        let mut values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect();
+        values.resize(values.len().max(1), 0.0);
+        Ok(flat_tensor::<Host>(Buffer::F32(values), &()))
     }
 }
 
-fn saved_name(optimizer: &Optimizer) -> Result<&'static str, Error> {
-    optimizer.saved_name.ok_or_else(|| {
-        Error::State("checkpoints cannot store the state of this optimizer: use AdamW, Adam or LAMB, or save the record of `Optimizer::inner`".into())
+/// Returns the updates whose state a checkpoint stores, and their rule.
+fn saved(optimizer: &Optimizer) -> Result<&(Updates, Rule), Error> {
+    optimizer.engine.as_ref().ok_or_else(|| {
+        Error::State(
+            "checkpoints cannot store the state of this optimizer: use AdamW, Adam or LAMB (without AMSGrad and cautious weight decay), or \
+             save the record of `Optimizer::inner`"
+                .into(),
+        )
     })
 }
 
-/// Returns an optimizer's state by parameter.
-fn moments(optimizer: &Optimizer) -> Result<HashMap<u64, Moments>, Error> {
-    let unknown =
-        |what: String| Error::State(format!("{what}, which a checkpoint cannot store: use AdamW without AMSGrad"));
-    let packed = |error: burn_pack::Error| Error::State(error.to_string());
-    let record = optimizer.inner().into_bytes().map_err(|error| Error::State(error.to_string()))?;
-    let reader = Reader::from_bytes(record).map_err(packed)?;
-    let scalars = reader.scalars().clone();
-    let mut found: HashMap<u64, [Option<Bytes>; 2]> = HashMap::new();
-    for tensor in reader.into_tensors().map_err(packed)? {
-        let (name, _, _, id, bytes) = tensor.into_parts().map_err(packed)?;
-        let place = id.and_then(|id| {
-            let leaf = name.strip_prefix(&format!("{id}."))?;
-            let leaf = leaf.strip_prefix(PLACE).unwrap_or(leaf);
-            Some((id, MOMENTS.iter().position(|(burns, _)| *burns == leaf)?))
-        });
-        let (id, place) = place.ok_or_else(|| unknown(format!("the optimizer has the state '{name}'")))?;
-        found.entry(id).or_default()[place] = Some(bytes);
-    }
-    let mut all = HashMap::new();
-    for (id, values) in found {
-        let time = [PLACE, ""].iter().find_map(|place| scalars.get(&format!("{id}.{place}{TIME}")));
-        let time = time.and_then(|&time| usize::try_from(time).ok());
-        let ([Some(first), Some(second)], Some(time)) = (values, time) else {
-            return Err(unknown(format!(
-                "the optimizer's state of parameter {id} is not two moments and a step count"
-            )));
-        };
-        all.insert(id, Moments { time, values: [first, second] });
-    }
-    Ok(all)
+/// Returns the bytes in fp32 of the elements that this rank writes, out of its shard's `data`.
+fn own_bytes(cell: &Cell, data: Data) -> Vec<u8> {
+    let own = cell.own();
+    data.cast(DType::F32).bytes()[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec()
 }
 
-/// A visitor that collects this rank's values of each parameter.
+/// A visitor that collects what the module holds of each parameter.
 struct Held<'a> {
     zero: &'a Zero,
-    values: Vec<(&'a Slot, ParamId, TensorData)>,
+    values: Vec<(&'a Arc<Parameter>, Raw)>,
 }
 
 impl ModuleVisitor for Held<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(&index) = self.zero.ids.get(&param.id) {
-            self.values.push((&self.zero.slots[index], param.id, param.base().into_data()));
+        if let Some(parameter) = self.zero.parameter(param.id) {
+            self.values.push((parameter, held(param.base())));
         }
     }
 }
 
 struct Load<'a> {
     zero: &'a Zero,
-    values: HashMap<ParamId, Vec<f32>>,
+    values: HashMap<ParamId, Raw>,
 }
 
 impl ModuleMapper for Load<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
         let Some(values) = self.values.remove(&param.id) else { return param };
-        let shape: Shape = self.zero.slots[self.zero.ids[&param.id]].base.clone();
         let (id, tensor, mapper) = param.consume();
-        let loaded = Tensor::from_data(TensorData::new(values, shape), &tensor.device());
-        Param::from_mapped_value(id, loaded.set_require_grad(tensor.is_require_grad()), mapper)
+        let base = self.zero.parameters[self.zero.ids[&id]].replace(values);
+        let base = hold_as(base, tensor.gradient_checkpointing_strategy(), tensor.is_require_grad());
+        Param::from_mapped_value(id, base, mapper)
     }
 }

@@ -5,11 +5,12 @@ use burn::backend::{
     Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchTensor, DispatchTensorKind,
     Flex, read_sync,
 };
-use burn::tensor::{DType, Device, Tensor, TensorData};
+use burn::tensor::{DType, Device, GradientCheckpointingStrategy, Tensor, TensorData};
+use zero_core::config::Float;
+use zero_engine::abort::stop;
 
-use crate::config::Float;
-use crate::error::{Error, stop};
-use crate::piece::Raw;
+use crate::error::Error;
+use crate::tensors::Raw;
 
 /// A backend that computes with full parameters.
 pub(crate) trait Target: Backend {
@@ -17,8 +18,8 @@ pub(crate) trait Target: Backend {
     const IS_HOST: bool = false;
 
     /// Copies a full parameter to the device.
-    fn put(whole: Raw, device: &Self::Device) -> FloatTensor<Self> {
-        Self::float_from_data(whole.into_data(), device)
+    fn put(full: Raw, device: &Self::Device) -> FloatTensor<Self> {
+        Self::float_from_data(full.into_data(), device)
     }
 
     /// Reads a gradient's elements. Waits for the device.
@@ -31,8 +32,8 @@ pub(crate) trait Target: Backend {
 impl Target for Flex {
     const IS_HOST: bool = true;
 
-    fn put(whole: Raw, _: &Self::Device) -> Raw {
-        whole
+    fn put(full: Raw, _: &Self::Device) -> Raw {
+        full
     }
 }
 
@@ -74,17 +75,31 @@ pub(crate) fn is_host(tensor: &FloatTensor<Dispatch>) -> bool {
 }
 
 /// Returns the tensor that a module holds of a parameter, without autodiff.
-pub(crate) fn held<const D: usize>(piece: Tensor<D>) -> Raw {
-    match piece.without_autodiff().into_dispatch().kind {
-        DispatchTensorKind::Flex(piece) => piece.float(),
+pub(crate) fn held<const D: usize>(base: Tensor<D>) -> Raw {
+    match base.without_autodiff().into_dispatch().kind {
+        DispatchTensorKind::Flex(base) => base.float(),
         _ => moved(),
     }
 }
 
 /// Inverts [`held`].
-pub(crate) fn hold<const D: usize>(piece: Raw) -> Tensor<D> {
-    let kind = DispatchTensorKind::Flex(BackendTensor::Float(piece));
+pub(crate) fn hold<const D: usize>(base: Raw) -> Tensor<D> {
+    let kind = DispatchTensorKind::Flex(BackendTensor::Float(base));
     Tensor::from_dispatch(DispatchTensor { kind, autodiff: DispatchAutodiffContext::Disabled })
+}
+
+/// Same as [`hold`], with autodiff if a `strategy` of its checkpoints is given.
+pub(crate) fn hold_as<const D: usize>(
+    base: Raw,
+    strategy: Option<GradientCheckpointingStrategy>,
+    is_trained: bool,
+) -> Tensor<D> {
+    match strategy {
+        Some(strategy) => {
+            hold(base).autodiff().with_gradient_checkpointing_strategy(strategy).set_require_grad(is_trained)
+        }
+        None => hold(base),
+    }
 }
 
 pub(crate) fn moved() -> ! {

@@ -1,11 +1,11 @@
-//! Errors of this crate, and panics for code that cannot return errors.
+//! Errors of this crate.
 
 use std::path::PathBuf;
 
 use zero_core::CommError;
 use zero_core::checkpoint::CheckpointError;
 use zero_core::collective::Difference;
-use zero_core::collective::threads::Stopped;
+use zero_core::config::ConfigError;
 
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
@@ -16,6 +16,15 @@ pub enum Error {
     /// Ranks have different models or settings.
     #[error(transparent)]
     Different(#[from] Difference),
+    /// Settings that contradict one another or the number of ranks.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// A setting that is not implemented for Burn 0.22.
+    #[error("{setting}: not supported with Burn 0.22; remove it, or use Burn 0.21")]
+    Unsupported {
+        /// The setting.
+        setting: &'static str,
+    },
     /// A parameter whose type cannot be sharded.
     #[error(
         "parameter '{path}': expected fp32, got {got}: cast the model to fp32 before you shard it; to gather in 16 bit, set ZeroConfig::param_dtype"
@@ -92,14 +101,4 @@ pub enum Error {
         /// The parameter.
         path: String,
     },
-}
-
-/// Unwinds out of code that cannot return an error. The launcher catches the payload; nothing is printed.
-pub(crate) fn raise(error: CommError) -> ! {
-    std::panic::resume_unwind(Box::new(error))
-}
-
-/// Unwinds because the library was used incorrectly, rather than because of a collective.
-pub(crate) fn stop(message: String) -> ! {
-    std::panic::resume_unwind(Box::new(Stopped(message)))
 }

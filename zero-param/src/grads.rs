@@ -1,35 +1,36 @@
 //! A backward pass and its reduced gradients: for each parameter, those of the elements that this rank updates.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId};
-use burn::tensor::{Tensor, TensorData};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::Tensor;
 use burn_optim::GradientsParams;
-use rayon::prelude::*;
-use zero_core::{Buffer, ReduceOp};
-use zero_kernels::cpu::norm::sum_of_squares;
+use zero_core::ReduceOp;
+use zero_engine::backend::{Backend, DType};
+use zero_engine::cell::Kind;
+use zero_engine::values::{numbers_of, of_type, part};
 
 use crate::clock;
+use crate::device::hold;
+use crate::engine::{Cell, Host, caught};
 use crate::error::Error;
 use crate::random;
-use crate::slot::Slot;
+use crate::tensors::Raw;
 use crate::zero::Zero;
-
-/// Number of elements that are worth a task of their own.
-const TASK: usize = 1 << 16;
 
 /// Returns the factor that brings gradients of `norm` to at most `most`, computed as in PyTorch's `clip_grad_norm_`.
 fn clip_factor(most: f64, norm: f64) -> f64 {
     (most / (norm + 1e-6)).min(1.0)
 }
 
-/// The means over the ranks of a backward pass's gradients, in fp32. Parameters that no rank has used have none.
+/// The means over the ranks of a backward pass's gradients. Parameters that no rank has used have none.
 #[derive(Debug)]
 pub struct Grads {
     zero: Zero,
     /// Indexed by parameter.
-    pieces: Vec<Option<Vec<f32>>>,
+    cells: Vec<Option<Arc<Cell>>>,
+    /// Factor of all gradients, which the update multiplies by.
+    factor: f32,
 }
 
 impl Zero {
@@ -54,19 +55,14 @@ impl Zero {
 
     /// Runs `both`, a forward and backward pass, and returns its result and the gradients.
     pub(crate) fn pass<T>(&self, both: impl FnOnce() -> T) -> Result<(T, Grads), Error> {
-        let reducer = self.shared.reducer();
-        reducer.begin();
-        self.shared.ahead.begin_pass();
+        let passes = &self.shared.passes;
+        passes.begin(&self.members);
         let value = {
-            let _drawn = random::during(&self.shared.draws);
+            let _drawn = random::during(self.runtime());
             both()
         };
-        self.shared.ahead.end_pass();
-        let means = reducer.finish()?;
-        for (slot, _) in self.slots.iter().zip(&means).filter(|(_, mean)| mean.is_some()) {
-            slot.count_reduced();
-        }
-        Ok((value, Grads { zero: self.clone(), pieces: means }))
+        let cells = caught(|| passes.end(self.runtime()))??;
+        Ok((value, Grads { zero: self.clone(), cells, factor: 1.0 }))
     }
 }
 
@@ -76,24 +72,37 @@ impl Grads {
     /// # Panics
     ///
     /// If they belong to another sharded module.
-    pub fn add(&mut self, other: Grads) {
+    pub fn add(&mut self, mut other: Grads) {
         assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "cannot add gradients of two different modules");
-        for (sum, piece) in self.pieces.iter_mut().zip(other.pieces) {
-            match (sum.as_mut(), piece) {
-                (Some(sum), Some(piece)) => sum
-                    .par_chunks_mut(TASK)
-                    .zip(piece.par_chunks(TASK))
-                    .for_each(|(sum, piece)| sum.iter_mut().zip(piece).for_each(|(a, b)| *a += b)),
-                (None, piece) => *sum = piece,
-                (Some(_), None) => {}
-            }
+        self.multiply();
+        other.multiply();
+        for (sum, next) in self.cells.iter_mut().zip(other.cells) {
+            *sum = match (sum.take(), next) {
+                (Some(sum), Some(next)) => {
+                    let template = sum.template(Kind::Gradient, Cell::derivation("add", &[&sum, &next]));
+                    Some(Cell::ready(template, Host::add(sum.into_local(), next.into_local())))
+                }
+                (sum, next) => sum.or(next),
+            };
         }
     }
 
     /// Multiplies all gradients by `factor`.
     pub fn scale(&mut self, factor: f32) {
-        for piece in self.pieces.iter_mut().flatten() {
-            piece.par_chunks_mut(TASK).for_each(|part| part.iter_mut().for_each(|x| *x *= factor));
+        self.factor *= factor;
+    }
+
+    /// Multiplies the elements by the factor.
+    fn multiply(&mut self) {
+        let factor = std::mem::replace(&mut self.factor, 1.0);
+        if factor == 1.0 {
+            return;
+        }
+        for cell in self.cells.iter_mut() {
+            *cell = cell.take().map(|cell| {
+                let template = cell.template(Kind::Gradient, Cell::derivation("scale", &[&cell]));
+                Cell::ready(template, Host::mul_scalar(cell.into_local(), factor.into()))
+            });
         }
     }
 
@@ -103,12 +112,15 @@ impl Grads {
     ///
     /// [`Error::Comm`].
     pub fn norm(&self) -> Result<f64, Error> {
-        let shared = &self.zero.shared;
-        let squares =
-            |(slot, piece): (&Arc<Slot>, &Option<Vec<f32>>)| Some(sum_of_squares(&piece.as_ref()?[slot.counted()]));
-        let sum = self.zero.slots.iter().zip(&self.pieces).filter_map(squares).sum();
-        let sums = shared.comm.all_reduce(Buffer::F64(vec![sum]), ReduceOp::Sum)?.into_f64();
-        Ok(sums[0].sqrt())
+        let runtime = self.zero.runtime();
+        let (world, place) = (runtime.rank.world, runtime.rank.owners(0).1);
+        // One sum of squares per parameter and rank, zero if another rank computes it.
+        let mut sums = vec![0.0; self.cells.len() * world];
+        for (sums, cell) in sums.chunks_exact_mut(world).zip(&self.cells) {
+            sums[place] = cell.as_ref().map_or(0.0, |cell| cell.own_squares().expect("shards are in host memory"));
+        }
+        let sum: f64 = caught(|| runtime.reduce_scalars(sums, ReduceOp::Sum))?.iter().sum();
+        Ok(sum.sqrt() * f64::from(self.factor.abs()))
     }
 
     /// Scales all gradients so that their norm is at most `most`, and returns the norm before that. A collective.
@@ -132,75 +144,82 @@ impl Grads {
         factor
     }
 
-    /// Returns the number of bytes of the gradients on this rank.
-    #[cfg(feature = "trainer")]
-    pub(crate) fn bytes(&self) -> u64 {
-        self.pieces.iter().flatten().map(|piece| size_of_val(&piece[..]) as u64).sum()
-    }
-
     /// Returns the first parameter, in the module's order, with an infinite or NaN element on this rank.
     #[cfg(feature = "trainer")]
     pub(crate) fn first_odd(&self) -> Option<usize> {
-        let odd = |piece: &Option<Vec<f32>>| piece.iter().flatten().any(|x| !x.is_finite());
-        self.pieces.iter().position(odd)
+        let is_odd = |cell: &Option<Arc<Cell>>| {
+            cell.as_ref().is_some_and(|cell| numbers_of(&cell.data()).any(|number| !number.is_finite()))
+        };
+        self.cells.iter().position(is_odd)
     }
 
-    /// Returns this rank's part of a parameter's gradient, if it has one: elements `[rank * ceil(n / ranks), ...)`, or all.
-    pub fn get(&self, path: &str) -> Option<&[f32]> {
-        let slot = self.zero.slots.iter().find(|slot| slot.path == path)?;
-        self.pieces[slot.index].as_deref()
+    /// Returns this rank's part of a parameter's gradient in fp32, if it has one: elements `[rank * ceil(n / ranks), ...)`; at stage 0 all.
+    pub fn get(&self, path: &str) -> Option<Vec<f32>> {
+        let parameter = self.zero.parameters.iter().find(|parameter| parameter.path == path)?;
+        let cell = self.cells[parameter.index].as_ref()?;
+        let elements = cell.partition.len(cell.place());
+        let data = cell.data();
+        Some(numbers_of(&data).take(elements).map(|number| number as f32 * self.factor).collect())
     }
 
     /// Returns the parameters that have a gradient on any rank.
     pub(crate) fn updated(&self) -> impl Iterator<Item = usize> {
-        (0..self.pieces.len()).filter(|&index| self.pieces[index].is_some())
+        (0..self.cells.len()).filter(|&index| self.cells[index].is_some())
     }
 
-    /// Converts the gradients to those that Burn's optimizers take, in the shapes of the shards.
-    pub(crate) fn into_burn<M: Module>(self, model: &M) -> Result<GradientsParams, Error> {
-        let mut feed = Feed { ids: &self.zero.ids, zero: &self.zero, pieces: self.pieces, fed: GradientsParams::new() };
-        model.visit(&mut feed);
-        match feed.pieces.iter().position(Option::is_some) {
-            Some(index) => Err(Error::Missing { path: self.zero.slots[index].path.clone() }),
-            None => Ok(feed.fed),
-        }
+    /// Takes the gradients, and their factor.
+    pub(crate) fn into_cells(self) -> (Vec<Option<Arc<Cell>>>, f32) {
+        (self.cells, self.factor)
+    }
+
+    /// Converts the gradients to those that Burn's optimizers take, in fp32 and in the shapes of the bases.
+    pub(crate) fn into_burn<M: Module>(mut self, model: &M) -> Result<GradientsParams, Error> {
+        self.multiply();
+        let zero = self.zero.clone();
+        let mut cells = self.cells;
+        feed(&zero, model, |index| {
+            let cell = cells[index].take()?;
+            let elements = cell.partition.len(cell.place()).max(1);
+            let local = of_type::<Host>(cell.into_local(), DType::F32);
+            Some(zero.parameters[index].shaped(part::<Host>(local, 0..elements)))
+        })
+    }
+
+    /// Returns a placeholder for each gradient, as Burn's optimizers visit only parameters with a gradient.
+    pub(crate) fn placeholders<M: Module>(&self, model: &M) -> Result<GradientsParams, Error> {
+        feed(&self.zero, model, |index| self.cells[index].as_ref().map(|_| self.zero.parameters[index].placeholder()))
     }
 }
 
-struct Feed<'a> {
-    ids: &'a HashMap<ParamId, usize>,
+/// Registers the gradients that `gradient` returns by parameter.
+fn feed<M: Module>(
+    zero: &Zero,
+    model: &M,
+    gradient: impl FnMut(usize) -> Option<Raw>,
+) -> Result<GradientsParams, Error> {
+    let mut feed = Feed { zero, gradient, is_seen: vec![false; zero.parameters.len()], fed: GradientsParams::new() };
+    model.visit(&mut feed);
+    let Feed { mut gradient, is_seen, fed, .. } = feed;
+    let missing = is_seen.iter().enumerate().find(|(index, is_seen)| !**is_seen && gradient(*index).is_some());
+    match missing {
+        Some((index, _)) => Err(Error::Missing { path: zero.parameters[index].path.clone() }),
+        None => Ok(fed),
+    }
+}
+
+struct Feed<'a, F> {
     zero: &'a Zero,
-    pieces: Vec<Option<Vec<f32>>>,
+    gradient: F,
+    is_seen: Vec<bool>,
     fed: GradientsParams,
 }
 
-impl ModuleVisitor for Feed<'_> {
+impl<F: FnMut(usize) -> Option<Raw>> ModuleVisitor for Feed<'_, F> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let Some(&index) = self.ids.get(&param.id) else { return };
-        if let Some(piece) = self.pieces[index].take() {
-            let data = TensorData::new(piece, self.zero.slots[index].base.clone());
-            self.fed.register(param.id, Tensor::<D>::from_data(data, &param.base().device().without_autodiff()));
-        }
-    }
-}
-
-/// Returns dummy gradients for the parameters `updated`, as Burn's optimizers visit only parameters with a gradient.
-pub(crate) fn mark<M: Module>(model: &M, updated: Vec<usize>, zero: &Zero) -> GradientsParams {
-    let mut marks = Mark { ids: &zero.ids, updated, marks: GradientsParams::new() };
-    model.visit(&mut marks);
-    marks.marks
-}
-
-struct Mark<'a> {
-    ids: &'a HashMap<ParamId, usize>,
-    updated: Vec<usize>,
-    marks: GradientsParams,
-}
-
-impl ModuleVisitor for Mark<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if self.ids.get(&param.id).is_some_and(|index| self.updated.contains(index)) {
-            self.marks.register(param.id, Tensor::<D>::zeros([1; D], &param.base().device().without_autodiff()));
+        let Some(&index) = self.zero.ids.get(&param.id) else { return };
+        self.is_seen[index] = true;
+        if let Some(gradient) = (self.gradient)(index) {
+            self.fed.register(param.id, hold::<D>(gradient));
         }
     }
 }

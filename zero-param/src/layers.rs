@@ -16,7 +16,7 @@ pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
     let ids = ids.reshape([batch * length]);
     let rows = match weight.reparameterization::<Gathered>() {
-        Some(Gathered { slot, .. }) => backend::gather(weight.base(), slot, Some(numbers(ids))),
+        Some(Gathered { parameter, .. }) => backend::gather(weight.base(), parameter, Some(numbers(ids))),
         None => rows(weight.val(), ids),
     };
     let [_, width] = rows.dims();

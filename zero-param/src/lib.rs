@@ -3,12 +3,12 @@
 //!
 //! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's shard and gather the rest for each use
 //!   ([`shard()`]).
-//! * Memory: at stage 3 a rank holds its shards, and a full parameter only while an operation uses it. The backward pass gathers again; a
-//!   gradient is held in full until its bucket is reduced. Burn's `Linear` keeps the full weight for sequences `[b, t, d]`: use [`linear`].
-//! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; a thread of the group reduces gradients. Within a
-//!   forward or backward pass, ranks wait for each other only for buckets in flight.
+//! * Memory: at stage 3 a rank holds its shards, in memory or on a disk, and a full parameter only while an operation uses it. The backward
+//!   pass gathers again; a gradient is held in full until its bucket is reduced. Burn's `Linear` keeps the full weight for sequences `[b, t, d]`: use [`linear`].
+//! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; threads of the rank prefetch them, reduce gradients and
+//!   update state on a disk. Within a forward or backward pass, ranks do not wait for each other.
 //! * Speed: layers of Burn work unchanged; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
-//!   [`embedding()`] are kernels. AdamW is one pass. A rank that is a thread computes on its share of the CPU cores.
+//!   [`embedding()`] are kernels. AdamW, Adam and LAMB are one pass. A rank that is a thread computes on its share of the CPU cores.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * Devices: all shards stay in host memory. With the features `cuda`, `vulkan` and `wgpu` the model can compute on a device: full
 //!   parameters are copied there for each use, and gradients are copied back.
@@ -41,48 +41,43 @@
 //! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
 //! <https://arxiv.org/abs/1910.02054>.
 
-mod adamw;
-mod ahead;
 mod backend;
 mod checkpoint;
 mod clock;
-mod config;
-mod current;
 mod device;
+mod engine;
 mod error;
 mod fused;
 mod grads;
-mod lamb;
 mod layers;
 mod optim;
-mod piece;
-mod published;
+mod parameter;
 mod random;
 mod ranks;
 mod reduce;
 mod shard;
-mod shared;
-mod slot;
 #[cfg(feature = "train")]
 mod strategy;
+mod tensors;
 #[cfg(feature = "trainer")]
 pub mod trainer;
+mod update;
 mod zero;
 
 pub use checkpoint::Resumed;
-pub use config::{Float, ZeroConfig};
 pub use error::Error;
 pub use fused::{attention, dropout, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
 pub use layers::{embedding, tied_head};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
+pub use parameter::Uses;
 pub use random::draw_dropout;
 pub use ranks::{Ranks, run_process, run_threads};
 pub use shard::{Gathered, shard};
-pub use slot::Uses;
 #[cfg(feature = "train")]
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;
+pub use zero_core::config::{self, Float, ZeroConfig};
 pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 #[cfg(doctest)]

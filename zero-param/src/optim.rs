@@ -1,4 +1,4 @@
-//! Burn's optimizers on shards: elementwise ones, and LAMB.
+//! Optimizers of shards: AdamW, Adam and LAMB by the engine, other elementwise ones by Burn.
 
 use std::ops::RangeInclusive;
 
@@ -9,34 +9,32 @@ use burn_optim::grad_clipping::{GradientClipping, GradientClippingConfig};
 use burn_optim::lr_scheduler::module_lr_scheduler::ModuleLearningRate;
 use burn_optim::{
     AdaGradConfig, AdafactorConfig, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, LBFGSConfig, LambConfig,
-    LionConfig, ModuleOptimizer, MuonConfig, OptimizerRecord, RmsPropConfig, SgdConfig,
+    LionConfig, ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
+use serde::Serialize;
+use serde_json::Value;
+use zero_core::CommError;
 use zero_kernels::Rule;
 
-use crate::adamw::{FusedAdamW, fields, number};
+use crate::engine::caught;
 use crate::error::Error;
-use crate::grads::{Grads, mark};
-use crate::lamb::Lamb;
-use crate::slot::Slot;
+use crate::grads::Grads;
+use crate::update::Updates;
 use crate::zero::Zero;
 
 /// The configuration of one of Burn's optimizers.
 pub trait OptimizerConfig {
-    /// Builds the optimizer, if it can work on shards.
+    /// Builds Burn's optimizer, if it can work on shards.
     ///
     /// # Errors
     ///
     /// [`Error::Optimizer`] if it needs full parameters.
     fn elementwise(&self) -> Result<ModuleOptimizer, Error>;
 
-    /// Returns the optimizer's name in checkpoints, if they can store its state.
-    fn saved_name(&self) -> Option<&'static str> {
-        None
-    }
-
-    /// Builds an optimizer whose update of a shard needs norms over all ranks, and the state that it shares for them.
+    /// Returns the engine's rule for this configuration, if there is one, and how each gradient is clipped. Its state can be offloaded and
+    /// saved, and it may need norms over all ranks.
     #[doc(hidden)]
-    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
+    fn rule(&self) -> Option<(Rule, Option<GradientClippingConfig>)> {
         None
     }
 
@@ -48,25 +46,18 @@ pub trait OptimizerConfig {
 }
 
 macro_rules! elementwise {
-    ($($config:ident $name:expr;)*) => {$(
+    ($($config:ident $rule:expr;)*) => {$(
         impl OptimizerConfig for $config {
             fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
                 Ok(self.init())
             }
-            fn saved_name(&self) -> Option<&'static str> {
-                $name
+            fn rule(&self) -> Option<(Rule, Option<GradientClippingConfig>)> {
+                let rule: fn(&Fields) -> Option<Rule> = $rule;
+                let fields = Fields::of(self);
+                Some((rule(&fields)?, fields.clipping()))
             }
         }
     )*};
-}
-
-impl OptimizerConfig for AdamWConfig {
-    fn elementwise(&self) -> Result<ModuleOptimizer, Error> {
-        Ok(FusedAdamW::of(self).map_or_else(|| self.init(), ModuleOptimizer::from))
-    }
-    fn saved_name(&self) -> Option<&'static str> {
-        Some("adamw")
-    }
 }
 
 macro_rules! refused {
@@ -81,18 +72,52 @@ macro_rules! refused {
 }
 
 elementwise! {
-    AdaGradConfig None;
-    AdamConfig Some("adam");
-    AdanConfig None;
-    LionConfig None;
-    RmsPropConfig None;
-    SgdConfig None;
+    AdaGradConfig |_| None;
+    AdamConfig |config| (!config.is_set("amsgrad")).then_some(Rule::Adam {
+        beta_1: config.number("beta_1")?,
+        beta_2: config.number("beta_2")?,
+        epsilon: config.number("epsilon")?,
+        weight_decay: config.0["weight_decay"]["penalty"].as_f64().unwrap_or(0.0) as f32,
+        bias_correction: true,
+    });
+    AdamWConfig |config| (!config.is_set("amsgrad") && !config.is_set("cautious_weight_decay")).then_some(Rule::AdamW {
+        beta_1: config.number("beta_1")?,
+        beta_2: config.number("beta_2")?,
+        epsilon: config.number("epsilon")?,
+        weight_decay: config.number("weight_decay")?,
+        bias_correction: true,
+    });
+    AdanConfig |_| None;
+    LionConfig |_| None;
+    RmsPropConfig |_| None;
+    SgdConfig |_| None;
 }
 
 refused! {
     AdafactorConfig "Adafactor" "computes sums over rows and columns of a parameter";
     LBFGSConfig "LBFGS" "computes dot products over all parameters";
     MuonConfig "Muon" "orthogonalizes full gradients";
+}
+
+/// The fields of one of Burn's configurations. They are private, but serialization shows them.
+struct Fields(Value);
+
+impl Fields {
+    fn of(config: &impl Serialize) -> Self {
+        Self(serde_json::to_value(config).unwrap_or_default())
+    }
+
+    fn number(&self, name: &str) -> Option<f32> {
+        self.0[name].as_f64().map(|number| number as f32)
+    }
+
+    fn is_set(&self, name: &str) -> bool {
+        self.0[name] == true
+    }
+
+    fn clipping(&self) -> Option<GradientClippingConfig> {
+        serde_json::from_value(self.0["grad_clipping"].clone()).ok().flatten()
+    }
 }
 
 /// LAMB with bounded trust ratios, as in DeepSpeed and in `zero-burn`. Burn's [`LambConfig`] has no bounds.
@@ -110,29 +135,18 @@ impl OptimizerConfig for BoundedLamb {
         Err(Error::Optimizer { optimizer: "Lamb", reason: "computes norms of full parameters", instead })
     }
 
-    fn saved_name(&self) -> Option<&'static str> {
-        Some("lamb")
-    }
-
-    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
-        let fields = fields(&self.lamb);
+    fn rule(&self) -> Option<(Rule, Option<GradientClippingConfig>)> {
+        let fields = Fields::of(&self.lamb);
         let rule = Rule::Lamb {
-            beta_1: number(&fields, "beta_1")?,
-            beta_2: number(&fields, "beta_2")?,
-            epsilon: number(&fields, "epsilon")?,
-            weight_decay: number(&fields, "weight_decay")?,
+            beta_1: fields.number("beta_1")?,
+            beta_2: fields.number("beta_2")?,
+            epsilon: fields.number("epsilon")?,
+            weight_decay: fields.number("weight_decay")?,
             bias_correction: true,
             min_coeff: *self.ratios.start(),
             max_coeff: *self.ratios.end(),
         };
-        let lamb = Lamb::new(rule);
-        let optimizer = ModuleOptimizer::from(lamb.clone());
-        let clipping =
-            serde_json::from_value::<Option<GradientClippingConfig>>(fields["grad_clipping"].clone()).ok()?;
-        Some((
-            clipping.into_iter().fold(optimizer, |optimizer, clipping| optimizer.with_grad_clipping(clipping.init())),
-            lamb,
-        ))
+        Some((rule, fields.clipping()))
     }
 }
 
@@ -141,12 +155,8 @@ impl OptimizerConfig for LambConfig {
         if has_trust_ratio(self) { unbounded(self).elementwise() } else { Ok(self.init()) }
     }
 
-    fn saved_name(&self) -> Option<&'static str> {
-        has_trust_ratio(self).then_some("lamb")
-    }
-
-    fn by_norms(&self) -> Option<(ModuleOptimizer, Lamb)> {
-        unbounded(self).by_norms().filter(|_| has_trust_ratio(self))
+    fn rule(&self) -> Option<(Rule, Option<GradientClippingConfig>)> {
+        unbounded(self).rule().filter(|_| has_trust_ratio(self))
     }
 
     fn of_wholes(&self) -> Result<ModuleOptimizer, Error> {
@@ -155,7 +165,7 @@ impl OptimizerConfig for LambConfig {
 }
 
 fn has_trust_ratio(config: &LambConfig) -> bool {
-    fields(config)["use_trust_ratio"] != false
+    Fields::of(config).0["use_trust_ratio"] != false
 }
 
 fn unbounded(config: &LambConfig) -> BoundedLamb {
@@ -174,8 +184,8 @@ const OF_A_GROUP: (&str, &str) = (
 pub struct Optimizer {
     inner: ModuleOptimizer,
     zero: Zero,
-    lamb: Option<Lamb>,
-    pub(crate) saved_name: Option<&'static str>,
+    /// The engine's updates and their rule; `None` if one of Burn's optimizers updates the shards.
+    pub(crate) engine: Option<(Updates, Rule)>,
 }
 
 impl Zero {
@@ -184,7 +194,7 @@ impl Zero {
     /// # Errors
     ///
     /// [`Error::Optimizer`] for an optimizer that needs full parameters, or that clips by the norm of each parameter ([`Grads::clip_norm`]
-    /// clips by the norm of all).
+    /// clips by the norm of all). [`Error::State`] for one that needs its parameters in memory, if model state is on a disk.
     ///
     /// ```
     /// # use burn_optim::{AdamWConfig, MuonConfig};
@@ -193,8 +203,13 @@ impl Zero {
     /// assert!(MuonConfig::new().elementwise().err().unwrap().to_string().contains("Muon"));
     /// ```
     pub fn optimizer(&self, config: &impl OptimizerConfig) -> Result<Optimizer, Error> {
-        let (inner, lamb) = match config.by_norms() {
-            Some((inner, lamb)) => (inner, Some(lamb)),
+        let (inner, engine) = match config.rule() {
+            Some((rule, clipping)) => {
+                let updates = Updates::default();
+                let inner = ModuleOptimizer::from(updates.ruled(rule));
+                let clipping = clipping.map(|clipping| clipping.init());
+                (clipping.into_iter().fold(inner, ModuleOptimizer::with_grad_clipping), Some((updates, rule)))
+            }
             None => (config.elementwise()?, None),
         };
         let clips = match inner.grad_clipping() {
@@ -206,7 +221,7 @@ impl Zero {
         if let Some((optimizer, reason)) = clips {
             return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
         }
-        Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: config.saved_name() })
+        self.optimizer_with(inner, engine)
     }
 
     /// Wraps an optimizer that the caller has assembled, such as one with groups or a rule of its own. The caller guarantees that it is
@@ -215,44 +230,41 @@ impl Zero {
     /// # Errors
     ///
     /// [`Error::Optimizer`] if any of its groups clips. Burn reveals only how the first group clips and whether another one does, which may
-    /// be by norms of full gradients.
+    /// be by norms of full gradients. [`Error::State`] if model state is on a disk.
     pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
         if inner.has_gradient_clipping() {
             let (optimizer, reason) = OF_A_GROUP;
             return Err(Error::Optimizer { optimizer, reason, instead: CLIP });
         }
-        Ok(Optimizer { inner, zero: self.clone(), lamb: None, saved_name: None })
+        self.optimizer_with(inner, None)
     }
-}
 
-#[cfg(feature = "trainer")]
-impl Zero {
-    /// Builds the optimizer for a rule that both integrations have. Parameters for which `decays` returns false, by path and shape, have no
-    /// weight decay.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Optimizer`] for rules other than AdamW and LAMB.
-    pub(crate) fn optimizer_by(&self, rule: Rule, decays: impl Fn(&str, &[usize]) -> bool) -> Result<Optimizer, Error> {
-        let spared = self.slots.iter().filter(|slot| !decays(&slot.path, &slot.whole.to_vec()));
-        let spared = ParamGroup::from_paths(spared.map(|slot| slot.path.clone()).collect());
-        let plain = rule.with_weight_decay(0.0);
-        let (inner, lamb) = match rule {
-            Rule::AdamW { .. } => {
-                let inner = ModuleOptimizer::from(FusedAdamW::by(rule));
-                (inner.with_group(spared, FusedAdamW::by(plain), None), None)
-            }
-            Rule::Lamb { .. } => {
-                let lamb = Lamb::new(rule);
-                let inner = ModuleOptimizer::from(lamb.clone());
-                (inner.with_group(spared, lamb.beside(plain), None), Some(lamb))
-            }
-            _ => {
-                let (reason, instead) = ("has no kernel over shards with Burn 0.22", "use AdamW or LAMB");
-                return Err(Error::Optimizer { optimizer: rule.name(), reason, instead });
-            }
-        };
-        Ok(Optimizer { inner, zero: self.clone(), lamb, saved_name: Some(rule.name()) })
+    fn optimizer_with(&self, inner: ModuleOptimizer, engine: Option<(Updates, Rule)>) -> Result<Optimizer, Error> {
+        let refused = [
+            (
+                !self.shared.holds_shards(),
+                "updates parameters in memory, but model state is on a disk: keep it in memory",
+            ),
+            (
+                self.runtime().rank.config.ema_decay.is_some(),
+                "keeps no moving averages: leave ZeroConfig::ema_decay out",
+            ),
+        ];
+        if let Some((_, reason)) = refused.iter().find(|(is_refused, _)| engine.is_none() && *is_refused) {
+            return Err(Error::State(format!("this optimizer of Burn's {reason}, or use AdamW, Adam or LAMB")));
+        }
+        Ok(Optimizer { inner, zero: self.clone(), engine })
+    }
+
+    /// Builds the optimizer for a rule of the engine. Parameters for which `decays` returns false, by path and shape, have no weight decay.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn optimizer_by(&self, rule: Rule, decays: impl Fn(&str, &[usize]) -> bool) -> Optimizer {
+        let spared = self.parameters.iter().filter(|parameter| !decays(&parameter.path, parameter.shape.as_slice()));
+        let spared = ParamGroup::from_paths(spared.map(|parameter| parameter.path.clone()).collect());
+        let updates = Updates::default();
+        let inner = ModuleOptimizer::from(updates.ruled(rule));
+        let inner = inner.with_group(spared, updates.ruled(rule.with_weight_decay(0.0)), None);
+        Optimizer { inner, zero: self.clone(), engine: Some((updates, rule)) }
     }
 }
 
@@ -263,39 +275,71 @@ impl Optimizer {
     ///
     /// [`Error::Missing`] if `grads` has parameters that `model` does not have; [`Error::Comm`].
     pub fn step<M: Module>(&mut self, lr: impl Into<ModuleLearningRate>, model: M, grads: Grads) -> Result<M, Error> {
-        let lr = lr.into();
-        self.step_by(model, grads, |optimizer, model, grads| optimizer.step(lr.clone(), model, grads))
+        let (lr, sees_gradients) = (lr.into(), self.inner.has_gradient_clipping());
+        self.step_by(model, grads, sees_gradients, |optimizer, model, grads| optimizer.step(lr, model, grads))
     }
 
-    /// Runs [`Optimizer::step`] with `update` calling Burn's optimizer.
+    /// Runs [`Optimizer::step`] with `update` calling Burn's optimizer. If `update` neither reads nor changes gradients, it does not see
+    /// them, and they may stay on a disk.
     pub(crate) fn step_by<M: Module>(
         &mut self,
         model: M,
         grads: Grads,
-        update: impl Fn(&mut ModuleOptimizer, M, GradientsParams) -> M,
+        sees_gradients: bool,
+        update: impl FnOnce(&mut ModuleOptimizer, M, GradientsParams) -> M,
     ) -> Result<M, Error> {
+        let zero = self.zero.clone();
+        caught(|| zero.check_replicas())?;
         let updated: Vec<usize> = grads.updated().collect();
-        let grads = grads.into_burn(&model)?;
-        self.zero.fence()?;
-        let updated = updated.iter().map(|&index| &*self.zero.slots[index]);
-        updated.clone().for_each(Slot::withdraw);
-        if let Some(lamb) = &self.lamb {
-            lamb.begin(updated.clone().map(Slot::counted));
+        let (fed, gradients) = match sees_gradients || self.engine.is_none() {
+            true => (grads.into_burn(&model)?, (Vec::new(), 1.0)),
+            false => (grads.placeholders(&model)?, grads.into_cells()),
+        };
+        caught(|| zero.begin_update())?;
+        match &self.engine {
+            Some((updates, _)) => updates.begin(&zero, &updated, gradients),
+            None => updated.iter().for_each(|&index| zero.parameters[index].withdraw()),
         }
-        let mut model = update(&mut self.inner, model, grads);
-        if let Some(lamb) = &self.lamb {
-            lamb.exchange(&*self.zero.shared.comm)?;
-            let marks = mark(&model, updated.map(|slot| slot.index).collect(), &self.zero);
-            model = update(&mut self.inner, model, marks);
-        }
-        Ok(self.zero.publish(model))
+        let model = update(&mut self.inner, model, fed);
+        let ended = caught(|| {
+            zero.publish(&model);
+            self.engine.as_ref().map_or(Ok(()), |(updates, _)| updates.end(&zero))?;
+            Ok::<M, CommError>(zero.rebase(model))
+        });
+        Ok(ended??)
     }
 
-    pub(crate) fn with_record(self, record: OptimizerRecord) -> Self {
-        Self { inner: self.inner.load_record(record), ..self }
+    /// Exchanges the parameters with their moving averages ([`ZeroConfig::ema_decay`](crate::ZeroConfig)), to evaluate or save these. A
+    /// second call exchanges them back, bit by bit; do not train in between. A parameter without an average, because it is frozen or has not
+    /// been updated, stays. A collective.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::State`] without averages; [`Error::Comm`].
+    pub fn swap_averages<M: Module>(&mut self, model: M) -> Result<M, Error> {
+        let averages = self.engine.as_ref().filter(|_| self.zero.runtime().rank.config.ema_decay.is_some());
+        let Some((updates, _)) = averages else {
+            return Err(Error::State(
+                "there are no moving averages: set ZeroConfig::ema_decay, and use AdamW, Adam or LAMB".into(),
+            ));
+        };
+        let swapped = caught(|| {
+            self.zero.fence("weights and their averages are exchanged");
+            updates.swap_averages(&self.zero);
+            self.zero.rebase(model)
+        });
+        Ok(swapped?)
     }
 
-    /// Returns Burn's optimizer. Its records hold this rank's shards.
+    /// Sets the momentum from the next step on, for schedules that cycle it.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn set_momentum(&self, momentum: f32, second_beta: f32) {
+        if let Some((updates, _)) = &self.engine {
+            updates.set_momentum(momentum, second_beta);
+        }
+    }
+
+    /// Returns Burn's optimizer. Its records hold this rank's shards; the state of AdamW, Adam and LAMB is in checkpoints alone.
     pub fn inner(&self) -> &ModuleOptimizer {
         &self.inner
     }

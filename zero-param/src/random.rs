@@ -5,56 +5,20 @@ use std::cell::RefCell;
 use std::sync::Arc;
 
 use burn::tensor::Device;
-use parking_lot::Mutex;
-use zero_core::random::sign;
 use zero_kernels::options::AttentionDropout;
 
-/// State from which a rank's draws resume.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct State {
-    pub(crate) seed: u64,
-    /// Number of draws so far.
-    pub(crate) draws: u64,
-}
-
-/// The draws of a model on one rank.
-#[derive(Debug)]
-pub(crate) struct Draws {
-    rank: u64,
-    state: Mutex<State>,
-}
-
-impl Draws {
-    pub(crate) fn new(seed: u64, rank: usize) -> Arc<Self> {
-        Arc::new(Self { rank: rank as u64, state: Mutex::new(State { seed, draws: 0 }) })
-    }
-
-    pub(crate) fn state(&self) -> State {
-        *self.state.lock()
-    }
-
-    pub(crate) fn set_state(&self, state: State) {
-        *self.state.lock() = state;
-    }
-
-    /// Returns the key of the next draw.
-    fn next(&self) -> u64 {
-        let State { seed, draws } = &mut *self.state.lock();
-        *draws += 1;
-        sign(&[*seed, self.rank, *draws - 1])
-    }
-}
+use crate::engine::Runtime;
 
 thread_local! {
-    static PASS: RefCell<Option<Arc<Draws>>> = const { RefCell::new(None) };
+    static PASS: RefCell<Option<Arc<Runtime>>> = const { RefCell::new(None) };
 }
 
-/// Guard of a pass on this thread, which ends when it is dropped. Holds the enclosing pass's draws.
-pub(crate) struct During(Option<Arc<Draws>>);
+/// Guard of a pass on this thread, which ends when it is dropped. Holds the enclosing pass's model.
+pub(crate) struct During(Option<Arc<Runtime>>);
 
-/// Begins a pass that draws from `draws`.
-pub(crate) fn during(draws: &Arc<Draws>) -> During {
-    During(PASS.replace(Some(draws.clone())))
+/// Begins a pass of a model, whose random numbers it draws.
+pub(crate) fn during(model: &Arc<Runtime>) -> During {
+    During(PASS.replace(Some(model.clone())))
 }
 
 impl Drop for During {
@@ -75,7 +39,7 @@ pub fn draw_dropout(probability: f64, device: &Device) -> Option<AttentionDropou
     if probability == 0.0 || !device.is_autodiff() {
         return None;
     }
-    let key = PASS.with_borrow(|pass| pass.as_ref().map(|draws| draws.next()));
+    let key = PASS.with_borrow(|pass| pass.as_ref().map(|model| model.draw().key()));
     let key = key.expect(
         "dropout in training needs Zero::backward: run the forward pass in its closure, or, to evaluate, use model.valid() on a device \
          without autodiff",

@@ -2,41 +2,85 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
 
+use parking_lot::Mutex;
 use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::process::ProcessRun;
 use zero_core::collective::threads::{ThreadOptions, panic_reason, run_recorded};
 use zero_core::window::{Window, WindowHost};
 use zero_core::{Collective, CommError, LaunchError};
+use zero_engine::abort::raise;
+use zero_engine::current::{CURRENT, Installed, PLACES};
 
-use crate::current;
-use crate::error::raise;
-use crate::piece::Piece;
-use crate::published::Published;
+use crate::engine::{Cell, Runtime, caught};
+
+/// Bit of a parameter's number from which the number of its module begins: modules of one rank share a window.
+const MODULE: u32 = 32;
+
+/// The engine's runtimes of a rank: one for each module that it has sharded.
+#[derive(Default)]
+pub(crate) struct Runtimes(Mutex<(u64, Vec<Arc<Runtime>>)>);
+
+impl core::fmt::Debug for Runtimes {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Runtimes({})", self.0.lock().1.len())
+    }
+}
+
+impl Runtimes {
+    /// Adds the runtime of the next module. Numbers are the same on all ranks, as these shard the same modules in the same order.
+    pub(crate) fn add(&self, runtime: &Arc<Runtime>) {
+        let (modules, runtimes) = &mut *self.0.lock();
+        runtime.rank.parameters.number_from(*modules << MODULE);
+        *modules += 1;
+        runtimes.push(runtime.clone());
+    }
+
+    /// Drops, after a fence, what no other rank reads any more, and ends the runtimes of modules that have been dropped.
+    pub(crate) fn drop_retired(&self) {
+        let runtimes = &mut self.0.lock().1;
+        for runtime in runtimes.extract_if(.., |runtime| Arc::strong_count(runtime) == 1) {
+            runtime.end();
+        }
+        runtimes.iter().for_each(|runtime| runtime.rank.drop_retired());
+    }
+
+    /// Waits for everything that has begun on threads of this rank.
+    fn finish(&self) -> Result<(), CommError> {
+        let runtimes = self.0.lock().1.clone();
+        runtimes.iter().try_for_each(|runtime| {
+            // An update that fails after the body has ended is still this rank's error.
+            caught(|| runtime.wait_for_updates())?;
+            // Prefetches that are never used still read from ranks that must be running.
+            runtime.gatherer.stop();
+            runtime.gatherer.finish()
+        })
+    }
+}
+
+impl Drop for Runtimes {
+    fn drop(&mut self) {
+        self.0.get_mut().1.iter().for_each(|runtime| runtime.end());
+    }
+}
 
 /// A rank's view of the other ranks.
 #[derive(Debug)]
 pub struct Ranks {
     pub(crate) comm: Arc<dyn Collective>,
-    pub(crate) window: Window<Piece>,
-    objects: AtomicU64,
-    pub(crate) published: Arc<Published>,
+    pub(crate) window: Window<Cell>,
+    pub(crate) runtimes: Arc<Runtimes>,
 }
 
 impl Ranks {
-    fn new(comm: Arc<dyn Collective>, window: Window<Piece>) -> Self {
-        Self { comm, window, objects: AtomicU64::new(0), published: Arc::default() }
+    fn new(comm: Arc<dyn Collective>, window: Window<Cell>) -> Self {
+        Self { comm, window, runtimes: Arc::default() }
     }
 
     /// Returns the group of all ranks.
     pub fn comm(&self) -> &Arc<dyn Collective> {
         &self.comm
-    }
-
-    /// Returns a number for a published object. It is the same on all ranks, as these shard the same modules in the same order.
-    pub(crate) fn next_object(&self) -> u64 {
-        self.objects.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Runs the rank's body on a pool of `threads` threads. Values that the rank has published stay alive until the others have finished
@@ -52,9 +96,14 @@ impl Ranks {
             .num_threads(threads)
             .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
         let body = || {
-            current::set(Some(rank));
-            let result = catch_unwind(AssertUnwindSafe(|| body(self)));
-            current::set(None);
+            let place = PLACES.fetch_add(1, Ordering::Relaxed);
+            CURRENT.set(Some(Installed { rank, place, device: Arc::new(()), context: Arc::new(()) }));
+            let result = catch_unwind(AssertUnwindSafe(|| {
+                let value = body(self)?;
+                self.runtimes.finish().unwrap_or_else(|error| raise(error));
+                Ok::<T, E>(value)
+            }));
+            CURRENT.set(None);
             result
         };
         let result = pool
@@ -62,7 +111,7 @@ impl Ranks {
             .unwrap_or_else(|error| panic!("cannot start {threads} compute thread(s): {error}"));
         match result {
             Ok(Ok(value)) => {
-                wait_for_others().unwrap_or_else(|error| raise(error));
+                wait_for_others().unwrap_or_else(|error| resume_unwind(Box::new(error)));
                 Ok(value)
             }
             Ok(Err(error)) => {
@@ -74,12 +123,6 @@ impl Ranks {
                 resume_unwind(payload)
             }
         }
-    }
-}
-
-impl Drop for Ranks {
-    fn drop(&mut self) {
-        self.published.clear();
     }
 }
 
@@ -119,7 +162,7 @@ pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     body: impl FnOnce(&Ranks) -> Result<T, E> + Send,
 ) -> Result<T, E> {
     let (comm, options) = (run.comm(), options.into());
-    let threads = options.threads_of(comm).unwrap_or_else(|error| raise(error));
+    let threads = options.threads_of(comm).unwrap_or_else(|error| resume_unwind(Box::new(error)));
     let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));
     ranks.run(threads, body, || comm.wait_for_others())
 }

@@ -3,85 +3,99 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use zero_core::collective::agree;
-use zero_core::{Buffer, Partition, Request};
+use zero_core::config::{Float, Gathers, Tier, ZeroConfig};
+use zero_core::{Axes, Buffer};
+use zero_engine::values::flat_tensor;
 
-use crate::ahead::Ahead;
 use crate::backend;
-use crate::config::ZeroConfig;
-use crate::device;
+use crate::device::{self, hold_as};
+use crate::engine::{Host, Runtime, caught};
 use crate::error::Error;
-use crate::random::Draws;
+use crate::parameter::{Parameter, Shared};
 use crate::ranks::Ranks;
-use crate::reduce::{Member, Reducer};
-use crate::shared::Shared;
-use crate::slot::{Policy, Slot};
+use crate::reduce::Passes;
 use crate::zero::Zero;
 
 /// The reparameterization that gathers a full parameter from the shard that the module holds.
 #[derive(Module, Debug)]
 pub struct Gathered {
     #[module(skip)]
-    pub(crate) slot: Arc<Slot>,
+    pub(crate) parameter: Arc<Parameter>,
 }
 
 impl Reparameterization for Gathered {
     const NAME: &'static str = "zero";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        backend::gather(base, &self.slot, None)
+        backend::gather(base, &self.parameter, None)
     }
+}
+
+/// Returns the first setting that is not implemented for Burn 0.22.
+pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
+    let refused = [
+        ("a mesh of several axes", config.axes != Axes::default()),
+        ("fp16", config.param_dtype == Float::F16),
+        ("activation checkpointing (checkpointed_blocks)", config.checkpointed_blocks > 0),
+        ("offload of activations", config.offload.activations != Tier::Memory),
+        ("gathering by collectives", config.gathers == Gathers::Collective),
+    ];
+    refused.into_iter().find(|(_, is_set)| *is_set).map(|(setting, _)| setting)
 }
 
 /// Shards `model` over `ranks`. A collective: all ranks pass modules with the same parameters, whose values become rank 0's.
 ///
-/// Each float parameter keeps its id, its place in the module and whether it requires gradients. It then holds this rank's shard, and
-/// `param.val()` returns the full parameter. Sharding holds one full parameter at a time, even if parameters were not initialized yet.
+/// Each float parameter keeps its id, its place in the module and whether it requires gradients. It then holds this rank's shard (with
+/// model state on a disk, a placeholder), and `param.val()` returns the full parameter. Sharding holds one full parameter at a time, even
+/// if parameters were not initialized yet.
 ///
 /// # Errors
 ///
-/// [`Error`]: ranks with different modules or settings, or parameters that are not fp32, have a reparameterization or occur twice.
+/// [`Error`]: settings that are not supported, ranks with different modules or settings, or parameters that are not fp32, have a
+/// reparameterization or occur twice.
 pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<(M, Zero), Error> {
+    config.validate(ranks.comm.world())?;
+    if let Some(setting) = unsupported(config) {
+        return Err(Error::Unsupported { setting });
+    }
     let mut survey = Survey::default();
     model.visit(&mut survey);
     if let Some(trouble) = survey.trouble {
         return Err(trouble);
     }
-    survey.lines.push(format!("{config:?}"));
+    // Ranks may keep their disk files in different places.
+    let mut compared = config.clone();
+    compared.offload.disk = Default::default();
+    survey.lines.push(format!("{compared:?}"));
     if let Some(difference) = agree(&*ranks.comm, &survey.lines)? {
         return Err(difference.into());
     }
-    let shared = Arc::new(Shared {
-        comm: ranks.comm.duplicate("model")?,
-        window: ranks.window.clone(),
-        published: ranks.published.clone(),
-        config: config.clone(),
-        ahead: Ahead::default(),
-        draws: Draws::new(config.seed, ranks.comm.rank()),
-        reducer: OnceLock::new(),
-    });
+    let runtime = Runtime::new(config.clone(), (), ranks.comm.duplicate("model")?, ranks.window.clone())?;
+    let runtime = Arc::new(runtime);
+    ranks.runtimes.add(&runtime);
+    let shared = Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default() });
     let born = Rc::new(RefCell::new(Born::default()));
-    let model = model.apply_reparameterization(Cut { shared: shared.clone(), ranks, born: born.clone() });
-    let Born { slots, ids, train, trouble } = born.take();
+    let model = model.apply_reparameterization(Cut { shared: shared.clone(), born: born.clone() });
+    let Born { parameters, ids, trouble } = born.take();
     if let Some(error) = trouble {
         return Err(error);
     }
-    ranks.published.keep(slots.iter().map(|slot| slot.clone() as _));
-    let member = |(slot, train): (&Arc<Slot>, bool)| Member {
-        path: slot.path.clone(),
-        partition: slot.partition,
-        is_whole: slot.policy == Policy::Replicated,
-        train,
-    };
-    let members = slots.iter().zip(train).map(member).collect();
-    let reducer = Reducer::new(&shared.comm, config, members)?;
-    shared.reducer.set(reducer).expect("it is set here alone");
-    let zero = Zero { shared, slots: slots.into(), ids: Arc::new(ids) };
-    let model = zero.publish_changes(model)?;
+    let trained: Vec<_> = parameters.iter().filter(|parameter| parameter.is_trained()).collect();
+    runtime.rank.keep_states(&trained.into_iter().map(|parameter| parameter.slot.clone()).collect::<Vec<_>>());
+    runtime.end_building();
+    let runtimes = ranks.runtimes.clone();
+    let members = parameters.iter().map(|parameter| parameter.member.clone()).collect();
+    let zero = Zero { shared, parameters: parameters.into(), members, ids: Arc::new(ids), runtimes };
+    let model = caught(|| {
+        zero.fence("a module is sharded");
+        zero.rebase(model)
+    })?;
     Ok((model, zero))
 }
 
@@ -118,44 +132,28 @@ impl ModuleVisitor for Survey {
 
 #[derive(Default)]
 struct Born {
-    slots: Vec<Arc<Slot>>,
+    parameters: Vec<Arc<Parameter>>,
     ids: HashMap<ParamId, usize>,
-    train: Vec<bool>,
     trouble: Option<Error>,
 }
 
 /// Shards parameters, one after the other.
-struct Cut<'a> {
+struct Cut {
     shared: Arc<Shared>,
-    ranks: &'a Ranks,
     born: Rc<RefCell<Born>>,
 }
 
-impl Cut<'_> {
-    fn policy(&self, partition: Partition, dimensions: usize, train: bool) -> Policy {
-        let config = &self.shared.config;
-        let last = partition.len(partition.world() - 1);
-        let is_small = dimensions < 2 || partition.numel() <= config.param_persistence_threshold || last == 0;
-        match config.stage.shards_parameters() {
-            _ if is_small || partition.is_whole() || !config.stage.shards_optimizer() => Policy::Replicated,
-            true => Policy::Sharded,
-            // A frozen parameter has no optimizer state.
-            false if !train => Policy::Replicated,
-            false => Policy::Kept,
-        }
-    }
-
+impl Cut {
     /// Returns rank 0's values of a tensor.
-    fn values<const D: usize>(&self, path: &str, tensor: Tensor<D>) -> Result<Vec<f32>, Error> {
+    fn values<const D: usize>(&self, path: &str, tensor: Tensor<D>) -> Result<Buffer, Error> {
         let data = tensor.into_data();
         let got = format!("{:?}", data.dtype());
         let values = data.try_into_vec().map_err(|_| Error::Dtype { path: path.into(), got })?;
-        let values = self.shared.comm.execute_for(Request::Broadcast(Buffer::F32(values), 0), path)?;
-        Ok(values.into_f32())
+        Ok(caught(|| self.shared.runtime.broadcast(Buffer::F32(values), 0))?)
     }
 }
 
-impl Reparameterizer for Cut<'_> {
+impl Reparameterizer for Cut {
     type Reparam = Gathered;
 
     fn reparameterize<const D: usize>(
@@ -166,32 +164,30 @@ impl Reparameterizer for Cut<'_> {
         if self.born.borrow().trouble.is_some() {
             return (param, None);
         }
+        let rank = &self.shared.runtime.rank;
         let (id, tensor, mapper) = param.consume();
-        let (device, train, whole) = (tensor.device(), tensor.is_require_grad(), tensor.shape());
-        let home = Device::flex().with_autodiff_context_from(&device);
-        let device = device.without_autodiff();
-        let checked = device::check(path, &device, self.shared.config.param_dtype);
-        let mut values = match checked.and_then(|()| self.values(path, tensor)) {
-            Ok(values) => values,
+        let (train, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
+        let (device, shape) = (tensor.device().without_autodiff(), tensor.shape());
+        let checked = device::check(path, &device, rank.config.param_dtype);
+        let values = match checked.and_then(|()| self.values(path, tensor)) {
+            Ok(values) => flat_tensor::<Host>(values, &()),
             Err(error) => {
                 // `shard` returns this error instead of the module.
                 self.born.borrow_mut().trouble = Some(error);
-                return (Param::from_mapped_value(id, Tensor::zeros([0; D], &home), mapper), None);
+                return (Param::from_mapped_value(id, Tensor::zeros([0; D], &Device::flex()), mapper), None);
             }
         };
         let mut born = self.born.borrow_mut();
-        let policy = self.policy(Partition::new(values.len(), self.shared.world()), D, train);
-        let object = self.ranks.next_object();
-        let slot = Slot::new(born.slots.len(), path, whole, policy, device, &self.shared, object);
-        let slot = Arc::new(slot);
-        if policy != Policy::Replicated {
-            // A copy, as a view would keep the full parameter alive.
-            values = values[slot.own()].to_vec();
-        }
-        let base = Tensor::<D>::from_data(TensorData::new(values, slot.base.clone()), &home).set_require_grad(train);
-        born.ids.insert(id, slot.index);
-        born.train.push(train);
-        born.slots.push(slot.clone());
-        (Param::from_mapped_value(id, base, mapper), Some(Gathered { slot }))
+        let index = born.parameters.len();
+        let parameter = Arc::new(Parameter::new((index, path), shape, device, &self.shared, train));
+        let slot = &parameter.slot;
+        slot.reduction.layout.store(index as u64 + 1, Ordering::Relaxed);
+        slot.quantization.is_frozen.store(!train, Ordering::Relaxed);
+        let _ = (slot.id.set(id), slot.path.set(path.to_string()));
+        rank.parameters.name(id, slot.clone());
+        let base = hold_as(parameter.begin(values), strategy, train);
+        born.ids.insert(id, index);
+        born.parameters.push(parameter.clone());
+        (Param::from_mapped_value(id, base, mapper), Some(Gathered { parameter }))
     }
 }

@@ -21,10 +21,10 @@ use burn_train::{
 };
 use parking_lot::Mutex;
 use zero_core::collective::threads::ThreadOptions;
+use zero_core::config::ZeroConfig;
 use zero_core::{Buffer, ReduceOp};
 
 use crate::clock;
-use crate::config::ZeroConfig;
 use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::{Optimizer, OptimizerConfig};
@@ -272,7 +272,7 @@ fn update<M: LearnerModel>(
 ) -> Result<M, Error> {
     learner.lr_step();
     let lr = learner.lr_current();
-    optimizer.step_by(model, grads, |inner, model, grads| model.optimize(inner, lr.clone(), grads))
+    optimizer.step_by(model, grads, true, |inner, model, grads| model.optimize(inner, lr, grads))
 }
 
 fn fail(interrupter: &Interrupter, message: String) {

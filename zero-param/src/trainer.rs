@@ -20,25 +20,24 @@ use burn::tensor::DeviceType;
 use burn::tensor::{DType, Device, Tensor, TensorData};
 use serde_json::{Map, Value};
 use zero_core::Collective;
-use zero_core::accounting::StateBytes;
+use zero_core::accounting::{Gauge, StateBytes};
 use zero_core::checkpoint::{AsyncSaver, Checkpoint, SaveOptions, save};
-use zero_core::config::{self, Gathers};
+use zero_core::config::Float;
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
 use zero_train::metrics::RankMetrics;
+use zero_train::schedule::ONE_CYCLE_BETA2;
 use zero_train::step::{EngineError, Step, Times, Update, nonfinite_warning};
 use zero_train::trainer::{BackendChoice, Integration, Measured, RankEngine, Rows, Run, Task};
 use zero_train::{Result, TrainError};
 
 use crate::checkpoint::Resumed;
 use crate::clock;
-use crate::config::{Float, ZeroConfig};
 use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::Optimizer;
 use crate::ranks::{Ranks, run_process, run_threads};
-use crate::shard::shard;
-use crate::slot::{Policy, Slot};
+use crate::shard::{self, shard};
 use crate::zero::Zero;
 
 type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
@@ -80,57 +79,6 @@ fn refused(key: &'static str, got: impl ToString) -> TrainError {
 /// Stands for the value in an error about a feature that has none.
 const ASKED: &str = "requested";
 
-/// Converts the settings, and returns a warning for each one that has no effect here.
-fn settings(zero: &config::ZeroConfig) -> Result<(ZeroConfig, Vec<String>)> {
-    let like = config::ZeroConfig::new(zero.stage);
-    let wanted = [
-        ("a mesh of several axes", zero.axes == like.axes),
-        ("a mesh (shard_size)", zero.shard_size.is_none()),
-        ("a secondary partition (secondary_shard_size)", zero.secondary_shard_size.is_none()),
-        ("gradient quantization", zero.quantized_gradients.is_none()),
-        ("weight quantization", zero.weights() == [None; 2]),
-        ("optimizer state in bf16", !zero.bf16_optimizer_states),
-        ("a moving average of the weights (--ema-decay)", zero.ema_decay.is_none()),
-        ("a replica check (check_replicas)", zero.check_replicas == 0),
-        ("activation checkpointing", zero.checkpointed_blocks == 0),
-        ("offload of model state", !zero.offload.uses(config::Tier::Disk) && !zero.offload.uses(config::Tier::Host)),
-        ("gathering by collectives", zero.gathers != Gathers::Collective),
-    ];
-    if let Some((what, _)) = wanted.iter().find(|(_, is_so)| !is_so) {
-        return Err(refused(what, ASKED));
-    }
-    let param_dtype = match zero.param_dtype {
-        config::Float::F32 => Float::F32,
-        config::Float::Bf16 => Float::Bf16,
-        config::Float::F16 => return Err(refused("the precision", "fp16")),
-    };
-    let sent_as = |dtype: Option<config::Float>| dtype.is_none_or(|dtype| dtype == zero.param_dtype);
-    if !sent_as(zero.communication_dtype) {
-        return Err(refused("a separate communication type for gradients (communication_data_type)", ASKED));
-    }
-    let unheeded = [
-        ("overlap_comm", zero.overlap_comm != like.overlap_comm),
-        ("stage3_max_live_parameters", zero.max_live_parameters != like.max_live_parameters),
-        ("stage3_max_reuse_distance", zero.max_reuse_distance != like.max_reuse_distance),
-        ("gradient_predivide_factor", zero.gradient_predivide_factor != like.gradient_predivide_factor),
-        (
-            "a gradient accumulation type other than fp32",
-            zero.gradient_dtype.unwrap_or(zero.param_dtype) != config::Float::F32,
-        ),
-    ];
-    let unheeded = unheeded.iter().filter(|(_, is_given)| *is_given);
-    let unheeded = unheeded.map(|(what, _)| format!("{what} has no effect with Burn 0.22")).collect();
-    let settings = ZeroConfig {
-        stage: zero.stage,
-        reduce_bucket_size: zero.reduce_bucket_size,
-        prefetch_bucket_size: zero.prefetch_bucket_size,
-        param_persistence_threshold: zero.param_persistence_threshold,
-        param_dtype,
-        seed: zero.seed,
-    };
-    Ok((settings, unheeded))
-}
-
 fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
     let got = format!("{backend:?}").to_lowercase();
     TrainError::Option { option: "backend", got, expected: expected.into() }
@@ -167,19 +115,10 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
     }
-    if run.engine.sums_gradients {
-        return Err(refused("gradient_allreduce_op", "sum"));
-    }
     if run.engine.exclude_frozen_parameters {
         return Err(refused("LoRA", ASKED));
     }
-    if run.engine.schedule.momentum(0).is_some() {
-        return Err(refused("a momentum schedule (cycle_momentum)", ASKED));
-    }
-    match run.plan.rule() {
-        zero_kernels::Rule::AdamW { .. } | zero_kernels::Rule::Lamb { .. } => Ok(()),
-        rule => Err(refused("the optimizer", rule.name())),
-    }
+    shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, ASKED)))
 }
 
 impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
@@ -189,13 +128,12 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
         check_steps(run)?;
-        let (settings, unheeded) = settings(run.zero)?;
         let has_bf16 = |device: &Device| device.supports_dtype(DType::BF16);
-        if settings.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
+        if run.zero.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
             let expected = "the device does not support bf16; remove the option".into();
             return Err(TrainError::Option { option: "dtype", got: "bf16".into(), expected });
         }
-        Ok(unheeded)
+        Ok(Vec::new())
     }
 
     fn launch<R: Send>(
@@ -204,14 +142,13 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
         run: &Run<'_>,
         body: impl Fn(&mut dyn RankEngine) -> Result<R> + Sync,
     ) -> Result<R> {
-        let ((settings, _), devices) = (settings(run.zero)?, devices(run.backend)?);
+        let devices = devices(run.backend)?;
         let rank = |ranks: &Ranks| {
             // Ranks of a machine use its devices round-robin.
             let device = devices[ranks.comm().local_rank() % devices.len()].clone().autodiff();
             let model = (self.model)(task, run.zero.seed, &device)?;
-            let (model, zero) = shard(model, ranks, &settings).map_err(told)?;
-            let optimizer =
-                zero.optimizer_by(run.plan.rule(), |path, shape| run.decay_except.decays(path, shape)).map_err(told)?;
+            let (model, zero) = shard(model, ranks, run.zero).map_err(told)?;
+            let optimizer = zero.optimizer_by(run.plan.rule(), |path, shape| run.decay_except.decays(path, shape));
             let (integration, held) = (self, Some((model, optimizer)));
             body(&mut OnRank {
                 integration,
@@ -228,7 +165,6 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
                 step: None,
                 done: [0; 2],
                 warned: false,
-                gradient_bytes: 0,
                 times: Times::default(),
             })
         };
@@ -273,8 +209,6 @@ struct OnRank<'a, T, M> {
     done: [usize; 2],
     /// The warning about an update that is not finite has been printed.
     warned: bool,
-    /// Size of the last step's gradients.
-    gradient_bytes: u64,
     times: Times,
 }
 
@@ -286,8 +220,10 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
     /// Ends a step whose gradients are complete.
     fn update(&mut self, mut grads: Grads) -> Result<Step> {
         let engine = &self.run.engine;
+        if engine.sums_gradients {
+            grads.scale(self.comm.world() as f32);
+        }
         let norm = grads.norm().map_err(told)?;
-        self.gradient_bytes = grads.bytes();
         if !norm.is_finite() && engine.error_if_nonfinite {
             return Err(self.not_finite(&grads)?.into());
         }
@@ -298,6 +234,9 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         let clip_factor = engine.clipping.map_or(1.0, |most| grads.clip(most, norm));
         let lr = self.lr();
         let (model, mut optimizer) = self.held.take().expect("it is absent only inside of an update");
+        if let Some(momentum) = engine.schedule.momentum(self.done[0]) {
+            optimizer.set_momentum(momentum as f32, ONE_CYCLE_BETA2 as f32);
+        }
         let model = optimizer.step(lr, model, grads).map_err(told)?;
         self.held = Some((model, optimizer));
         self.done[0] += 1;
@@ -316,7 +255,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         Ok(EngineError::NotFinite {
             step: self.done[0] + 1,
             rank: all.iter().position(|rank| rank[0] > 0.0),
-            parameter: first.is_finite().then(|| self.zero.slots[first as usize].path.clone()),
+            parameter: first.is_finite().then(|| self.zero.parameters[first as usize].path.clone()),
         })
     }
 }
@@ -399,7 +338,10 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     }
 
     fn swap_averages(&mut self) -> Result<()> {
-        Err(refused("a moving average of the weights (--ema-decay)", ASKED))
+        let (model, mut optimizer) = self.held.take().expect("it is absent only inside of an update");
+        let model = optimizer.swap_averages(model).map_err(told)?;
+        self.held = Some((model, optimizer));
+        Ok(())
     }
 
     fn evaluate(&self, rows: &Rows) -> Result<Measured> {
@@ -438,12 +380,12 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
         let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra).map_err(told)?;
         if !self.run.async_save {
-            let saved = save(&*self.comm, dir, step, &pieces, &state, options);
+            let saved = save(&*self.zero.runtime().owners(), dir, step, &pieces, &state, options);
             return Ok(Some(saved.map_err(EngineError::Checkpoint)?.bytes));
         }
         let saver = match &mut self.saver {
             Some(saver) => saver,
-            none => none.insert(AsyncSaver::new(&*self.comm).map_err(EngineError::Checkpoint)?),
+            none => none.insert(AsyncSaver::new(&*self.zero.runtime().owners()).map_err(EngineError::Checkpoint)?),
         };
         saver.save(dir, step, pieces, state, options.clone()).map_err(EngineError::Checkpoint)?;
         Ok(None)
@@ -476,28 +418,23 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
         }
     }
 
-    fn reset_peaks(&self) {}
+    fn reset_peaks(&self) {
+        let gauges = &self.zero.runtime().rank.gauges;
+        [&gauges.parameters, &gauges.gathered, &gauges.gradients, &gauges.in_flight]
+            .into_iter()
+            .for_each(Gauge::reset_peak);
+    }
 
     fn metrics(&self) -> RankMetrics {
-        let in_16 = self.zero.shared.config.param_dtype != Float::F32;
-        let held = |slot: &Arc<Slot>| {
-            let (own, whole) = (slot.own().len(), slot.partition.numel());
-            match slot.policy {
-                // The shard of a kept parameter is a view of the full one.
-                Policy::Kept if !in_16 => 4 * whole,
-                // Masters, the shards that are gathered, and the full parameter.
-                Policy::Kept => 4 * own + 2 * own + 2 * whole,
-                Policy::Replicated | Policy::Sharded => (if in_16 { 6 } else { 4 }) * own,
-            }
-        };
-        let bytes: usize = self.zero.slots.iter().map(held).sum();
+        let gauges = &self.zero.runtime().rank.gauges;
         RankMetrics {
             model_state_bytes: StateBytes {
-                parameters: bytes as u64,
-                gradients: self.gradient_bytes,
-                // Parameters with gradients have states, each as large as the gradient.
-                optimizer: self.run.plan.rule().states() as u64 * self.gradient_bytes,
+                parameters: gauges.parameters.peak(),
+                gradients: gauges.gradients.peak(),
+                optimizer: gauges.optimizer.live(),
             },
+            gradients_in_flight_bytes_peak: gauges.in_flight.peak(),
+            gathered_bytes_peak: gauges.gathered.peak(),
             wire_bytes: self.comm.wire().read(),
             ..RankMetrics::default()
         }

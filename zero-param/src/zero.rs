@@ -5,69 +5,121 @@ use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
-use zero_core::{CommError, Request};
+use zero_core::ReduceOp;
+use zero_engine::replicas::{compare, hash_of};
 
-use crate::device::{held, hold};
+use crate::device::{held, hold_as};
+use crate::engine::{Runtime, caught};
 use crate::error::Error;
-use crate::shared::Shared;
-use crate::slot::{Policy, Slot, Uses};
+use crate::parameter::{Parameter, Shared, Uses, address};
+use crate::ranks::Runtimes;
+use crate::reduce::Member;
+use crate::tensors::Raw;
 
 /// One rank's handle of a sharded module.
 #[derive(Debug, Clone)]
 pub struct Zero {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) slots: Arc<[Arc<Slot>]>,
+    pub(crate) parameters: Arc<[Arc<Parameter>]>,
+    pub(crate) members: Arc<[Arc<Member>]>,
     pub(crate) ids: Arc<HashMap<ParamId, usize>>,
+    pub(crate) runtimes: Arc<Runtimes>,
 }
 
 impl Zero {
     /// Publishes the module's values to the other ranks after something other than [`Optimizer::step`](crate::Optimizer::step) changed
-    /// them, such as loading a record of this rank's shards. A collective.
+    /// them, such as loading a record of this rank's shards. Ranks may change different parameters. A collective.
     ///
     /// # Errors
     ///
     /// [`Error::Comm`].
     pub fn publish_changes<M: Module>(&self, model: M) -> Result<M, Error> {
-        self.fence()?;
-        Ok(self.publish(model))
+        caught(|| {
+            let mut changed = vec![0.0; self.parameters.len()];
+            let mut is_changed = |parameter: &Parameter, base: &Raw| {
+                changed[parameter.index] = f64::from(u8::from(parameter.is_changed(base)));
+                false
+            };
+            model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
+            // Every rank makes the same versions, so that their names match.
+            let changed = self.runtime().reduce_scalars(changed, ReduceOp::Max);
+            self.fence("a change of parameters");
+            model.visit(&mut Publish { zero: self, publishes: &mut |parameter, _| changed[parameter.index] > 0.0 });
+            self.rebase(model)
+        })
+        .map_err(Error::from)
+    }
+
+    pub(crate) fn runtime(&self) -> &Arc<Runtime> {
+        &self.shared.runtime
+    }
+
+    /// Waits, before an update, until no rank reads the versions that are replaced next.
+    pub(crate) fn begin_update(&self) {
+        self.runtime().join_fence();
+        self.runtime().before_update();
+        self.runtimes.drop_retired();
     }
 
     /// Waits until no rank reads the versions that are replaced next.
-    pub(crate) fn fence(&self) -> Result<(), CommError> {
-        let Shared { comm, published, .. } = &*self.shared;
-        published.behind(|| comm.execute(Request::Barrier("an update"))).map(drop)
+    pub(crate) fn fence(&self, purpose: &'static str) {
+        self.runtime().wait_for_updates();
+        self.runtime().fence(purpose);
+        self.runtimes.drop_retired();
     }
 
-    /// Publishes the shards that have changed, and gathers the parameters that this stage keeps in full. Called after a fence.
-    pub(crate) fn publish<M: Module>(&self, model: M) -> M {
-        model.visit(&mut Publish(self));
-        match self.slots.iter().any(|slot| slot.policy == Policy::Kept) {
-            true => model.map(&mut Rebase(self)),
-            false => model,
+    /// Compares the ranks' replicas before every n-th update ([`ZeroConfig::check_replicas`](crate::ZeroConfig)). A collective.
+    pub(crate) fn check_replicas(&self) {
+        let (runtime, first) = (self.runtime(), self.parameters.first().map_or(0, |parameter| parameter.slot.index));
+        if runtime.rank.world == 1 || runtime.rank.config.check_replicas == 0 {
+            return;
         }
+        let Some((update, is_due)) = runtime.update_to_check(first) else { return };
+        if is_due {
+            let hash = |parameter: &Arc<Parameter>| (parameter.slot.to_string(), hash_of(&*parameter.cell()));
+            compare(runtime, update, &self.parameters.iter().map(hash).collect::<Vec<_>>());
+        }
+    }
+
+    /// Publishes the shards of `model` that an update has changed, on all ranks alike. Called after a fence.
+    pub(crate) fn publish<M: Module>(&self, model: &M) {
+        model.visit(&mut Publish { zero: self, publishes: &mut Parameter::is_changed });
+    }
+
+    /// Gathers the parameters that this stage keeps in full, and gives the module the bases of the versions in use.
+    pub(crate) fn rebase<M: Module>(&self, model: M) -> M {
+        self.parameters.iter().for_each(|parameter| parameter.keep_full());
+        model.map(&mut Rebase(self))
     }
 
     /// Returns how often a parameter was gathered and reduced, or `None` if there is no such parameter.
     pub fn uses(&self, path: &str) -> Option<Uses> {
-        self.slots.iter().find(|slot| slot.path == path).map(|slot| slot.uses())
+        self.parameters.iter().find(|parameter| parameter.path == path).map(|parameter| parameter.uses())
     }
 
     /// Returns the parameters' paths, in the module's order.
     pub fn paths(&self) -> impl Iterator<Item = &str> {
-        self.slots.iter().map(|slot| &*slot.path)
+        self.parameters.iter().map(|parameter| &*parameter.path)
     }
 
-    pub(crate) fn slot(&self, id: ParamId) -> Option<&Arc<Slot>> {
-        self.ids.get(&id).map(|&index| &self.slots[index])
+    pub(crate) fn parameter(&self, id: ParamId) -> Option<&Arc<Parameter>> {
+        self.ids.get(&id).map(|&index| &self.parameters[index])
     }
 }
 
-struct Publish<'a>(&'a Zero);
+/// A visitor that publishes what the module holds of the parameters for which `publishes` returns true.
+struct Publish<'a> {
+    zero: &'a Zero,
+    publishes: &'a mut dyn FnMut(&Parameter, &Raw) -> bool,
+}
 
 impl ModuleVisitor for Publish<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(slot) = self.0.slot(param.id) {
-            slot.publish(&held(param.base()));
+        if let Some(parameter) = self.zero.parameter(param.id) {
+            let base = held(param.base());
+            if (self.publishes)(parameter, &base) {
+                parameter.publish(base);
+            }
         }
     }
 }
@@ -76,13 +128,10 @@ struct Rebase<'a>(&'a Zero);
 
 impl ModuleMapper for Rebase<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let Some(slot) = self.0.slot(param.id).filter(|slot| slot.policy == Policy::Kept) else { return param };
+        let base = self.0.parameter(param.id).and_then(|parameter| parameter.base());
+        let Some(base) = base.filter(|base| address(base) != address(&held(param.base()))) else { return param };
         let (id, tensor, mapper) = param.consume();
-        let (train, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
-        let mut base = hold(slot.rebase(held(tensor)));
-        if let Some(strategy) = strategy {
-            base = base.autodiff().with_gradient_checkpointing_strategy(strategy).set_require_grad(train);
-        }
+        let base = hold_as(base, tensor.gradient_checkpointing_strategy(), tensor.is_require_grad());
         Param::from_mapped_value(id, base, mapper)
     }
 }

@@ -4,7 +4,7 @@ mod common;
 
 use burn::module::{Lora, Module, Param, ParamGroup};
 use burn::tensor::module::linear;
-use burn::tensor::{Device, Tensor, TensorData};
+use burn::tensor::{Device, Tensor};
 use burn_nn::{RmsNorm, RmsNormConfig};
 use burn_optim::grad_clipping::GradientClippingConfig;
 use burn_optim::{
@@ -12,8 +12,8 @@ use burn_optim::{
     ModuleOptimizer, MuonConfig, RmsPropConfig, SgdConfig,
 };
 use common::{
-    Gpt, LR, Mlp, Net, ROWS, STEPS, Told, apart, config, device, filled, numbers, options, seed, train, train_on,
-    train_plain, train_threads, value, weights,
+    Gpt, Half, LR, Mlp, Net, STEPS, Told, apart, config, device, filled, options, rows, seed, table, train, train_on,
+    train_plain, train_threads, unkept, value, weights,
 };
 use zero_core::Stage;
 use zero_core::accounting::WireBytes;
@@ -103,50 +103,16 @@ fn optimizers_of_whole_parameters_are_refused_by_name() {
 #[test]
 fn sixteen_bit_gathers_keep_masters_in_32() {
     let half = |stage| ZeroConfig { param_dtype: Float::Bf16, ..config(stage) };
-    let exact = train_threads::<HalfMlp>(2, &config(Stage::Parameters), &SgdConfig::new());
-    let first = train_threads::<HalfMlp>(2, &half(Stage::DataParallel), &SgdConfig::new());
+    let exact = train_threads::<Half>(2, &config(Stage::Parameters), &SgdConfig::new());
+    let first = train_threads::<Half>(2, &half(Stage::DataParallel), &SgdConfig::new());
     for stage in &Stage::ALL[1..] {
-        assert!(train_threads::<HalfMlp>(2, &half(*stage), &SgdConfig::new()) == first, "stage {stage}");
-        let gathered = |config| moved::<HalfMlp>(&device(), 2, config)[0].all_gather;
+        assert!(train_threads::<Half>(2, &half(*stage), &SgdConfig::new()) == first, "stage {stage}");
+        let gathered = |config| moved::<Half>(&device(), 2, config)[0].all_gather;
         assert_eq!(2 * gathered(&half(*stage)), gathered(&config(*stage)), "bytes that are gathered at stage {stage}");
     }
     for (half, exact) in first[0].losses.iter().zip(&exact[0].losses) {
         assert!((half - exact).abs() < 0.01 * exact && half != exact, "{half} in 16 bit, {exact} in 32");
     }
-}
-
-/// A net that works with whatever type its weights are gathered in.
-#[derive(Module, Debug)]
-struct HalfMlp {
-    first: Param<Tensor<2>>,
-    second: Param<Tensor<2>>,
-}
-
-impl Net for HalfMlp {
-    fn build(device: &Device) -> Self {
-        filled(Self { first: table(16, 24, device), second: table(24, 16, device) })
-    }
-    fn loss(&self, seed: u64, device: &Device) -> Tensor<1> {
-        let (x, y) = rows(seed, 16, device);
-        let first = self.first.val();
-        let x = x.cast(first.dtype()).matmul(first);
-        let out = x.tanh().matmul(self.second.val());
-        (out.cast(burn::tensor::DType::F32) - y).square().mean()
-    }
-}
-
-fn table(from: usize, to: usize, device: &Device) -> Param<Tensor<2>> {
-    Param::from_tensor(Tensor::zeros([from, to], device))
-}
-
-/// Returns inputs and targets.
-fn rows(seed: u64, width: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
-    let mut next = numbers(seed);
-    let mut rows = || {
-        let values: Vec<f32> = (0..ROWS * width).map(|_| next()).collect();
-        Tensor::<2>::from_data(TensorData::new(values, [ROWS, width]), device)
-    };
-    (rows(), rows())
 }
 
 const D: usize = 12;
@@ -201,8 +167,12 @@ impl<const HOW: u8> Net for Odd<HOW> {
 
 /// Trains at stage 3 on two ranks, and returns each parameter's total uses.
 fn used<N: Net>() -> Vec<(String, Uses)> {
+    used_by::<N>(&unkept(Stage::Parameters))
+}
+
+fn used_by<N: Net>(config: &ZeroConfig) -> Vec<(String, Uses)> {
     let uses = run_threads(2, &options(), |ranks| {
-        let (_, zero) = train::<N>(ranks, &config(Stage::Parameters), &SgdConfig::new())?;
+        let (_, zero) = train::<N>(ranks, config, &SgdConfig::new())?;
         Ok::<_, Error>(zero.paths().map(|path| (path.to_string(), zero.uses(path).unwrap())).collect::<Vec<_>>())
     });
     uses.unwrap().swap_remove(0)
@@ -235,6 +205,10 @@ fn layers_gather_twice_and_reduce_once() {
         assert_eq!(a_step(&uses, &format!("layers.{layer}.weight")), (1, 1, 1));
     }
     assert_eq!(in_all(&uses, "layers.1.bias"), VECTOR);
+    // From the second step on, the last layer is kept for its gradient, which is its next use.
+    let kept = used_by::<Mlp<12, 4>>(&config(Stage::Parameters));
+    assert_eq!(in_all(&kept, "layers.3.weight").gathered_backward, 1);
+    assert_eq!(a_step(&kept, "layers.2.weight"), (1, 1, 1));
 }
 
 #[test]
@@ -437,7 +411,7 @@ fn ranks_may_use_different_parameters() {
                 let table = if rank == 0 { &net.first } else { &net.second };
                 x.matmul(table.val()).sum()
             })?;
-            let own = |path| grads.get(path).map(|piece: &[f32]| piece.iter().sum::<f32>());
+            let own = |path| grads.get(path).map(|piece| piece.iter().sum::<f32>());
             Ok::<_, Error>([own("first"), own("second"), own("down")])
         })
         .unwrap();
@@ -505,6 +479,11 @@ fn part(bytes: usize, world: usize) -> u64 {
     (bytes * (world - 1) / world) as u64
 }
 
+/// Returns the bytes by which ranks agree, at both ends of a pass, which of so many parameters have gradients.
+fn agreed(parameters: usize) -> usize {
+    19 + 3 * parameters
+}
+
 #[test]
 fn bytes_on_the_wire_are_those_of_the_paper() {
     const WIDTH: usize = 16;
@@ -512,7 +491,7 @@ fn bytes_on_the_wire_are_those_of_the_paper() {
     for world in [2, 4] {
         let part = |bytes| part(bytes, world);
         for stage in Stage::ALL {
-            for moved in moved::<Mlp<WIDTH, 3>>(&device(), world, &config(stage)) {
+            for moved in moved::<Mlp<WIDTH, 3>>(&device(), world, &unkept(stage)) {
                 let (gathers, scatters, whole) = match stage {
                     Stage::DataParallel => (0, 0, 3),
                     // Once, after the update.
@@ -522,10 +501,10 @@ fn bytes_on_the_wire_are_those_of_the_paper() {
                 };
                 assert_eq!(moved.all_gather, gathers * part(weight), "stage {stage}, {world} ranks");
                 assert_eq!(moved.reduce_scatter, scatters * part(weight), "stage {stage}, {world} ranks");
-                // Biases, and one byte per parameter to tell which have gradients.
-                let vectors = 2 * part(3 * WIDTH * 4) + 2 * part(6);
+                // Biases, and which parameters have gradients.
+                let vectors = 2 * part(3 * WIDTH * 4) + 2 * part(agreed(6));
                 let reduced = 2 * part(whole * weight) + vectors;
-                assert!(moved.all_reduce.abs_diff(reduced) <= 2, "stage {stage}: {} of {reduced}", moved.all_reduce);
+                assert!(moved.all_reduce.abs_diff(reduced) <= 8, "stage {stage}: {} of {reduced}", moved.all_reduce);
             }
         }
     }
@@ -547,10 +526,9 @@ fn a_gpt2_moves_the_bytes_of_the_paper() {
                 Stage::Parameters => 3 * psi + words - places - vectors,
                 _ => 2 * psi,
             };
-            // And one byte per parameter to tell which have gradients.
-            let expected = part(4 * times_psi, world) + 2 * part(parameters.len(), world);
+            let expected = part(4 * times_psi, world) + 2 * part(agreed(parameters.len()), world);
             // Without checkpointing Burn's `Linear` keeps some full weights, as its input is not rows.
-            for moved in moved::<Gpt<2>>(&device().gradient_checkpointing(), world, &config(stage)) {
+            for moved in moved::<Gpt<2>>(&device().gradient_checkpointing(), world, &unkept(stage)) {
                 let got = moved.total();
                 // The sizes of vectors, and the number of those bytes, need not be multiples of the number of ranks.
                 assert!(got.abs_diff(expected) <= 32, "stage {stage}, {world} ranks: {got} of {expected}");

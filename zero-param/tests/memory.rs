@@ -9,11 +9,14 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::Linear;
 use burn_optim::{AdamWConfig, SgdConfig};
-use common::{Mlp, Net, config, device, options, seed};
+use common::{Mlp, Net, device, options, seed, unkept};
 use zero_core::Stage;
 use zero_core::accounting::StateBytes;
+use zero_core::config::{Disk, Offload, Tier};
 use zero_core::estimate::{Precision, model_state};
-use zero_param::{Error, OptimizerConfig, Ranks, embedding, linear, linear_cross_entropy, run_threads, shard};
+use zero_param::{
+    Error, OptimizerConfig, Ranks, ZeroConfig, embedding, linear, linear_cross_entropy, run_threads, shard,
+};
 
 const WIDTH: usize = 256;
 /// Bytes of one weight.
@@ -85,7 +88,7 @@ fn warm_up() {
 /// Runs three steps. `ordered` if the forward pass runs within `Zero::backward`.
 fn steps<const DEPTH: usize>(
     ranks: &Ranks,
-    stage: Stage,
+    config: &ZeroConfig,
     optimizer: &impl OptimizerConfig,
     ordered: bool,
 ) -> Result<Option<Seen>, Error> {
@@ -95,7 +98,7 @@ fn steps<const DEPTH: usize>(
     wait()?;
     let before = BYTES.load(Relaxed);
     wait()?;
-    let (mut net, zero) = shard(Mlp::<WIDTH, DEPTH>::build(&device), ranks, &config(stage))?;
+    let (mut net, zero) = shard(Mlp::<WIDTH, DEPTH>::build(&device), ranks, config)?;
     let mut optimizer = zero.optimizer(optimizer)?;
     let mut seen = None;
     for number in 0..3 {
@@ -135,7 +138,11 @@ fn steps<const DEPTH: usize>(
 }
 
 fn seen<const DEPTH: usize>(stage: Stage, optimizer: &(impl OptimizerConfig + Sync)) -> Seen {
-    run_threads(2, &options(), |ranks| steps::<DEPTH>(ranks, stage, optimizer, true)).unwrap().swap_remove(0).unwrap()
+    seen_by::<DEPTH>(&unkept(stage), optimizer)
+}
+
+fn seen_by<const DEPTH: usize>(config: &ZeroConfig, optimizer: &(impl OptimizerConfig + Sync)) -> Seen {
+    run_threads(2, &options(), |ranks| steps::<DEPTH>(ranks, config, optimizer, true)).unwrap().swap_remove(0).unwrap()
 }
 
 /// Returns the paper's formula for `depth` weights on two ranks, with `states` arrays of the optimizer.
@@ -150,7 +157,7 @@ fn at_birth() -> isize {
         ranks.comm().barrier()?;
         MOST_WHOLES.store(WHOLES.load(Relaxed), Relaxed);
         ranks.comm().barrier()?;
-        let (_net, _zero) = shard(Mlp::<WIDTH, 16>::lazy(&device()), ranks, &config(Stage::Parameters))?;
+        let (_net, _zero) = shard(Mlp::<WIDTH, 16>::lazy(&device()), ranks, &unkept(Stage::Parameters))?;
         ranks.comm().barrier()?;
         let most = MOST_WHOLES.load(Relaxed);
         ranks.comm().barrier()?;
@@ -162,7 +169,7 @@ fn at_birth() -> isize {
 /// Returns the number of full weights on both ranks while each has gathered the one weight of a module.
 fn in_use_at_a_time() -> isize {
     let seen = run_threads(2, &options(), |ranks| {
-        let (net, _zero) = shard(Mlp::<WIDTH, 1>::build(&device()), ranks, &config(Stage::Parameters))?;
+        let (net, _zero) = shard(Mlp::<WIDTH, 1>::build(&device()), ranks, &unkept(Stage::Parameters))?;
         ranks.comm().barrier()?;
         let before = WHOLES.load(Relaxed);
         ranks.comm().barrier()?;
@@ -180,7 +187,7 @@ fn left_behind() -> isize {
     let left = run_threads(2, &options(), |ranks| {
         warm_up();
         let device = device();
-        let config = config(Stage::Parameters);
+        let config = unkept(Stage::Parameters);
         let (mut other, zero) = shard(Mlp::<8, 1>::build(&device), ranks, &config)?;
         let mut optimizer = zero.optimizer(&SgdConfig::new())?;
         let mut step = |other| {
@@ -216,7 +223,7 @@ fn of_a_tied_table() -> isize {
     let seen = run_threads(1, &options(), |ranks| {
         let device = device();
         let table = Param::from_tensor(Tensor::zeros([WIDTH, WIDTH], &device));
-        let (net, zero) = shard(Tied { table }, ranks, &config(Stage::DataParallel))?;
+        let (net, zero) = shard(Tied { table }, ranks, &unkept(Stage::DataParallel))?;
         let mut added = 0;
         for _ in 0..2 {
             let before = WHOLES.load(Relaxed);
@@ -237,7 +244,7 @@ fn of_a_tied_table() -> isize {
 /// Returns the number of full weights on both ranks that are kept for the backward pass of four layers on sequences.
 fn kept_of_sequences(device: Device, forward: fn(&Linear, Tensor<3>) -> Tensor<3>) -> isize {
     let kept = run_threads(2, &options(), |ranks| {
-        let (net, zero) = shard(Mlp::<WIDTH, 4>::build(&device), ranks, &config(Stage::Parameters))?;
+        let (net, zero) = shard(Mlp::<WIDTH, 4>::build(&device), ranks, &unkept(Stage::Parameters))?;
         ranks.comm().barrier()?;
         let before = WHOLES.load(Relaxed);
         ranks.comm().barrier()?;
@@ -277,10 +284,11 @@ fn memory_is_as_the_stage_has_it() {
     }
     // Per rank: a full weight in use, its gradient, two buckets in flight, and one being packed or received.
     let most = deep.iter().map(|seen| seen.most_backward).max().unwrap();
-    assert!(most <= 10, "a backward pass holds no more with depth: {deep:?}");
+    assert!(most <= 8, "a backward pass holds no more with depth: {deep:?}");
 
     // Without an order all gradients wait, and the count shows it.
-    let unordered = run_threads(2, &options(), |ranks| steps::<16>(ranks, Stage::Parameters, &sgd, false)).unwrap();
+    let unordered =
+        run_threads(2, &options(), |ranks| steps::<16>(ranks, &unkept(Stage::Parameters), &sgd, false)).unwrap();
     assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
 
     assert_eq!(in_use_at_a_time(), 1, "ranks of a process borrow the whole that one of them has joined");
@@ -300,12 +308,13 @@ fn memory_is_as_the_stage_has_it() {
     for stage in Stage::ALL {
         for (states, seen) in [(0, seen::<4>(stage, &sgd)), (2, seen::<4>(stage, &AdamWConfig::new()))] {
             let of_rank = formula(stage, 4, states);
-            // Stage 1 shards gradients as well, at the end of a backward pass.
-            let gradients = if stage == Stage::OptimizerState { of_rank.gradients / 2 } else { of_rank.gradients };
+            // Stage 1 shards gradients as well, at the end of a backward pass. At stage 0 the ranks of a process share the full ones.
+            let are_halved = matches!(stage, Stage::DataParallel | Stage::OptimizerState);
+            let gradients = if are_halved { of_rank.gradients / 2 } else { of_rank.gradients };
             // Vectors with their state, leaves of graphs and names; for gradients minus memory that a pass frees.
             for (what, got, expected, bounds) in [
-                ("state", seen.state, of_rank.parameters + of_rank.optimizer, 0..200_000),
-                ("gradients", seen.gradients, gradients, -10_000..200_000),
+                ("state", seen.state, of_rank.parameters + of_rank.optimizer, 0..230_000),
+                ("gradients", seen.gradients, gradients, -10_000..230_000),
             ] {
                 let over = got - 2 * expected as isize;
                 println!("stage {stage}, {states} states: {got} bytes of {what}, {over} above the formula");
@@ -320,4 +329,16 @@ fn memory_is_as_the_stage_has_it() {
     assert!(under_way(Stage::OptimizerState) >= 2 * 16, "stage 1 has all gradients whole within a backward pass");
     let most = under_way(Stage::Gradients);
     assert!(most <= 10, "{most} wholes in a backward pass of stage 2");
+
+    // Model state on a disk leaves buffers, and vectors with their state.
+    let dir = tempfile::tempdir().unwrap();
+    let (buffer_count, buffer_bytes) = (Disk::FEWEST_BUFFERS, Disk::SMALLEST_BUFFER);
+    let disk = Disk { path: dir.path().into(), buffer_count, buffer_bytes, ..Disk::default() };
+    let offload = Offload { optimizer: Tier::Disk, parameters: Tier::Disk, disk, ..Offload::default() };
+    let config = ZeroConfig { offload, ..unkept(Stage::Parameters) };
+    let on_disk = seen_by::<16>(&config, &AdamWConfig::new());
+    let in_memory = formula(Stage::Parameters, 16, 2);
+    let (got, buffers) = (on_disk.state, (2 * buffer_count * buffer_bytes) as isize);
+    println!("{got} bytes of state in memory, {buffers} of them buffers, instead of {in_memory:?} per rank");
+    assert!(got < buffers + 16 * 60_000, "{on_disk:?}");
 }

@@ -60,7 +60,13 @@ fn train<M: Module>(
     loss: &(impl Fn(&M, usize, &Device) -> Tensor<1> + Sync),
     at_the_end: &(impl Fn(&Zero) + Sync),
 ) -> Vec<(f64, f64)> {
-    let config = ZeroConfig { param_persistence_threshold: 0, reduce_bucket_size: 5_000, ..ZeroConfig::new(stage) };
+    // No gathered parameter is kept from one use to the next.
+    let config = ZeroConfig {
+        param_persistence_threshold: 0,
+        max_live_parameters: 0,
+        reduce_bucket_size: 5_000,
+        ..ZeroConfig::new(stage)
+    };
     let options = ThreadOptions { deadline: Duration::from_secs(60) };
     let told = run_threads(RANKS, &options, |ranks| {
         let device = Device::flex().autodiff();

@@ -121,7 +121,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     ) -> M {
         let context = Context::<A::Base>::current();
         self.latest.clear();
-        let mut step = Step::new(&context.rank, context.updates.as_ref());
+        let mut step = Step::new(context.rank.clone(), context.updates.clone());
         let module = walk::map::<A, M, _>(
             module,
             |meta, _| walk::take_gradient::<A>(&mut grads, meta.id),

@@ -191,6 +191,17 @@ impl<B: Backend> Rank<B> {
         self.slot(shape, dtype, formats)
     }
 
+    /// Creates the slot of a parameter that every rank holds and updates in full, at every stage. Only for tensors in host memory.
+    pub fn new_replicated_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
+        let partition = Partition::new(shape.iter().product(), 1);
+        self.parameters.number((shape, dtype), partition, true, [None; 2])
+    }
+
+    /// Returns whether every rank holds a parameter in full although this stage shards parameters of its size.
+    pub fn is_replicated(&self, slot: &Slot<B>) -> bool {
+        slot.partition.is_whole() && !self.partition(slot.partition.numel()).is_whole()
+    }
+
     fn slot(&self, shape: Shape, dtype: DType, formats: [Option<Format>; 2]) -> Arc<Slot<B>> {
         let partition = self.partition(shape.iter().product());
         let resident = self.parameters.is_resident(partition.stride(), self.config.offload.disk.max_in_memory);

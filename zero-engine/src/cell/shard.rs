@@ -9,7 +9,7 @@ use super::{Cell, ShardState, slice_shard};
 use crate::abort::or_stop;
 use crate::backend::{Backend, DType, HostData};
 use crate::tier::{Stored, fetch, filled};
-use crate::values::tag;
+use crate::values::{part, sum_of_squares_on_host, tag};
 
 /// A shard's data.
 pub enum ShardData<B: Backend> {
@@ -91,6 +91,24 @@ impl<B: Backend> Cell<B> {
                 filled(&self.rank.copier, elements, self.dtype, |out| stored.read_into(self.dtype, out))
             }
         }
+    }
+
+    /// Returns the sum of squares of the elements that this rank counts, or, if a device would compute it, these elements; nothing if the
+    /// rank counts none.
+    pub fn own_squares(&self) -> Result<f64, B::Tensor> {
+        let own = self.own();
+        if own.is_empty() {
+            return Ok(0.0);
+        }
+        let stored = self.stored();
+        if let Some(data) = stored.as_ref().and_then(Stored::host) {
+            return Ok(sum_of_squares_on_host(&**data, own));
+        }
+        if let Some(squares) = stored.as_ref().and_then(Stored::squares) {
+            return Ok(squares);
+        }
+        let elements = part::<B>(self.local(), own);
+        if B::is_host() { Ok(B::sum_of_squares(elements)) } else { Err(elements) }
     }
 
     /// Returns the bytes in which this rank's shard is sent, quantized in format `how` if there is one.

@@ -29,6 +29,8 @@ pub struct Slot<B: Backend> {
     pub current: Mutex<Weak<Cell<B>>>,
     /// The identity that it was prepared under.
     pub id: OnceLock<B::ParamId>,
+    /// Its path in the module, for messages.
+    pub path: OnceLock<String>,
     /// The origin of its first values.
     pub draw: Draw,
     /// The reduction of its gradients.
@@ -169,7 +171,10 @@ impl<B: Backend> Slot<B> {
 
 impl<B: Backend> core::fmt::Display for Slot<B> {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "parameter {} {:?}", self.index, &self.shape[..])
+        match self.path.get() {
+            Some(path) => write!(f, "parameter '{path}' {:?}", &self.shape[..]),
+            None => write!(f, "parameter {} {:?}", self.index, &self.shape[..]),
+        }
     }
 }
 
@@ -201,6 +206,11 @@ impl<B: Backend> Parameters<B> {
         self.born_elements.fetch_add(elements as u64, Ordering::Relaxed) as usize + elements <= most
     }
 
+    /// Numbers the parameters from `first` on: several runtimes of one rank share a window, in which a number has one meaning.
+    pub fn number_from(&self, first: u64) {
+        self.numbered.store(first, Ordering::Relaxed);
+    }
+
     /// Creates the slot of a parameter under the next number.
     pub fn number(
         &self,
@@ -217,6 +227,7 @@ impl<B: Backend> Parameters<B> {
             names: Mutex::default(),
             current: Mutex::new(Weak::new()),
             id: OnceLock::new(),
+            path: OnceLock::new(),
             draw: Draw { version: AtomicU64::new(1), ..Draw::default() },
             reduction: Reduction::default(),
             offload: Offload { resident, ..Offload::default() },

@@ -48,6 +48,9 @@ pub(super) trait Medium<B: Backend>: Send {
     /// True if gradients are held until their bucket is sent.
     const HOLDS: bool;
 
+    /// Returns whether each rank keeps a shard of the result, rather than all of it.
+    fn shards(&self) -> bool;
+
     /// Returns the gradient's values to be added.
     fn take(&self, gradient: Shared<B>) -> Self::Gradient;
 
@@ -199,7 +202,7 @@ impl<B: Backend, M: Medium<B>> Lanes<B> for Buckets<B, M> {
         self.counted += counted;
         let layout = self.rank.mesh.partition(numel);
         let (shard, columns) = (self.shards.len(), layout.stride());
-        let len = if self.rank.config.stage.shards_optimizer() {
+        let len = if self.medium.shards() {
             layout.len(self.rank.mesh.shard(self.rank.index))
         } else {
             numel

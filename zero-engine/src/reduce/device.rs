@@ -76,6 +76,10 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
 
     const HOLDS: bool = true;
 
+    fn shards(&self) -> bool {
+        self.rank.config.stage.shards_optimizer()
+    }
+
     fn take(&self, gradient: Shared<B>) -> B::Tensor {
         match gradient.dtype() {
             DType::F32 | DType::F16 | DType::Bf16 => gradient.into_tensor(),
@@ -101,7 +105,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
                 packed.unwrap_or_else(|| stop(TOO_LARGE.into()))
             }
         };
-        self.collectives.begin_reduction::<B>(bucket, self.rank.config.stage.shards_optimizer(), name)
+        self.collectives.begin_reduction::<B>(bucket, Medium::<B>::shards(self), name)
     }
 
     fn receive(
@@ -118,7 +122,7 @@ impl<B: Backend> Medium<B> for OnDevice<B> {
             let (target, numel, dtype) = (shard.target.take(), shard.len, shard.cell.dtype);
             items.push(UnpackItem { target, numel, from, columns, dtype });
         }
-        let rows = if self.rank.config.stage.shards_optimizer() { 1 } else { self.rank.mesh.shards() };
+        let rows = if Medium::<B>::shards(self) { 1 } else { self.rank.mesh.shards() };
         let unpacked = B::unpack(reduced, rows, items, self.after);
         let unpacked = unpacked.unwrap_or_else(|| stop(TOO_LARGE.into()));
         for (segment, target) in segments.iter().zip(unpacked) {

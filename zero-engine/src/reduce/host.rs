@@ -36,9 +36,9 @@ pub(super) struct Host {
 }
 
 impl Host {
-    pub(super) fn new<B: Backend>(hops: Hops, rank: &Rank<B>) -> Self {
+    /// Creates buckets of which each rank keeps a shard (`shards`) or everything.
+    pub(super) fn new<B: Backend>(hops: Hops, rank: &Rank<B>, shards: bool) -> Self {
         let (sent_as, before, after) = rank.config.reduction(rank.world, false);
-        let shards = rank.config.stage.shards_optimizer();
         let mesh = rank.mesh;
         let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
         let sent_as = sent_as.wire_dtype();
@@ -104,6 +104,10 @@ impl<B: Backend> Medium<B> for Host {
     type Alone = Alone;
 
     const HOLDS: bool = false;
+
+    fn shards(&self) -> bool {
+        self.shards
+    }
 
     fn take(&self, gradient: Shared<B>) -> B::Data {
         narrow_or_f32(B::read(gradient.into_tensor()))

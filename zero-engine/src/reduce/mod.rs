@@ -309,6 +309,28 @@ trait Lanes<B: Backend>: Send {
     fn fail(&mut self, error: &CommError);
 }
 
+/// Separate buckets for parameters that every rank holds in full ([`Rank::is_replicated`]), whose gradients are all-reduced.
+struct Split<B: Backend> {
+    whole: Box<dyn Lanes<B>>,
+    sharded: Box<dyn Lanes<B>>,
+}
+
+impl<B: Backend> Lanes<B> for Split<B> {
+    fn push(&mut self, incoming: Incoming<B>) -> Result<(), CommError> {
+        if incoming.cell.partition.is_whole() { self.whole.push(incoming) } else { self.sharded.push(incoming) }
+    }
+
+    fn finish(&mut self) -> Result<(), CommError> {
+        self.whole.finish()?;
+        self.sharded.finish()
+    }
+
+    fn fail(&mut self, error: &CommError) {
+        self.whole.fail(error);
+        self.sharded.fail(error);
+    }
+}
+
 /// One gradient to be reduced into `cell`; zeros if `gradient` is `None`. `counted` bytes of it count as not reduced.
 struct Incoming<B: Backend> {
     gradient: Option<Shared<B>>,
@@ -405,7 +427,17 @@ impl<B: Backend> Server<B> {
         let is_flat = rank.mesh.replicas() == 1;
         match comm.in_process().is_some() && !B::is_host() && is_flat && !rank.config.reduces_on_hosts() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
-            false => Box::new(Buckets::new(rank, Host::new(hops, rank), bucket_size, plan)),
+            false => {
+                let is_replicated = |index: &u64| rank.parameters.slot(*index).is_some_and(|slot| rank.is_replicated(&slot));
+                let (whole, sharded): (Vec<u64>, Vec<u64>) = plan.iter().partition(|index| is_replicated(index));
+                let lane = |shards, plan: &[u64]| {
+                    Box::new(Buckets::new(rank, Host::new(hops.clone(), rank, shards), bucket_size, plan))
+                };
+                match whole.is_empty() {
+                    true => lane(stage.shards_optimizer(), plan),
+                    false => Box::new(Split { whole: lane(false, &whole), sharded: lane(true, &sharded) }),
+                }
+            }
         }
     }
 

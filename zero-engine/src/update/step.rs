@@ -16,9 +16,9 @@ use crate::cell::Cell;
 use crate::cell::rank::Rank;
 
 /// The updates of one step.
-pub struct Step<'a, B: Backend> {
-    rank: &'a Arc<Rank<B>>,
-    updates: Option<&'a Updates<B>>,
+pub struct Step<B: Backend> {
+    rank: Arc<Rank<B>>,
+    updates: Option<Arc<Updates<B>>>,
     /// Updates on this thread that have a second pass.
     here: Vec<Job<B>>,
     /// Updates on this thread that run after the overlapped ones have begun.
@@ -29,9 +29,9 @@ pub struct Step<'a, B: Backend> {
     count: usize,
 }
 
-impl<'a, B: Backend> Step<'a, B> {
+impl<B: Backend> Step<B> {
     /// Begins a step. `updates` is there if the rank keeps state outside of the backend.
-    pub fn new(rank: &'a Arc<Rank<B>>, updates: Option<&'a Updates<B>>) -> Self {
+    pub fn new(rank: Arc<Rank<B>>, updates: Option<Arc<Updates<B>>>) -> Self {
         rank.copier.sweep();
         let [here, later, overlapped, on_device] = std::array::from_fn(|_| Vec::new());
         Self { rank, updates, here, later, overlapped, on_device, count: 0 }
@@ -83,8 +83,8 @@ impl<'a, B: Backend> Step<'a, B> {
     /// If an update of the last step has failed.
     pub fn start(self) -> Result<(), CommError> {
         if !self.overlapped.is_empty() {
-            let updates = self.updates.expect("only offloaded state has such updates");
-            updates.start(self.rank, self.overlapped)?;
+            let updates = self.updates.as_ref().expect("only offloaded state has such updates");
+            updates.start(&self.rank, self.overlapped)?;
         }
         self.later.into_iter().for_each(|job| drop(job.run()));
         Ok(())
@@ -96,11 +96,11 @@ impl<'a, B: Backend> Step<'a, B> {
         all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, CommError>,
     ) -> Result<(), CommError> {
         // They use the same arrays as the updates of the last step.
-        if let Some(updates) = self.updates {
-            updates.wait(self.rank)?;
+        if let Some(updates) = &self.updates {
+            updates.wait(&self.rank)?;
         }
         let first: Vec<_> = self.overlapped.extract_if(.., |job| job.is_first_pass()).collect();
-        self.overlapped.extend(run_jobs(first, self.rank)?);
+        self.overlapped.extend(run_jobs(first, &self.rank)?);
         // In the order in which the forward pass waits for them.
         self.overlapped.sort_by_key(|job| job.number);
         let first: Vec<_> = self.on_device.extract_if(.., |job| job.is_first_pass()).collect();

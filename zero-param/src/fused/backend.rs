@@ -10,7 +10,7 @@ use burn::backend::{Autodiff, Backend, ExtensionType, Flex, TensorMetadata, back
 use burn::tensor::DType;
 
 use super::flex::Op;
-use crate::piece::Raw;
+use crate::tensors::Raw;
 
 /// Operands of an operation. An enum, as the macro takes no list of tensors.
 #[derive(ExtensionType)]

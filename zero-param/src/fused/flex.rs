@@ -5,17 +5,19 @@ use std::sync::Arc;
 
 use burn::backend::Flex;
 use burn::backend::TensorMetadata;
-use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
-use burn::tensor::{Bytes, DType, Element, Shape};
+use burn::tensor::{DType, Element};
 use bytemuck::Pod;
-use half::{bf16, f16};
+use half::bf16;
 use zero_kernels::cpu::attention::{self, Inputs, Results, Rows, RowsMut};
-use zero_kernels::cpu::half::{Half, Number, Plain, narrowed, widened};
+use zero_kernels::cpu::half::{Number, Plain};
 use zero_kernels::cpu::parallel::gemm_threads;
 use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
 use zero_kernels::cpu::{Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+
+use crate::tensors::{narrow, packed_of, tensor, values, widen};
 
 /// An operation with all its arguments other than operands.
 #[derive(Debug, Clone)]
@@ -36,23 +38,6 @@ pub(crate) enum Op {
     Dropout(AttentionDropout),
 }
 
-/// Returns `x` in row-major order without gaps; copies only if it is not so already.
-fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
-    if x.as_slice::<E>().is_some() { x } else { x.to_contiguous() }
-}
-
-pub(crate) fn packed(x: FlexTensor) -> FlexTensor {
-    packed_of::<f32>(x)
-}
-
-fn values<E: Element + Pod>(x: &FlexTensor) -> &[E] {
-    x.as_slice().expect("it was packed")
-}
-
-fn tensor<E: Element + Pod>(data: Vec<E>, shape: impl Into<Shape>) -> FlexTensor {
-    FlexTensor::new(Bytes::from_elems(data), Layout::contiguous(shape.into()), E::dtype())
-}
-
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
     x.shape().dims()
 }
@@ -60,27 +45,6 @@ fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
 fn matrix<E: Element + Pod>(x: &FlexTensor) -> Matrix<'_, E> {
     let [rows, columns] = dims(x);
     Matrix::new(values(x), rows, columns)
-}
-
-fn widen(x: FlexTensor) -> FlexTensor {
-    fn of<H: Half + Element + Pod>(x: FlexTensor) -> FlexTensor {
-        let x = packed_of::<H>(x);
-        tensor(widened(values::<H>(&x)), x.shape())
-    }
-    match x.dtype() {
-        DType::BF16 => of::<bf16>(x),
-        DType::F16 => of::<f16>(x),
-        _ => packed(x),
-    }
-}
-
-/// Rounds a tensor in fp32 to `dtype`.
-pub(crate) fn narrow(x: FlexTensor, dtype: DType) -> FlexTensor {
-    match dtype {
-        DType::BF16 => tensor(narrowed::<bf16>(values(&x)), x.shape()),
-        DType::F16 => tensor(narrowed::<f16>(values(&x)), x.shape()),
-        _ => x,
-    }
 }
 
 fn product(a: MatrixBf16<'_>, b: MatrixBf16<'_>, begin: Option<Begin<'_>>) -> FlexTensor {

@@ -19,7 +19,7 @@ use crate::device::is_host;
 use crate::random::draw_dropout;
 
 use backend::{FusedBackend, Operands};
-pub(crate) use flex::{Op, narrow, packed};
+pub(crate) use flex::Op;
 
 type Any = FloatTensor<Dispatch>;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::activation::{gelu, log_softmax, relu, softmax};
-use burn::tensor::{Device, Int, Tensor, TensorData};
+use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn_optim::{GradientsParams, ModuleOptimizer};
 use zero_core::Stage;
@@ -175,6 +175,40 @@ impl<const DEPTH: usize, const DROPPED: usize> Net for Gpt<DEPTH, DROPPED> {
     }
 }
 
+/// A net that works with whatever type its weights are gathered in.
+#[derive(Module, Debug)]
+pub struct Half {
+    pub first: Param<Tensor<2>>,
+    pub second: Param<Tensor<2>>,
+}
+
+impl Net for Half {
+    fn build(device: &Device) -> Self {
+        filled(Self { first: table(16, 24, device), second: table(24, 16, device) })
+    }
+    fn loss(&self, seed: u64, device: &Device) -> Tensor<1> {
+        let (x, y) = rows(seed, 16, device);
+        let first = self.first.val();
+        let x = x.cast(first.dtype()).matmul(first);
+        let out = x.tanh().matmul(self.second.val());
+        (out.cast(DType::F32) - y).square().mean()
+    }
+}
+
+pub fn table(from: usize, to: usize, device: &Device) -> Param<Tensor<2>> {
+    Param::from_tensor(Tensor::zeros([from, to], device))
+}
+
+/// Returns inputs and targets.
+pub fn rows(seed: u64, width: usize, device: &Device) -> (Tensor<2>, Tensor<2>) {
+    let mut next = numbers(seed);
+    let mut rows = || {
+        let values: Vec<f32> = (0..ROWS * width).map(|_| next()).collect();
+        Tensor::<2>::from_data(TensorData::new(values, [ROWS, width]), device)
+    };
+    (rows(), rows())
+}
+
 /// Results of a rank's run.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Told {
@@ -216,6 +250,11 @@ pub fn value(loss: Tensor<1>) -> f32 {
 /// Settings that shard everything but vectors, in buckets of a few parameters.
 pub fn config(stage: Stage) -> ZeroConfig {
     ZeroConfig { reduce_bucket_size: 500, param_persistence_threshold: 0, ..ZeroConfig::new(stage) }
+}
+
+/// Settings that also keep no gathered parameter from one use to the next, and prefetch none.
+pub fn unkept(stage: Stage) -> ZeroConfig {
+    ZeroConfig { max_live_parameters: 0, ..config(stage) }
 }
 
 /// The seed of a rank's rows.

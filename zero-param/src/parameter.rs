@@ -1,0 +1,377 @@
+//! A sharded parameter on one rank.
+//!
+//! The module holds the parameter's *base*: this rank's shard in fp32, or the full parameter where nothing is sharded. The engine holds the
+//! same values as a cell, in the type that the model computes in, which the other ranks read. Both share memory in fp32. In 16 bit the base
+//! is the master. If model state is kept on a disk, the base is a placeholder that only identifies the version.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use burn::backend::TensorMetadata;
+use burn::backend::flex::FlexTensor;
+use burn::backend::tensor::FloatTensor;
+use burn::tensor::{DType, Device, Shape};
+use parking_lot::Mutex;
+use zero_core::config::Tier;
+use zero_engine::abort::stop;
+use zero_engine::backend::{Backend, DType as EngineDType};
+use zero_engine::cell::{FullState, Kind, Origin, Template, slice_shard};
+use zero_engine::current::CURRENT;
+use zero_engine::values::of_type;
+
+use crate::device::Target;
+use crate::engine::{Cell, Host, Runtime, Slot, burn_shape};
+use crate::reduce::{Member, Passes};
+use crate::tensors::Raw;
+
+/// State that all parameters of a sharded module share on one rank.
+pub(crate) struct Shared {
+    pub(crate) runtime: Arc<Runtime>,
+    pub(crate) passes: Passes,
+}
+
+impl core::fmt::Debug for Shared {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "Shared(rank {})", self.runtime.rank.place.rank)
+    }
+}
+
+impl Shared {
+    /// Returns whether bases are the shards themselves: nothing is kept on a disk.
+    pub(crate) fn holds_shards(&self) -> bool {
+        !self.runtime.rank.config.offload.keeps_state(Tier::Disk)
+    }
+}
+
+/// Number of gathers of a parameter and of reductions of its gradient, since it was sharded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Uses {
+    /// Gathers in forward passes.
+    pub gathered_forward: usize,
+    /// Gathers in backward passes.
+    pub gathered_backward: usize,
+    /// Gathers of both kinds that were prefetched.
+    pub gathered_ahead: usize,
+    /// Reductions of its gradient.
+    pub reduced: usize,
+}
+
+#[derive(Default)]
+struct State {
+    /// The version in use. `None` while an update replaces it.
+    cell: Option<Arc<Cell>>,
+    /// What the module holds of it. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
+    base: Option<Raw>,
+    /// The full parameter on the model's device (a backend's tensor), if that is not host memory and the parameter stays gathered.
+    on_device: Option<Box<dyn Any + Send>>,
+    uses: Uses,
+}
+
+/// A parameter of a sharded module.
+pub struct Parameter {
+    pub(crate) index: usize,
+    pub(crate) path: String,
+    pub(crate) shape: Shape,
+    /// The device on which the model computes.
+    pub(crate) device: Device,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) slot: Arc<Slot>,
+    state: Mutex<State>,
+    /// Number of gathers recorded in graphs whose backward pass is still to come.
+    recorded: AtomicUsize,
+    pub(crate) member: Arc<Member>,
+}
+
+impl core::fmt::Debug for Parameter {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{self} {:?}", self.shape)
+    }
+}
+
+impl core::fmt::Display for Parameter {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "parameter '{}'", self.path)
+    }
+}
+
+/// A gather that autodiff has recorded.
+#[derive(Debug)]
+pub(crate) struct Recorded(Arc<Parameter>);
+
+impl Recorded {
+    pub(crate) fn new(parameter: &Arc<Parameter>) -> Arc<Self> {
+        // Relaxed: a rank's graph is built and run by one thread at a time.
+        parameter.recorded.fetch_add(1, Ordering::Relaxed);
+        parameter.member.is_trained.store(true, Ordering::Relaxed);
+        Arc::new(Self(parameter.clone()))
+    }
+
+    /// Takes the gradient of this use, or of the `rows` that it read. Reduces the sum after the parameter's last use.
+    pub(crate) fn hand_over(self: Arc<Self>, gradient: burn::tensor::TensorData, rows: Option<Arc<[i64]>>) {
+        let parameter = self.0.clone();
+        drop(self);
+        let is_complete = parameter.recorded.load(Ordering::Relaxed) == 0;
+        let Shared { runtime, passes, .. } = &*parameter.shared;
+        passes.push((runtime, &parameter.member), gradient, rows, is_complete);
+    }
+}
+
+impl Drop for Recorded {
+    fn drop(&mut self) {
+        self.0.recorded.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Identifies a tensor: the address of its first element, and its number of elements.
+pub(crate) type Address = (usize, usize);
+
+pub(crate) fn address(x: &Raw) -> Address {
+    let offset = x.layout().start_offset() * x.dtype().size();
+    (x.bytes().as_ptr() as usize + offset, x.shape().num_elements())
+}
+
+impl Parameter {
+    pub(crate) fn new(
+        (index, path): (usize, &str),
+        shape: Shape,
+        device: Device,
+        shared: &Arc<Shared>,
+        is_trained: bool,
+    ) -> Self {
+        let rank = &shared.runtime.rank;
+        let (sizes, dtype) = (shape.as_slice().into(), rank.config.param_dtype.wire_dtype());
+        // Layers of Burn read the shape of a vector from what the module holds.
+        let slot = match shape.num_dims() {
+            1 => rank.new_replicated_slot(sizes, dtype),
+            _ => rank.new_slot(sizes, dtype),
+        };
+        let (is_trained, reduced) = (AtomicBool::new(is_trained), AtomicUsize::new(0));
+        let member = Arc::new(Member { index, slot: slot.clone(), is_trained, reduced });
+        Self {
+            index,
+            path: path.to_string(),
+            shape,
+            device,
+            shared: shared.clone(),
+            slot,
+            state: Mutex::default(),
+            recorded: AtomicUsize::new(0),
+            member,
+        }
+    }
+
+    /// Returns whether a gradient is expected.
+    pub(crate) fn is_trained(&self) -> bool {
+        self.member.is_trained.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the full parameter is gathered for each use, so that the backward pass gathers again instead of keeping it.
+    pub(crate) fn is_gathered_for_each_use(&self) -> bool {
+        let (config, partition) = (&self.shared.runtime.rank.config, self.slot.partition);
+        config.stage.shards_parameters()
+            && !partition.is_whole()
+            && partition.numel() > config.param_persistence_threshold
+    }
+
+    pub(crate) fn uses(&self) -> Uses {
+        Uses { reduced: self.member.reduced.load(Ordering::Relaxed), ..self.state.lock().uses }
+    }
+
+    /// Returns the template of a tensor that belongs to this parameter.
+    pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<Host> {
+        Template {
+            rank: self.shared.runtime.rank.clone(),
+            slot: Some(self.slot.clone()),
+            partition: self.slot.partition,
+            shape: self.slot.shape.clone(),
+            device: (),
+            kind,
+            origin,
+        }
+    }
+
+    /// Returns the shape of the base: that of the parameter if nothing is sharded, otherwise a row of the shard's length, at least 1.
+    fn base_shape(&self) -> Shape {
+        let partition = self.slot.partition;
+        if partition.is_whole() {
+            return self.shape.clone();
+        }
+        let place = self.shared.runtime.rank.place(partition);
+        row(self.shape.num_dims(), partition.len(place).max(1))
+    }
+
+    /// Returns a tensor of this rank's elements in the base's shape.
+    pub(crate) fn shaped(&self, flat: Raw) -> Raw {
+        flat.reshape(self.base_shape())
+    }
+
+    /// Returns a base that is no shard.
+    pub(crate) fn placeholder(&self) -> Raw {
+        FlexTensor::zeros(row(self.shape.num_dims(), 1), DType::F32)
+    }
+
+    /// Sets the first version: the full parameter's `values`. Returns the base.
+    pub(crate) fn begin(&self, values: Raw) -> Raw {
+        let rank = &self.shared.runtime.rank;
+        let partition = self.slot.partition;
+        let own = match partition.is_whole() {
+            true => values,
+            // A copy, as a view would keep the full parameter alive.
+            false => copied(slice_shard::<Host>(values, partition, rank.place(partition))),
+        };
+        // In the type that the model computes in: a master begins with these values.
+        let own = of_type::<Host>(own, self.slot.dtype);
+        self.replace(of_type::<Host>(own, EngineDType::F32))
+    }
+
+    /// Makes this rank's elements `own`, in fp32, the next version. Returns the base.
+    pub(crate) fn replace(&self, own: Raw) -> Raw {
+        let base = match self.shared.holds_shards() {
+            true => self.shaped(own.clone()),
+            false => self.placeholder(),
+        };
+        let values = flat(of_type::<Host>(own, self.slot.dtype));
+        self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base.clone());
+        base
+    }
+
+    /// Sets the version in use, and what the module holds of it.
+    pub(crate) fn set(&self, cell: Arc<Cell>, base: Raw) {
+        let mut state = self.state.lock();
+        state.on_device = None;
+        let before = state.cell.replace(cell);
+        state.base = Some(base);
+        drop(state);
+        // Dropping a cell may publish it again.
+        drop(before);
+    }
+
+    /// Sets what the module holds of the version in use.
+    pub(crate) fn set_base(&self, base: Raw) {
+        self.state.lock().base = Some(base);
+    }
+
+    /// Takes the version, for an update that replaces it. Called after a fence.
+    pub(crate) fn take(&self) -> Option<Arc<Cell>> {
+        let mut state = self.state.lock();
+        (state.on_device, state.base) = (None, None);
+        state.cell.take()
+    }
+
+    /// Gives up the version, so that one of Burn's optimizers may update the base in place. Called after a fence.
+    pub(crate) fn withdraw(&self) {
+        drop(self.take().map(Cell::into_local));
+    }
+
+    /// Returns the version in use.
+    pub(crate) fn cell(&self) -> Arc<Cell> {
+        self.state.lock().cell.clone().unwrap_or_else(|| stop(format!("{self} is used while an update replaces it")))
+    }
+
+    /// Returns what the module holds of the version in use.
+    pub(crate) fn base(&self) -> Option<Raw> {
+        self.state.lock().base.clone()
+    }
+
+    /// Returns whether `base` differs from what the module holds of the version in use.
+    pub(crate) fn is_changed(&self, base: &Raw) -> bool {
+        self.state.lock().base.as_ref().is_none_or(|known| address(known) != address(base))
+    }
+
+    /// Makes `base` the next version.
+    pub(crate) fn publish(&self, base: Raw) {
+        let (got, expected) = (base.shape().num_elements(), self.base_shape().num_elements());
+        if !self.shared.holds_shards() || got != expected {
+            stop(format!(
+                "{self} was changed to {got} elements, but this rank holds {expected} of it: change a shard elementwise; with model state \
+                 on a disk a module holds no shards, and can only be changed by an optimizer or a checkpoint"
+            ));
+        }
+        let values = flat(of_type::<Host>(base.clone(), self.slot.dtype));
+        self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base);
+    }
+
+    /// Gathers the parameter if this stage keeps it in full. The base becomes a view of it, so that the shard is not stored twice.
+    pub(crate) fn keep_full(&self) {
+        let (runtime, partition) = (&self.shared.runtime, self.slot.partition);
+        if !self.shared.holds_shards() || runtime.rank.config.stage.shards_parameters() || partition.is_whole() {
+            return;
+        }
+        let cell = self.cell();
+        if partition.is_empty() || matches!(cell.settled().full, FullState::There(_)) {
+            return;
+        }
+        drop(runtime.load(&cell, cell.quantized()));
+        if self.slot.dtype == EngineDType::F32 {
+            self.set_base(self.shaped(cell.local()));
+        }
+    }
+
+    /// Returns the full parameter on `device`, for a forward pass or, with `again`, for a backward pass. `base` is what the model holds.
+    pub(crate) fn load<B: Target>(&self, base: &Raw, device: &B::Device, again: bool) -> FloatTensor<B> {
+        let rank = self.shared.runtime.rank.place.rank;
+        let current = CURRENT.with_borrow(|current| current.as_ref().map(|current| current.rank));
+        if let Some(other) = current.filter(|&current| current != rank) {
+            stop(format!(
+                "{self} was sharded by rank {rank}, but rank {other} uses it: the ranks' graphs would share leaves and could deadlock; \
+                 let each rank shard its own model, or its own clone of a model that is not sharded yet"
+            ));
+        }
+        if self.is_changed(base) {
+            stop(format!(
+                "{self} differs from the version that the other ranks read: it was changed without `Optimizer::step`, or comes from \
+                 a model before the last step; use the model that the step returned, or publish the change with `Zero::publish_changes`"
+            ));
+        }
+        let state = self.state.lock();
+        if let Some(full) = &state.on_device {
+            return full.downcast_ref::<FloatTensor<B>>().expect("a parameter has one device").clone();
+        }
+        let cell = state.cell.clone().expect("a version in use has a cell");
+        drop(state);
+        let full = B::put(self.full(&cell, again), device);
+        if !B::IS_HOST && !self.is_gathered_for_each_use() {
+            self.state.lock().on_device = Some(Box::new(full.clone()));
+        }
+        full
+    }
+
+    fn full(&self, cell: &Arc<Cell>, again: bool) -> Raw {
+        if cell.partition.is_empty() {
+            return Host::zeros(&cell.shape, &(), cell.dtype);
+        }
+        if cell.partition.is_whole() {
+            return cell.local().reshape(self.shape.clone());
+        }
+        let (is_there, is_ahead) = {
+            let state = cell.state.lock();
+            let is_ahead = state.prefetched || state.is_gathering();
+            (matches!(state.full, FullState::There(_)) && !is_ahead, is_ahead)
+        };
+        if !is_there {
+            let uses = &mut self.state.lock().uses;
+            *if again { &mut uses.gathered_backward } else { &mut uses.gathered_forward } += 1;
+            uses.gathered_ahead += usize::from(is_ahead);
+        }
+        self.shared.runtime.load(cell, cell.quantized())
+    }
+}
+
+/// Returns the shape of a row of this many dimensions.
+fn row(dimensions: usize, len: usize) -> Shape {
+    let mut shape = vec![1; dimensions];
+    shape[dimensions - 1] = len;
+    burn_shape(&shape)
+}
+
+/// Returns a copy in memory of its own.
+pub(crate) fn copied(x: Raw) -> Raw {
+    Host::from_data(Host::read(x), &())
+}
+
+/// Returns `x` with one dimension.
+pub(crate) fn flat(x: Raw) -> Raw {
+    let len = x.shape().num_elements();
+    x.reshape(burn_shape(&[len]))
+}
