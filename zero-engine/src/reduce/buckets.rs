@@ -202,11 +202,7 @@ impl<B: Backend, M: Medium<B>> Lanes<B> for Buckets<B, M> {
         self.counted += counted;
         let layout = self.rank.mesh.partition(numel);
         let (shard, columns) = (self.shards.len(), layout.stride());
-        let len = if self.medium.shards() {
-            layout.len(self.rank.mesh.shard(self.rank.index))
-        } else {
-            numel
-        };
+        let len = if self.medium.shards() { layout.len(self.rank.mesh.shard(self.rank.index)) } else { numel };
         self.shards.push(Some(Reduced { cell, target: None, len, done: 0, columns }));
         if numel == 0 {
             self.complete(shard);

@@ -428,7 +428,8 @@ impl<B: Backend> Server<B> {
         match comm.in_process().is_some() && !B::is_host() && is_flat && !rank.config.reduces_on_hosts() {
             true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
             false => {
-                let is_replicated = |index: &u64| rank.parameters.slot(*index).is_some_and(|slot| rank.is_replicated(&slot));
+                let is_replicated =
+                    |index: &u64| rank.parameters.slot(*index).is_some_and(|slot| rank.is_replicated(&slot));
                 let (whole, sharded): (Vec<u64>, Vec<u64>) = plan.iter().partition(|index| is_replicated(index));
                 let lane = |shards, plan: &[u64]| {
                     Box::new(Buckets::new(rank, Host::new(hops.clone(), rank, shards), bucket_size, plan))
