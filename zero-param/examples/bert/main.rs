@@ -39,7 +39,8 @@ fn main() -> ExitCode {
         |task: &BertTask, seed, device| {
             let config = task.config();
             let model = Bert::new(config, device)?;
-            shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
+            let fresh = config.clone();
+            shared::begin(model, &config.clone().into(), task.weights(), move |each| fresh.fresh(seed, each))
         },
         |task, model: &Bert, rows, device| Ok(model.losses(batch(task, rows, device)?)),
     )

@@ -40,7 +40,8 @@ fn main() -> ExitCode {
         |task: &CausalTask<Gpt2Config>, seed, device| {
             let config = task.config();
             let model = model::init(config, device)?;
-            shared::begin(model, &config.clone().into(), task.weights(), |each| config.fresh(seed, each))
+            let fresh = config.clone();
+            shared::begin(model, &config.clone().into(), task.weights(), move |each| fresh.fresh(seed, each))
         },
         |task, model: &model::Gpt2, rows, device| {
             let TokenBatch { width, input_ids, labels } = task.rows().batch(rows)?;

@@ -2,26 +2,39 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{LayerNorm, Linear};
 use zero_models::{ModelConfig, ModelError, ModelParam};
 use zero_param::{dropout, layer_norm, linear};
 
-/// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates.
+/// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates. A thread reads or
+/// generates them, and each parameter takes its values when it is initialized: `shard` holds one at a time.
+///
+/// # Errors
+///
+/// If the folder is of another model.
 pub fn begin<M: Module, E: From<ModelError>>(
     model: M,
     config: &ModelConfig,
     folder: Option<&Path>,
-    fresh: impl FnOnce(&mut dyn FnMut(ModelParam, Vec<f32>)),
+    fresh: impl FnOnce(&mut dyn FnMut(ModelParam, Vec<f32>)) + Send + 'static,
 ) -> Result<M, E> {
-    let mut values = BTreeMap::new();
-    let mut each = |param: ModelParam, of| drop(values.insert(param.path, of));
+    let (sender, next) = sync_channel(0);
+    // An error means that the model was dropped.
+    let mut each = move |param: ModelParam, of| drop(sender.send((param.path, of)));
     match folder {
-        Some(folder) => config.read(folder, &mut each)?,
-        None => fresh(&mut each),
+        Some(folder) => {
+            config.check(folder)?;
+            let (config, folder) = (config.clone(), folder.to_path_buf());
+            std::thread::spawn(move || config.read(&folder, &mut each).expect("the folder was checked"));
+        }
+        None => drop(std::thread::spawn(move || fresh(&mut each))),
     }
+    let values = Arc::new(Mutex::new(Values { next, early: BTreeMap::new() }));
     Ok(model.map(&mut Fill { path: Vec::new(), values }))
 }
 
@@ -34,9 +47,28 @@ pub fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result
     })
 }
 
+/// Values by path.
+struct Values {
+    next: Receiver<(String, Vec<f32>)>,
+    /// Values that came before those that were asked for.
+    early: BTreeMap<String, Vec<f32>>,
+}
+
+impl Values {
+    fn take(&mut self, path: &str) -> Vec<f32> {
+        loop {
+            if let Some(values) = self.early.remove(path) {
+                return values;
+            }
+            let (found, values) = self.next.recv().unwrap_or_else(|_| panic!("no values for parameter {path}"));
+            self.early.insert(found, values);
+        }
+    }
+}
+
 struct Fill {
     path: Vec<String>,
-    values: BTreeMap<String, Vec<f32>>,
+    values: Arc<Mutex<Values>>,
 }
 
 impl ModuleMapper for Fill {
@@ -49,12 +81,14 @@ impl ModuleMapper for Fill {
     }
 
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
-        let path = self.path.join(".");
-        let values = self.values.remove(&path).unwrap_or_else(|| panic!("no values for parameter {path}"));
-        let (id, tensor, mapper) = param.consume();
-        let (shape, device, train) = (tensor.shape(), tensor.device(), tensor.is_require_grad());
-        let filled = Tensor::from_data(TensorData::new(values, shape), &device);
-        Param::from_mapped_value(id, filled.set_require_grad(train), mapper)
+        let (path, values) = (self.path.join("."), self.values.clone());
+        let (device, shape, id) = (param.lazy_device(), param.lazy_shape(), param.id);
+        let of = shape.clone();
+        let init = move |device: &Device, train: bool| {
+            let values = values.lock().expect("no thread panics that holds it").take(&path);
+            Tensor::from_data(TensorData::new(values, of), device).set_require_grad(train)
+        };
+        Param::uninitialized(id, init, device, true, shape)
     }
 }
 
