@@ -4,6 +4,7 @@
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
 #   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
 #   bench/limited.sh 6144 gpt2-xl 1 /mnt/fast --seq 1024 --batch 8 --ranks 1 --memory 6GiB --lr 2e-6
+#   PROGRAM=zero-param/target/release/examples/gpt2 bench/limited.sh 3072 gpt2-xl 5      a program that is built already, as that for Burn 0.22
 #   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example tiled_linear)
 # The limit is set by a memory cgroup (version 1 or 2), which needs root. Exit codes: those of the run; 2 without a cgroup.
 set -euo pipefail
@@ -12,7 +13,7 @@ limit=${1:-6144} model=${2:-gpt2-xl} steps=${3:-5} swap=${4:-.}
 shift $(($# < 4 ? $# : 4))
 example=gpt2_1_5b
 [[ $model = tiled_linear ]] && example=tiled_linear
-cargo build --release --quiet -p zero-examples --example $example
+[[ -n ${PROGRAM:-} ]] || cargo build --release --quiet -p zero-examples --example $example
 
 name=zero-limited-$$
 if [[ -d /sys/fs/cgroup/memory ]]; then
@@ -37,7 +38,7 @@ status=0
 (
   echo $BASHPID >"$group/cgroup.procs"
   [[ $example = tiled_linear ]] && exec target/release/examples/tiled_linear 32768 64 "$steps" "$swap"
-  exec target/release/examples/gpt2_1_5b --model "$model" "${defaults[@]}" --stage 3 --steps "$steps" \
+  exec "${PROGRAM:-target/release/examples/gpt2_1_5b}" --model "$model" "${defaults[@]}" --stage 3 --steps "$steps" \
     --offload all --swap "$swap" --out "$out" --json "$@" >"$out/summary.json"
 ) || status=$?
 python3 - "$out" "$limit" "$(cat "$group/$peak")" <<'PYTHON'

@@ -210,7 +210,7 @@ same "$work/on.losses" "$work/expected"
 
 echo 'what this front has not is named'
 data=$fixture/batches.safetensors
-for refused in '--dtype fp16' '--gathers collective' '--checkpoint-activations'; do
+for refused in '--dtype fp16' '--checkpoint-activations'; do
   # shellcheck disable=SC2086
   code=0
   "${new[@]}" --weights "$fixture" --data "$data" --steps 3 --save "$work/refused" $refused >"$work/log" 2>&1 || code=$?
