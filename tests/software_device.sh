@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Kernels, and GPT-2 with several ranks, on Mesa's software device (Debian: mesa-vulkan-drivers): `tests/software_device.sh`.
-# Further: `tests/software_device.sh laws`, the decorator's laws, which take longest; `tests/software_device.sh processes`, ranks
+# Further: `tests/software_device.sh laws [NAME...]`, the decorator's laws, which take longest (in two processes); `tests/software_device.sh processes`, ranks
 # that are processes, at all stages or at those that follow (ZERO_RANKS many; ZERO_OPTIONS has more options of theirs);
 # `tests/software_device.sh param`, the front for Burn 0.22. The time goes into compiling kernels.
 set -euo pipefail
@@ -33,7 +33,20 @@ processes)
   cargo build "${build[@]}" --example gpt2_1_5b
   tests/processes.sh target/devices/examples/gpt2_1_5b vulkan "${ZERO_RANKS:-2}" "${@:2}"
   ;;
-laws) cargo test "${build[@]}" --test laws_device -- --test-threads 1 ;;
+laws)
+  # A process keeps the kernels that it has compiled, and compiles on one core.
+  laws() { cargo test "${build[@]}" --test laws_device -- --test-threads 1 "$@"; }
+  names=("${@:2}")
+  [ $# -gt 1 ] || mapfile -t names < <(laws --list | sed -n 's/: test$//p')
+  [ ${#names[@]} -gt 1 ] || names+=(none)
+  half=$((${#names[@]} / 2)) log=$(mktemp) first=0 second=0
+  trap 'rm -f "$log"' EXIT
+  laws --exact "${names[@]:half}" >"$log" 2>&1 &
+  laws --exact "${names[@]:0:half}" || first=$?
+  wait $! || second=$?
+  cat "$log"
+  exit $((first | second))
+  ;;
 param)
   cd zero-param
   build=(--features wgpu,trainer)
@@ -52,5 +65,5 @@ print(f"the trainer: {len(host)} losses on the device within {worst:.1e} of the 
 assert len(host) == 4 and worst < 1e-4, (host, device)
 PYTHON
   ;;
-*) echo 'usage: tests/software_device.sh [laws|param|processes [STAGE...]]' >&2; exit 2 ;;
+*) echo 'usage: tests/software_device.sh [laws [NAME...]|param|processes [STAGE...]]' >&2; exit 2 ;;
 esac

@@ -84,7 +84,7 @@ fn record<B: Target>(
     rows: Option<Arc<[i64]>>,
     device: &B::Device,
 ) -> FloatTensor<Autodiff<B>> {
-    let wanted = base.is_tracked();
+    let wanted = base.is_tracked() && !parameter.slot.partition.is_empty();
     // For rows the backward pass needs only their ids.
     let is_again = parameter.is_gathered_for_each_use() && rows.is_none();
     if !wanted && !is_again {

@@ -4,7 +4,7 @@
 //!   elements by [`Partition`](zero_core::Partition), at any stage. Any number of ranks reads them back, at any stage.
 //! * State, under the key `engine`: number of updates, in total and per parameter, and each rank's dropout state. A run that resumes on a
 //!   different number of ranks draws different dropout masks.
-//! * Memory: Burn returns an optimizer's state as one record, so a save or load holds this rank's state once or twice more.
+//! * Memory: a save copies this rank's state, and a load holds the new state beside the old.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -168,8 +168,12 @@ impl Zero {
         let (mut values, mut states) = (HashMap::new(), Vec::new());
         let ids: HashMap<usize, ParamId> = self.ids.iter().map(|(&id, &index)| (index, id)).collect();
         for parameter in self.parameters.iter() {
-            let saved = self.read(checkpoint, parameter, &parameter_name(&parameter.path))?;
             let mut state = ParamState::default();
+            if parameter.slot.partition.is_empty() {
+                states.push(state);
+                continue;
+            }
+            let saved = self.read(checkpoint, parameter, &parameter_name(&parameter.path))?;
             if let Some(time) = engine["optimizer"]["times"][&parameter.path].as_u64() {
                 state.time = time as usize;
                 let rank = &self.runtime().rank;

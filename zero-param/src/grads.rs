@@ -73,7 +73,7 @@ impl Grads {
     ///
     /// If they belong to another sharded module.
     pub fn add(&mut self, mut other: Grads) {
-        assert!(Arc::ptr_eq(&self.zero.shared, &other.zero.shared), "cannot add gradients of two different modules");
+        assert!(self.are_of(&other.zero), "cannot add gradients of two different modules");
         self.multiply();
         other.multiply();
         for (sum, next) in self.cells.iter_mut().zip(other.cells) {
@@ -101,7 +101,8 @@ impl Grads {
         for cell in self.cells.iter_mut() {
             *cell = cell.take().map(|cell| {
                 let template = cell.template(Kind::Gradient, Cell::derivation("scale", &[&cell]));
-                Cell::ready(template, Host::mul_scalar(cell.into_local(), factor.into()))
+                let (dtype, wide) = (cell.dtype, of_type::<Host>(cell.into_local(), DType::F32));
+                Cell::ready(template, of_type::<Host>(Host::mul_scalar(wide, factor.into()), dtype))
             });
         }
     }
@@ -153,13 +154,19 @@ impl Grads {
         self.cells.iter().position(is_odd)
     }
 
-    /// Returns this rank's part of a parameter's gradient in fp32, if it has one: elements `[rank * ceil(n / ranks), ...)`; at stage 0 all.
+    /// Returns this rank's part of a parameter's gradient in fp32, if it has one: elements `[rank * ceil(n / ranks), ...)`, with `rank` and
+    /// `ranks` those of the group of `ZeroConfig::shard_size`. Of a vector, and at stage 0, all.
     pub fn get(&self, path: &str) -> Option<Vec<f32>> {
         let parameter = self.zero.parameters.iter().find(|parameter| parameter.path == path)?;
         let cell = self.cells[parameter.index].as_ref()?;
         let elements = cell.partition.len(cell.place());
         let data = cell.data();
         Some(numbers_of(&data).take(elements).map(|number| number as f32 * self.factor).collect())
+    }
+
+    /// Returns whether these are gradients of this module.
+    pub(crate) fn are_of(&self, zero: &Zero) -> bool {
+        Arc::ptr_eq(&self.zero.shared, &zero.shared)
     }
 
     /// Returns the parameters that have a gradient on any rank.
@@ -173,14 +180,13 @@ impl Grads {
     }
 
     /// Converts the gradients to those that Burn's optimizers take, in fp32 and in the shapes of the bases.
-    pub(crate) fn into_burn<M: Module>(mut self, model: &M) -> Result<GradientsParams, Error> {
-        self.multiply();
-        let zero = self.zero.clone();
-        let mut cells = self.cells;
+    pub(crate) fn into_burn<M: Module>(self, model: &M) -> Result<GradientsParams, Error> {
+        let (zero, factor, mut cells) = (self.zero, self.factor, self.cells);
         feed(&zero, model, |index| {
             let cell = cells[index].take()?;
             let elements = cell.partition.len(cell.place()).max(1);
             let local = of_type::<Host>(cell.into_local(), DType::F32);
+            let local = if factor == 1.0 { local } else { Host::mul_scalar(local, factor.into()) };
             Some(zero.parameters[index].shaped(part::<Host>(local, 0..elements)))
         })
     }

@@ -246,6 +246,10 @@ impl Zero {
                 "updates parameters in memory, but model state is on a disk: keep it in memory",
             ),
             (
+                self.runtime().rank.config.bf16_optimizer_states,
+                "keeps its state in fp32: leave ZeroConfig::bf16_optimizer_states out",
+            ),
+            (
                 self.runtime().rank.config.ema_decay.is_some(),
                 "keeps no moving averages: leave ZeroConfig::ema_decay out",
             ),
@@ -289,6 +293,15 @@ impl Optimizer {
         update: impl FnOnce(&mut ModuleOptimizer, M, GradientsParams) -> M,
     ) -> Result<M, Error> {
         let zero = self.zero.clone();
+        if !grads.are_of(&zero) {
+            return Err(Error::State("the gradients are of another module than the optimizer's".into()));
+        }
+        if let Some(path) = zero.first_changed(&model) {
+            return Err(Error::State(format!(
+                "parameter '{path}' was changed after the backward pass, or is of a model before the last step: pass the model that the \
+                 step returned, and publish changes with Zero::publish_changes before the next backward pass"
+            )));
+        }
         caught(|| zero.check_replicas())?;
         let updated: Vec<usize> = grads.updated().collect();
         let (fed, gradients) = match sees_gradients || self.engine.is_none() {
@@ -302,7 +315,7 @@ impl Optimizer {
         }
         let model = update(&mut self.inner, model, fed);
         let ended = caught(|| {
-            zero.publish(&model);
+            zero.publish(&model, &updated);
             self.engine.as_ref().map_or(Ok(()), |(updates, _)| updates.end(&zero))?;
             Ok::<M, CommError>(zero.rebase(model))
         });

@@ -6,18 +6,22 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::backend::TensorMetadata;
-use burn::backend::flex::FlexTensor;
+use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::tensor::FloatTensor;
-use burn::tensor::{DType, Device, Shape};
+use burn::backend::{DispatchDevice, TensorMetadata};
+use burn::tensor::{Bytes, DType, Device, Shape};
 use parking_lot::Mutex;
 use zero_core::config::Tier;
-use zero_engine::abort::stop;
+use zero_engine::abort::{raise, stop};
 use zero_engine::backend::{Backend, DType as EngineDType};
 use zero_engine::cell::{FullState, Kind, Origin, Template, slice_shard};
+use zero_engine::copier::Caller;
 use zero_engine::current::CURRENT;
+use zero_engine::gather::read_exact;
+#[cfg(feature = "trainer")]
+use zero_engine::values::numbers_of;
 use zero_engine::values::of_type;
 
 use crate::device::Target;
@@ -78,8 +82,6 @@ pub struct Parameter {
     pub(crate) shared: Arc<Shared>,
     pub(crate) slot: Arc<Slot>,
     state: Mutex<State>,
-    /// Number of gathers recorded in graphs whose backward pass is still to come.
-    recorded: AtomicUsize,
     pub(crate) member: Arc<Member>,
 }
 
@@ -102,8 +104,7 @@ pub(crate) struct Recorded(Arc<Parameter>);
 impl Recorded {
     pub(crate) fn new(parameter: &Arc<Parameter>) -> Arc<Self> {
         // Relaxed: a rank's graph is built and run by one thread at a time.
-        parameter.recorded.fetch_add(1, Ordering::Relaxed);
-        parameter.member.is_trained.store(true, Ordering::Relaxed);
+        parameter.member.recorded.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self(parameter.clone()))
     }
 
@@ -111,7 +112,7 @@ impl Recorded {
     pub(crate) fn hand_over(self: Arc<Self>, gradient: burn::tensor::TensorData, rows: Option<Arc<[i64]>>) {
         let parameter = self.0.clone();
         drop(self);
-        let is_complete = parameter.recorded.load(Ordering::Relaxed) == 0;
+        let is_complete = parameter.member.recorded.load(Ordering::Relaxed) == 0;
         let Shared { runtime, passes, .. } = &*parameter.shared;
         passes.push((runtime, &parameter.member), gradient, rows, is_complete);
     }
@@ -119,7 +120,7 @@ impl Recorded {
 
 impl Drop for Recorded {
     fn drop(&mut self) {
-        self.0.recorded.fetch_sub(1, Ordering::Relaxed);
+        self.0.member.recorded.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
@@ -132,13 +133,7 @@ pub(crate) fn address(x: &Raw) -> Address {
 }
 
 impl Parameter {
-    pub(crate) fn new(
-        (index, path): (usize, &str),
-        shape: Shape,
-        device: Device,
-        shared: &Arc<Shared>,
-        is_trained: bool,
-    ) -> Self {
+    pub(crate) fn new((index, path): (usize, &str), shape: Shape, device: Device, shared: &Arc<Shared>) -> Self {
         let rank = &shared.runtime.rank;
         let (sizes, dtype) = (shape.as_slice().into(), rank.config.param_dtype.wire_dtype());
         // Layers of Burn read the shape of a vector from what the module holds.
@@ -146,8 +141,8 @@ impl Parameter {
             1 => rank.new_replicated_slot(sizes, dtype),
             _ => rank.new_slot(sizes, dtype),
         };
-        let (is_trained, reduced) = (AtomicBool::new(is_trained), AtomicUsize::new(0));
-        let member = Arc::new(Member { index, slot: slot.clone(), is_trained, reduced });
+        let [recorded, reduced] = [0; 2].map(AtomicUsize::new);
+        let member = Arc::new(Member { index, slot: slot.clone(), recorded, reduced });
         Self {
             index,
             path: path.to_string(),
@@ -156,22 +151,21 @@ impl Parameter {
             shared: shared.clone(),
             slot,
             state: Mutex::default(),
-            recorded: AtomicUsize::new(0),
             member,
         }
     }
 
-    /// Returns whether a gradient is expected.
-    pub(crate) fn is_trained(&self) -> bool {
-        self.member.is_trained.load(Ordering::Relaxed)
-    }
-
     /// Returns whether the full parameter is gathered for each use, so that the backward pass gathers again instead of keeping it.
     pub(crate) fn is_gathered_for_each_use(&self) -> bool {
-        let (config, partition) = (&self.shared.runtime.rank.config, self.slot.partition);
-        config.stage.shards_parameters()
-            && !partition.is_whole()
-            && partition.numel() > config.param_persistence_threshold
+        let (rank, partition) = (&self.shared.runtime.rank, self.slot.partition);
+        let bytes = partition.len(rank.place(partition)) * self.slot.dtype.size();
+        let is_on_disk = partition.is_whole() && rank.disk_for(Kind::Parameter, bytes, Some(&self.slot)).is_some();
+        let is_sharded = rank.config.stage.shards_parameters() && !partition.is_whole();
+        is_on_disk || is_sharded && partition.numel() > rank.config.param_persistence_threshold
+    }
+
+    fn is_on_host(&self) -> bool {
+        matches!(self.device.as_dispatch(), DispatchDevice::Flex(_))
     }
 
     pub(crate) fn uses(&self) -> Uses {
@@ -206,9 +200,14 @@ impl Parameter {
         flat.reshape(self.base_shape())
     }
 
-    /// Returns a base that is no shard.
+    /// Returns a base that is no shard: one element, in the shape of the parameter if that is a vector, which layers of Burn read.
     pub(crate) fn placeholder(&self) -> Raw {
-        FlexTensor::zeros(row(self.shape.num_dims(), 1), DType::F32)
+        match self.shape.num_dims() {
+            1 => {
+                FlexTensor::new(Bytes::from_elems(vec![0f32]), Layout::new(self.shape.clone(), vec![0], 0), DType::F32)
+            }
+            dimensions => FlexTensor::zeros(row(dimensions, 1), DType::F32),
+        }
     }
 
     /// Sets the first version: the full parameter's `values`. Returns the base.
@@ -295,7 +294,8 @@ impl Parameter {
     /// Gathers the parameter if this stage keeps it in full. The base becomes a view of it, so that the shard is not stored twice.
     pub(crate) fn keep_full(&self) {
         let (runtime, partition) = (&self.shared.runtime, self.slot.partition);
-        if !self.shared.holds_shards() || runtime.rank.config.stage.shards_parameters() || partition.is_whole() {
+        let is_kept = !runtime.rank.config.stage.shards_parameters() && self.shared.holds_shards() && self.is_on_host();
+        if !is_kept || partition.is_whole() {
             return;
         }
         let cell = self.cell();
@@ -354,7 +354,20 @@ impl Parameter {
             *if again { &mut uses.gathered_backward } else { &mut uses.gathered_forward } += 1;
             uses.gathered_ahead += usize::from(is_ahead);
         }
-        self.shared.runtime.load(cell, cell.quantized())
+        if self.is_on_host() || self.is_gathered_for_each_use() {
+            return self.shared.runtime.load(cell, cell.quantized());
+        }
+        // It stays on the device.
+        cell.mark_loaded();
+        read_exact(cell, Caller::OwnThread).unwrap_or_else(|error| raise(error))
+    }
+
+    /// Returns the full parameter in fp32, as it is updated: not quantized.
+    #[cfg(feature = "trainer")]
+    pub(crate) fn exact(&self) -> Vec<f32> {
+        let cell = self.cell();
+        let full = if cell.partition.is_whole() { cell.local() } else { self.shared.runtime.load(&cell, None) };
+        numbers_of(&Host::read(full)).map(|number| number as f32).collect()
     }
 }
 

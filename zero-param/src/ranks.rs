@@ -42,6 +42,7 @@ impl Runtimes {
         let runtimes = &mut self.0.lock().1;
         for runtime in runtimes.extract_if(.., |runtime| Arc::strong_count(runtime) == 1) {
             runtime.end();
+            runtime.rank.parameters.slots().iter().for_each(|slot| runtime.rank.forget_slot(slot.index));
         }
         runtimes.iter().for_each(|runtime| runtime.rank.drop_retired());
     }

@@ -7,7 +7,7 @@
 //! * Threads: the caller's. The reducer has a thread of its own, and waits for the other ranks there.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::TensorData;
 use half::bf16;
@@ -28,8 +28,8 @@ pub(crate) struct Member {
     /// Its place among the module's parameters.
     pub(crate) index: usize,
     pub(crate) slot: Arc<Slot>,
-    /// A gradient is expected.
-    pub(crate) is_trained: AtomicBool,
+    /// Number of gathers recorded in graphs whose backward pass is still to come.
+    pub(crate) recorded: AtomicUsize,
     /// Number of reductions of its gradient.
     pub(crate) reduced: AtomicUsize,
 }
@@ -62,14 +62,14 @@ struct Pass {
 pub(crate) struct Passes(Mutex<Option<Pass>>);
 
 impl Pass {
-    /// Tells the reducer which parameters may have a gradient on this rank.
-    fn begin(&mut self, runtime: &Runtime) {
+    /// Tells the reducer which parameters have a gradient on this rank: that of the `first`, and those whose uses are recorded.
+    fn begin(&mut self, runtime: &Runtime, first: Option<usize>) {
         if std::mem::replace(&mut self.has_begun, true) {
             return;
         }
         let mut indices = Vec::new();
         for (member, gradient) in self.members.iter().zip(&mut self.gradients) {
-            gradient.is_expected = member.is_trained.load(Ordering::Relaxed);
+            gradient.is_expected = member.recorded.load(Ordering::Relaxed) > 0 || first == Some(member.index);
             indices.extend(gradient.is_expected.then_some(member.slot.index));
         }
         runtime.begin_reduction(Phase::Backward, indices, (Vec::new(), None));
@@ -118,7 +118,7 @@ impl Passes {
                 member.slot
             ));
         };
-        pass.begin(runtime);
+        pass.begin(runtime, Some(member.index));
         let Gradient { sum: before, cell, is_expected } = &mut pass.gradients[member.index];
         if cell.is_some() || !*is_expected {
             stop(format!(
@@ -146,18 +146,19 @@ impl Passes {
     /// it returns, every rank's backward pass is over.
     pub(crate) fn end(&self, runtime: &Runtime) -> Result<Vec<Option<Arc<Cell>>>, CommError> {
         let mut pass = self.0.lock().take().expect("a pass has begun");
-        pass.begin(runtime);
+        pass.begin(runtime, None);
         (0..pass.gradients.len()).for_each(|index| pass.submit(runtime, index));
+        // Zeros for a parameter that no rank has used would be a gradient: an optimizer decays the parameter. Asked before the wait, so that
+        // a rank that does something else is found at once.
+        let flags = pass.gradients.iter().map(|gradient| u8::from(gradient.cell.is_some())).collect();
+        let request = Request::AllReduce(Buffer::U8(flags), ReduceOp::Max);
+        let had = runtime.collective().execute_for(request, "which gradients exist")?.into_u8();
         let outcome = runtime.end_reduction();
         runtime.end_passes();
         runtime.gatherer.end_cycle();
         runtime.gatherer.drop_unused();
         let mut cells: Vec<_> = pass.gradients.into_iter().map(|gradient| gradient.cell).collect();
         if let Some(outcome) = outcome {
-            // Zeros for a parameter that no rank has used would be a gradient: an optimizer decays the parameter.
-            let flags = cells.iter().map(|cell| u8::from(cell.is_some())).collect();
-            let request = Request::AllReduce(Buffer::U8(flags), ReduceOp::Max);
-            let had = runtime.collective().execute_for(request, "which gradients exist")?.into_u8();
             for (slot, cell) in outcome.foreign {
                 let index = pass.members.iter().position(|member| member.slot.index == slot);
                 let index = index.expect("a pass reduces gradients of its own parameters");

@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering;
 
 use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Tensor};
+use zero_core::Buffer;
 use zero_core::collective::agree;
 use zero_core::config::{Float, Gathers, Tier, ZeroConfig};
-use zero_core::{Axes, Buffer};
 use zero_engine::values::flat_tensor;
 
 use crate::backend;
 use crate::device::{self, hold_as};
-use crate::engine::{Host, Runtime, caught};
+use crate::engine::{Host, Runtime, Slot, caught};
 use crate::error::Error;
 use crate::parameter::{Parameter, Shared};
 use crate::ranks::Ranks;
@@ -40,7 +40,7 @@ impl Reparameterization for Gathered {
 /// Returns the first setting that is not implemented for Burn 0.22.
 pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
     let refused = [
-        ("a mesh of several axes", config.axes != Axes::default()),
+        ("a mesh of several axes", !config.axes.foreign().is_empty()),
         ("fp16", config.param_dtype == Float::F16),
         ("activation checkpointing (checkpointed_blocks)", config.checkpointed_blocks > 0),
         ("offload of activations", config.offload.activations != Tier::Memory),
@@ -82,12 +82,11 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     let shared = Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default() });
     let born = Rc::new(RefCell::new(Born::default()));
     let model = model.apply_reparameterization(Cut { shared: shared.clone(), born: born.clone() });
-    let Born { parameters, ids, trouble } = born.take();
+    let Born { parameters, trained, ids, trouble } = born.take();
     if let Some(error) = trouble {
         return Err(error);
     }
-    let trained: Vec<_> = parameters.iter().filter(|parameter| parameter.is_trained()).collect();
-    runtime.rank.keep_states(&trained.into_iter().map(|parameter| parameter.slot.clone()).collect::<Vec<_>>());
+    runtime.rank.keep_states(&trained);
     runtime.end_building();
     let runtimes = ranks.runtimes.clone();
     let members = parameters.iter().map(|parameter| parameter.member.clone()).collect();
@@ -133,6 +132,8 @@ impl ModuleVisitor for Survey {
 #[derive(Default)]
 struct Born {
     parameters: Vec<Arc<Parameter>>,
+    /// The parameters that require gradients.
+    trained: Vec<Arc<Slot>>,
     ids: HashMap<ParamId, usize>,
     trouble: Option<Error>,
 }
@@ -179,13 +180,16 @@ impl Reparameterizer for Cut {
         };
         let mut born = self.born.borrow_mut();
         let index = born.parameters.len();
-        let parameter = Arc::new(Parameter::new((index, path), shape, device, &self.shared, train));
+        let parameter = Arc::new(Parameter::new((index, path), shape, device, &self.shared));
         let slot = &parameter.slot;
         slot.reduction.layout.store(index as u64 + 1, Ordering::Relaxed);
         slot.quantization.is_frozen.store(!train, Ordering::Relaxed);
         let _ = (slot.id.set(id), slot.path.set(path.to_string()));
         rank.parameters.name(id, slot.clone());
         let base = hold_as(parameter.begin(values), strategy, train);
+        if train {
+            born.trained.push(slot.clone());
+        }
         born.ids.insert(id, index);
         born.parameters.push(parameter.clone());
         (Param::from_mapped_value(id, base, mapper), Some(Gathered { parameter }))

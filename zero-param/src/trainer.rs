@@ -3,16 +3,14 @@
 //!
 //! * In: functions that build a model and compute its loss ([`Burn022`]), a task of `zero-train` with data and sizes, and its options. Out:
 //!   the files of `zero train`.
-//! * A configuration that asks for a feature missing here is refused with an error that names it, before training starts. Settings without
-//!   effect here cause a warning.
+//! * A configuration that asks for a feature missing here is refused with an error that names it, before training starts.
 //! * Memory: between micro-batches a rank holds its shards of the accumulated gradients.
 
-use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn::module::{Module, ModuleVisitor, Param};
+use burn::module::Module;
 #[cfg(feature = "wgpu")]
 use burn::tensor::DeviceKind;
 #[cfg(feature = "cube")]
@@ -399,13 +397,17 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {
         // Gathers are one-sided: rank 0 reads the other ranks' shards, and they wait until it is done.
         let written = (self.rank() == 0).then(|| {
-            let mut whole = Whole::default();
-            self.model().valid().materialize().visit(&mut whole);
-            let shapes = whole.values.iter().map(|(path, (shape, _))| (path.clone(), shape.clone()));
+            let shapes = self.zero.parameters.iter().map(|each| (each.path.clone(), each.shape.to_vec()));
+            let mut last: Option<(usize, Vec<f32>)> = None;
             let config = config.cloned().unwrap_or_else(|| ModuleConfig::new(shapes).into());
             export(&config, out, options, |parameter, range| {
                 let missing = || format!("the model has no parameter {}", parameter.path);
-                let (_, values) = whole.values.get(&parameter.path).ok_or_else(missing)?;
+                let found = self.zero.parameters.iter().find(|each| each.path == parameter.path).ok_or_else(missing)?;
+                // Ranges of one parameter come one after the other.
+                if last.as_ref().is_none_or(|(index, _)| *index != found.index) {
+                    last = Some((found.index, found.exact()));
+                }
+                let (_, values) = last.as_ref().expect("it has been set");
                 Ok(values[range].to_vec())
             })
         });
@@ -453,27 +455,4 @@ fn sum_of_terms(terms: Tensor<1>, shares: &[f64]) -> Tensor<1> {
         }
     };
     if number == 1 { terms } else { terms.sum() }
-}
-
-/// A visitor that collects full parameters by path.
-#[derive(Default)]
-struct Whole {
-    path: Vec<String>,
-    values: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
-}
-
-impl ModuleVisitor for Whole {
-    fn enter_module(&mut self, name: &str, _: &str) {
-        self.path.push(name.into());
-    }
-
-    fn exit_module(&mut self, _: &str, _: &str) {
-        self.path.pop();
-    }
-
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        let whole = param.val();
-        let (shape, values) = (whole.dims().to_vec(), whole.into_data().iter::<f32>().collect());
-        self.values.insert(self.path.join("."), (shape, values));
-    }
 }

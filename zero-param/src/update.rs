@@ -99,10 +99,16 @@ impl Updates {
             let place = |name: &str| state.cells.iter().position(|(known, _)| known == name);
             let Some(average) = place(EMA) else { continue };
             let cell = state.cells[average].1.clone();
-            state.cells[average].1 = match place(MASTER) {
-                Some(master) => std::mem::replace(&mut state.cells[master].1, cell.clone()),
-                None => state_cell(parameter, EMA, copied(parameter.cell().local())),
+            let master = place(MASTER);
+            state.cells[average].1 = match (parameter.base(), master) {
+                // The base is the master.
+                (Some(base), _) if parameter.shared.holds_shards() => state_cell(parameter, EMA, copied(base)),
+                (_, Some(master)) => std::mem::replace(&mut state.cells[master].1, cell.clone()),
+                (_, None) => state_cell(parameter, EMA, copied(parameter.cell().local())),
             };
+            if parameter.shared.holds_shards() {
+                state.cells.retain(|(name, _)| name != MASTER);
+            }
             parameter.replace(copied(cell.local()));
         }
     }
@@ -160,7 +166,7 @@ impl Optimizer for Ruled {
         let state = &mut states[parameter.index];
         let cell = parameter.take().expect("a parameter is updated once in a step");
         if parameter.shared.holds_shards() && parameter.slot.dtype != DType::F32 {
-            // The base is the master, whatever the program has done to it.
+            // The base is the master.
             state.cells.retain(|(name, _)| name != MASTER);
             state.cells.push((MASTER.into(), state_cell(&parameter, MASTER, base)));
         } else {

@@ -1,6 +1,6 @@
 //! A rank's handle of a sharded module, separate from the module itself.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -81,13 +81,31 @@ impl Zero {
         }
     }
 
-    /// Publishes the shards of `model` that an update has changed, on all ranks alike. Called after a fence.
-    pub(crate) fn publish<M: Module>(&self, model: &M) {
-        model.visit(&mut Publish { zero: self, publishes: &mut Parameter::is_changed });
+    /// Returns the first parameter of `model` that was changed by hand and not published.
+    pub(crate) fn first_changed<M: Module>(&self, model: &M) -> Option<String> {
+        let mut first = None;
+        let mut is_changed = |parameter: &Parameter, base: &Raw| {
+            if first.is_none() && parameter.is_changed(base) {
+                first = Some(parameter.path.clone());
+            }
+            false
+        };
+        model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
+        first
+    }
+
+    /// Publishes the shards of the `updated` parameters that an update has changed, on all ranks alike. Called after a fence.
+    pub(crate) fn publish<M: Module>(&self, model: &M, updated: &[usize]) {
+        let updated: HashSet<usize> = updated.iter().copied().collect();
+        let mut is_changed =
+            |parameter: &Parameter, base: &Raw| updated.contains(&parameter.index) && parameter.is_changed(base);
+        model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
     }
 
     /// Gathers the parameters that this stage keeps in full, and gives the module the bases of the versions in use.
     pub(crate) fn rebase<M: Module>(&self, model: M) -> M {
+        // Every rank comes here; later, one may use a parameter alone.
+        self.runtime().gather_awaited();
         self.parameters.iter().for_each(|parameter| parameter.keep_full());
         model.map(&mut Rebase(self))
     }

@@ -341,4 +341,12 @@ fn memory_is_as_the_stage_has_it() {
     let (got, buffers) = (on_disk.state, (2 * buffer_count * buffer_bytes) as isize);
     println!("{got} bytes of state in memory, {buffers} of them buffers, instead of {in_memory:?} per rank");
     assert!(got < buffers + 16 * 60_000, "{on_disk:?}");
+    // On one rank too, parameters on a disk are read for each use.
+    let alone = run_threads(1, &options(), |ranks| steps::<8>(ranks, &config, &AdamWConfig::new(), true));
+    let alone = alone.unwrap().swap_remove(0).unwrap();
+    println!("one rank: {alone:?}");
+    assert!(
+        alone.resting == 0 && alone.between == 0 && alone.most_forward <= 2 && alone.most_backward <= 8,
+        "{alone:?}"
+    );
 }

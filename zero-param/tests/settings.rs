@@ -5,9 +5,12 @@ mod common;
 use std::path::Path;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::Tensor;
+use burn::tensor::{Device, Tensor};
+use burn_nn::{RmsNorm, RmsNormConfig};
 use burn_optim::{AdamConfig, AdamWConfig, LambConfig, SgdConfig};
-use common::{Gpt, Half, LR, Net, Told, apart, config, device, options, seed, train_threads, value, weights};
+use common::{
+    Gpt, Half, LR, Net, Told, apart, config, device, filled, options, rows, seed, table, train_threads, value, weights,
+};
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
 use zero_core::config::{Disk, Offload, Tier};
@@ -107,6 +110,122 @@ fn groups_of_ranks_train_as_all_do() {
     let secondary = ZeroConfig { secondary_shard_size: Some(2), ..config(Stage::Parameters) };
     let expected = train_threads::<Model>(4, &config(Stage::Parameters), &optimizer);
     assert!(train_threads::<Model>(4, &secondary, &optimizer) == expected, "a secondary partition changes no bit");
+    let format = Some(Format::Int8);
+    let quantized = ZeroConfig { quantized_weights: format, quantized_gradients: format, ..secondary };
+    for (quantized, expected) in train_threads::<Model>(4, &quantized, &optimizer).iter().zip(&expected) {
+        let near = |(a, b): (&f32, &f32)| (a - b).abs() < 0.05 * b;
+        assert!(quantized.losses.iter().zip(&expected.losses).all(near), "{quantized:?}");
+    }
+}
+
+#[test]
+fn one_rank_may_read_a_model_after_a_step() {
+    let config = ZeroConfig { secondary_shard_size: Some(2), ..config(Stage::Parameters) };
+    run_threads(4, &options(), |ranks| {
+        let (device, rank) = (device(), ranks.comm().rank());
+        let (mut net, zero) = shard(Half::build(&device), ranks, &config)?;
+        let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+        let (_, grads) = zero.backward(|| net.loss(seed(0, rank), &device))?;
+        net = optimizer.step(LR, net, grads)?;
+        if rank == 0 {
+            assert_eq!(weights(&net).len(), 2);
+        }
+        Ok::<_, Error>(ranks.comm().barrier()?)
+    })
+    .unwrap();
+}
+
+/// A table, and a norm that reads the shape of its vector.
+#[derive(Module, Debug)]
+struct Normed {
+    table: Param<Tensor<2>>,
+    norm: RmsNorm,
+}
+
+impl Net for Normed {
+    fn build(device: &Device) -> Self {
+        filled(Self { table: table(16, 16, device), norm: RmsNormConfig::new(16).init(device) })
+    }
+
+    fn loss(&self, seed: u64, device: &Device) -> Tensor<1> {
+        let (x, y) = rows(seed, 16, device);
+        (self.norm.forward(x.matmul(self.table.val())) - y).square().mean()
+    }
+}
+
+#[test]
+fn norms_of_burn_work_with_state_on_a_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(Stage::Parameters);
+    let expected = train_threads::<Normed>(2, &config, &AdamWConfig::new());
+    let offloaded = on_disk(config, dir.path(), Tier::Disk);
+    assert!(train_threads::<Normed>(2, &offloaded, &AdamWConfig::new()) == expected);
+}
+
+#[test]
+fn misuse_is_an_error_that_says_what_to_do() {
+    let error = |change: bool| {
+        let result = run_threads(2, &options(), |ranks| {
+            let device = device();
+            let (net, zero) = shard(Half::build(&device), ranks, &config(Stage::Parameters))?;
+            let (other, another) = shard(Half::build(&device), ranks, &config(Stage::Parameters))?;
+            let (_, grads) = zero.backward(|| net.loss(0, &device))?;
+            let (second, zero) = (net.second.id, if change { zero } else { another });
+            let net = if change { net.map(&mut Doubled(second)) } else { other };
+            zero.optimizer(&AdamWConfig::new())?.step(LR, net, grads).map(drop)
+        });
+        result.unwrap_err().to_string()
+    };
+    let told = error(true);
+    assert!(told.contains("'second'") && told.contains("publish_changes"), "{told}");
+    let told = error(false);
+    assert!(told.contains("another module"), "{told}");
+}
+
+#[test]
+fn ranks_that_run_other_passes_are_told_at_once() {
+    let begin = std::time::Instant::now();
+    let result = run_threads(2, &options(), |ranks| {
+        let (device, rank) = (device(), ranks.comm().rank());
+        let (net, zero) = shard(Half::build(&device), ranks, &config(Stage::Parameters))?;
+        let (_, mut grads) = zero.backward(|| net.loss(0, &device))?;
+        if rank == 0 {
+            grads.add(zero.backward(|| net.loss(1, &device))?.1);
+        }
+        zero.optimizer(&AdamWConfig::new())?.step(LR, net, grads).map(drop)
+    });
+    assert!(result.is_err() && begin.elapsed().as_secs() < 30, "{result:?} after {:?}", begin.elapsed());
+}
+
+#[test]
+fn averages_that_were_swapped_in_and_out_change_no_update() {
+    let dir = tempfile::tempdir().unwrap();
+    let memory = |dtype| ZeroConfig { ema_decay: Some(0.9), param_dtype: dtype, ..config(Stage::Parameters) };
+    let run = |config: &ZeroConfig, swaps: bool| {
+        run_threads(2, &options(), |ranks| {
+            let (device, rank) = (device(), ranks.comm().rank());
+            let (mut net, zero) = shard(Half::build(&device), ranks, config)?;
+            let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+            for step in 0..4 {
+                if step == 2 && swaps {
+                    net = optimizer.swap_averages(net)?;
+                    net = optimizer.swap_averages(net)?;
+                }
+                let (_, grads) = zero.backward(|| net.loss(seed(step, rank), &device))?;
+                net = optimizer.step(1e-4, net, grads)?;
+            }
+            net = optimizer.swap_averages(net)?;
+            let averages = weights(&net);
+            net = optimizer.swap_averages(net)?;
+            Ok::<_, Error>((weights(&net), averages))
+        })
+        .unwrap()
+    };
+    for dtype in [Float::F32, Float::Bf16] {
+        let expected = run(&memory(dtype), false);
+        assert!(run(&memory(dtype), true) == expected, "{dtype:?}");
+        assert!(run(&on_disk(memory(dtype), dir.path(), Tier::Disk), true) == expected, "{dtype:?} on a disk");
+    }
 }
 
 /// Returns the losses of a few steps on 2 ranks, and the bytes that a rank has received.

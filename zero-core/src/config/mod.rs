@@ -1,4 +1,7 @@
 //! Settings of a sharded model, validated once before ranks start; `zero-burn` implements all of them.
+//!
+//! The words are those of `zero-burn`. In `zero-param`, `prepare` is `shard`, `Fused` is an optimizer of AdamW, Adam or LAMB, and gradients
+//! are collected at the end of `Zero::backward`. `shard` refuses the settings that it does not implement.
 
 mod error;
 

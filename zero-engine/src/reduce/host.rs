@@ -40,7 +40,9 @@ impl Host {
     pub(super) fn new<B: Backend>(hops: Hops, rank: &Rank<B>, shards: bool) -> Self {
         let (sent_as, before, after) = rank.config.reduction(rank.world, false);
         let mesh = rank.mesh;
-        let (quantized, on_the_way) = (rank.config.quantized_gradients, rank.config.cut_on_the_way(rank.world));
+        let quantized = rank.config.quantized_gradients;
+        // The two-hop sum gives each rank its own row. What every rank keeps in full is summed row by row.
+        let on_the_way = rank.config.cut_on_the_way(rank.world).filter(|_| shards);
         let sent_as = sent_as.wire_dtype();
         Self { hops, quantized, mesh, on_the_way, shards, before, after, sent_as, rows: Vec::new() }
     }

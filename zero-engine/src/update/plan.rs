@@ -342,6 +342,6 @@ fn zeros<D: HostData>(elements: usize, dtype: DType) -> D {
 fn mismatch(state: usize, parameter: usize) -> String {
     format!(
         "optimizer state of {state} elements does not belong to a parameter whose shard has {parameter}: the record was made \
-         by another model, or was not loaded inside zero_burn::load_state"
+         by another model, or was not loaded inside zero_burn::load_state (Burn 0.21)"
     )
 }
