@@ -65,7 +65,7 @@ pub struct Uses {
 struct State {
     /// The version in use. `None` while an update replaces it.
     cell: Option<Arc<Cell>>,
-    /// What the module holds of it. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
+    /// The base that the module holds. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
     base: Option<Raw>,
     /// The full parameter on the model's device (a backend's tensor), if that is not host memory and the parameter stays gathered.
     on_device: Option<Box<dyn Any + Send>>,
@@ -230,9 +230,14 @@ impl Parameter {
             true => self.shaped(own.clone()),
             false => self.placeholder(),
         };
-        let values = flat(of_type::<Host>(own, self.slot.dtype));
-        self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base.clone());
+        self.set_next(own, base.clone());
         base
+    }
+
+    /// Makes this rank's elements `own` the next version, of which the module holds `base`.
+    fn set_next(&self, own: Raw, base: Raw) {
+        let values = flat(of_type::<Host>(own, self.slot.dtype));
+        self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base);
     }
 
     /// Sets the version in use, and what the module holds of it.
@@ -287,8 +292,7 @@ impl Parameter {
                  on a disk a module holds no shards, and can only be changed by an optimizer or a checkpoint"
             ));
         }
-        let values = flat(of_type::<Host>(base.clone(), self.slot.dtype));
-        self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base);
+        self.set_next(base.clone(), base);
     }
 
     /// Gathers the parameter if this stage keeps it in full. The base becomes a view of it, so that the shard is not stored twice.
