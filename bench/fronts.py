@@ -2,9 +2,9 @@
 """Compares training with Burn 0.22 and with Burn 0.21: the same GPT-2, rows and AdamW, in alternating runs (old new old new ...).
 
   cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features trainer --example gpt2)
-  bench/fronts.py --python PYTHON [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
+  bench/fronts.py [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
 
-PYTHON needs torch and transformers; it creates the weights once, in --dir. --work is ranks:stage:rows, with the rows per step of all
+Needs numpy for the weights, which are created once, in --dir. --work is ranks:stage:rows, with the rows per step of all
 ranks. Rows have 256 random tokens; ranks are threads that share two CPUs. Speed is the median step after the first two, measured from
 outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of the process.
 The losses of both must agree within 1e-6.
@@ -18,7 +18,6 @@ SEQ, VOCABULARY, WARMUP = 256, 50257, 2
 ROOT = Path(__file__).resolve().parent.parent
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--python", type=Path, required=True)
 parser.add_argument("--model", choices=SIZES, default="mini")
 parser.add_argument("--work", nargs="+", default=["1:0:4", "2:0:4", "2:3:4"], metavar="RANKS:STAGE:ROWS")
 parser.add_argument("--steps", type=int, default=10)
@@ -31,7 +30,7 @@ args = parser.parse_args()
 for program in (args.old, args.new):
     program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
 folder = args.dir / args.model
-weights(args.python, folder)
+weights(folder)
 
 
 def rows():

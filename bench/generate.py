@@ -54,7 +54,7 @@ if not args.zero.is_file():
     sys.exit(f"error: {args.zero} does not exist: build it with cargo build --release --bin zero")
 folder, python = args.dir / args.model, args.venv / "bin/python"
 if args.model in SIZES:
-    weights(python, folder)
+    weights(folder)
 else:
     random_llama.weights(folder, args.part)
     tokenizer = Path(__file__).parent.parent / "tests/fixtures/texts/qwen2_tiny"

@@ -32,7 +32,7 @@ if not args.zero.is_file():
     sys.exit(f"error: {args.zero} does not exist: build it with cargo build --release --bin zero")
 folder, python, ranks, warmup = args.dir / args.model, args.venv / "bin/python", 2, 2
 quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PATH": f"{args.venv / 'bin'}:{os.environ['PATH']}"}
-weights(python, folder)
+weights(folder)
 
 
 def rows(path):

@@ -2,8 +2,6 @@
 
 use std::collections::HashMap;
 use std::marker::PhantomData;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use burn_backend::distributed::{
     CollectiveTensor, DistributedBackend, DistributedConfig, DistributedParams, ReduceOperation, TensorRef,
@@ -17,10 +15,9 @@ use crate::abort::stop;
 use crate::birth::{Birth, within};
 use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::engine::{Cell, Phase, Slot, burn_dtype, slice_shard};
+use crate::engine::Phase;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::values::{of_type, read};
-use zero_engine::reduce::gradient_template;
+use crate::values::read;
 
 /// Any Burn backend `B`, with ZeRO.
 ///
@@ -147,7 +144,10 @@ impl<B: Backend> DistributedBackend for Zero<B> {
         };
         let is_taken = context.reducer.as_ref().is_none_or(|reducer| slots.len() == 1 && reducer.takes(slot.index));
         if is_taken && matches!(gradient, ZeroTensor::Dense(_) | ZeroTensor::Activation(_)) {
-            reduce_in_place(&context, slot, gradient);
+            let cell = context.gradient(slot);
+            // The only handle goes to the reducer.
+            let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
+            context.reduce(dense, &cell);
             if let Some(reducer) = &context.reducer {
                 reducer.catch_up(&context.rank);
             }
@@ -174,25 +174,4 @@ impl<B: Backend> DistributedBackend for Zero<B> {
 
     /// Does nothing: [`Zero`]'s all-reduce has already waited.
     fn sync_collective(_device: &Device<Self>) {}
-}
-
-/// Replaces a dense gradient by the shard that holds, or will hold, the reduced gradient.
-pub(crate) fn reduce_in_place<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, gradient: &mut ZeroTensor<B>) {
-    let (rank, dtype) = (&context.rank, context.rank.gradient_dtype(slot));
-    let template = gradient_template(rank, slot, rank.device.clone());
-    if let Some(version) = slot.current.lock().upgrade().and_then(|cell| cell.key) {
-        slot.reduction.reduced_version.store(version.version, Ordering::Relaxed);
-    }
-    match &context.reducer {
-        Some(reducer) => {
-            let cell = Cell::pending(template, dtype);
-            // The only handle goes to the reducer, so that it reads the gradient without a copy.
-            let dense = std::mem::replace(gradient, ZeroTensor::Shard(Shard::new(cell.clone()))).load();
-            reducer.submit(slot.index, dense, cell);
-        }
-        None => {
-            let flat = slice_shard::<B>(gradient.clone().load(), slot.partition, 0);
-            *gradient = ZeroTensor::Shard(Shard::new(Cell::ready(template, of_type::<B>(flat, burn_dtype(dtype)))));
-        }
-    }
 }

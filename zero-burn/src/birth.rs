@@ -18,14 +18,10 @@ use zero_core::Partition;
 use crate::abort::stop;
 use crate::asked::computed;
 use crate::context::Context;
-use crate::engine::{
-    Cell, Kind, Origin, Template, burn_distribution, burn_dtype, burn_shape, engine_distribution, engine_dtype,
-    engine_shape,
-};
-use crate::random::{self, Stream, sign, sign_bytes};
+use crate::engine::{Cell, Kind, Origin, Template, burn_dtype, burn_shape, engine_dtype, engine_shape};
+use crate::random::{self, Drawn, Stream, sign, sign_bytes};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::empty;
-use zero_engine::cell::slot::Drawn;
 
 /// The kind of tensor that creating operations make.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -209,7 +205,7 @@ pub(crate) fn drawn_again<B: Backend>(cell: &Cell<B>, drawn: &Drawn) -> Arc<Cell
     let partition = cell.partition;
     let sharded = cell.rank.config.stage.shards_parameters() || partition.is_whole();
     let place = sharded.then(|| cell.place());
-    let fill = Fill::Random(burn_distribution(drawn.distribution));
+    let fill = Fill::Random(drawn.distribution);
     let tensor = fill.make::<B>(
         Some(drawn.stream()),
         (partition, place),
@@ -235,21 +231,14 @@ pub(crate) fn parameter<B: Backend>(fill: Fill<'_>, shape: Shape, device: &B::De
     let (seed, birth) = context.draws.next_birth();
     let stream = match &fill {
         Fill::Random(distribution) => {
-            let drawn = Drawn { seed, birth, part: PART.get(), distribution: engine_distribution(*distribution) };
+            let drawn = Drawn { seed, birth, part: PART.get(), distribution: *distribution };
             Some(slot.draw.first.get_or_init(|| drawn).stream())
         }
         _ => None,
     };
     let tensor = fill.make::<B>(stream, (partition, place), &shape, dtype, device);
-    let template = Template {
-        rank: context.rank.clone(),
-        slot: Some(slot),
-        partition,
-        shape: engine_shape(&shape),
-        device: device.clone(),
-        kind: Kind::Parameter,
-        origin: Origin::Version,
-    };
+    let template = Template::of(&context.rank, &slot, Kind::Parameter, Origin::Version);
+    let template = Template { device: device.clone(), ..template };
     let cell = if sharded { Cell::ready(template, tensor) } else { Cell::full(template, tensor) };
     ZeroTensor::Shard(Shard::new(cell))
 }

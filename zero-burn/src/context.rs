@@ -12,13 +12,11 @@ use std::sync::{Arc, LazyLock, Weak};
 
 use burn_backend::Backend;
 use parking_lot::Mutex;
-use zero_core::window::{Window, WindowHost};
-use zero_core::{Collective, CommError};
+use zero_core::window::WindowHost;
 use zero_ops::quantized::Format;
 
 use crate::abort::{stop, stop_foreign};
 use crate::activations::Offloader;
-use crate::config::ZeroConfig;
 use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
 use crate::engine::{Cell, Runtime, burn_dtype, burn_shape};
@@ -58,17 +56,7 @@ impl<B: Backend> Drop for InstallGuard<B> {
 }
 
 impl<B: Backend> Context<B> {
-    /// Creates the context of one of the several ranks of `run`. A collective: every rank calls it.
-    pub(crate) fn new(
-        config: ZeroConfig,
-        device: B::Device,
-        run: Arc<dyn Collective>,
-        window: Window<Cell<B>>,
-    ) -> Result<Arc<Self>, CommError> {
-        Ok(Self::build(Runtime::new(config, device, run, window)?))
-    }
-
-    fn build(runtime: Runtime<B>) -> Arc<Self> {
+    pub(crate) fn new(runtime: Runtime<B>) -> Arc<Self> {
         let (offloader, loaded) = (Offloader::new(&runtime.rank), Mutex::default());
         let context = Arc::new(Self { runtime, offloader, loaded });
         let owner: Arc<dyn Any + Send + Sync> = context.clone();
@@ -85,9 +73,9 @@ impl<B: Backend> Context<B> {
     pub(crate) fn current() -> Arc<Self> {
         Self::installed().unwrap_or_else(|| {
             let mut lone = LONE.lock();
-            let context = lone.entry(TypeId::of::<B>()).or_insert_with(|| {
-                Self::build(Runtime::<B>::alone(B::Device::default(), WindowHost::default().alone()))
-            });
+            let context = lone
+                .entry(TypeId::of::<B>())
+                .or_insert_with(|| Self::new(Runtime::<B>::alone(B::Device::default(), WindowHost::default().alone())));
             context.clone().downcast::<Self>().expect("contexts are stored under their own type")
         })
     }

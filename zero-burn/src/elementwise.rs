@@ -16,14 +16,16 @@ use std::sync::atomic::Ordering;
 use burn_backend::{Backend, Scalar, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape, Slice};
 use zero_core::{Partition, ReduceOp};
+use zero_engine::cell::slice_shard;
+use zero_engine::values::part;
 
 use crate::abort::stop;
 use crate::asked;
 use crate::birth::{Birth, scope};
 use crate::context::Context;
-use crate::engine::{Cell, Kind, Origin, burn_dtype, burn_shape, slice_shard};
+use crate::engine::{Cell, Inner, Kind, Origin, burn_dtype, burn_shape};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::values::{of_type, part, read};
+use crate::values::{of_type, read};
 use crate::view::{Extent, Views};
 
 /// Applies an elementwise operation to one tensor. It commutes with views: on a parameter it is recorded, on any other shard it is
@@ -158,7 +160,7 @@ pub(crate) fn binary<B: Backend>(
         (ZeroTensor::Replicated(a), ZeroTensor::Replicated(b)) => ZeroTensor::Replicated(f(a, b)),
         (lhs, rhs) => match masks(op, lhs, rhs) {
             Ok((Shard { cell, views }, mask, is_first)) => {
-                let piece = slice_shard::<B>(mask, cell.partition, cell.place());
+                let piece = slice_shard::<Inner<B>>(mask, cell.partition, cell.place());
                 piecewise(op, Shard { cell, views }, |x| if is_first { f(x, piece) } else { f(piece, x) })
             }
             Err((lhs, rhs)) => {
@@ -227,7 +229,7 @@ fn edited_alike<B: Backend>(lhs: ZeroTensor<B>, rhs: ZeroTensor<B>) -> (ZeroTens
         let template = shard.cell.template(Kind::Parameter, Origin::Version);
         let sharded = shard.cell.rank.config.stage.shards_parameters() || shard.cell.partition.is_whole();
         ZeroTensor::Shard(Shard::new(match sharded {
-            true => Cell::ready(template, slice_shard::<B>(dense, shard.cell.partition, shard.cell.place())),
+            true => Cell::ready(template, slice_shard::<Inner<B>>(dense, shard.cell.partition, shard.cell.place())),
             false => Cell::full(template, dense),
         }))
     };
@@ -389,14 +391,14 @@ fn piece_numbers<B: Backend>(
     let local = cell.local();
     (0..owners.world())
         .filter(|&place| owners.len(place) > 0)
-        .map(|place| (place, number(part::<B>(local.clone(), owners.range(place)))))
+        .map(|place| (place, number(part::<Inner<B>>(local.clone(), owners.range(place)))))
         .collect()
 }
 
 /// Returns the part of the held shard that is this rank's own, or `None` if it has no elements.
 pub(crate) fn own_piece<B: Backend>(cell: &Arc<Cell<B>>) -> Option<B::FloatTensorPrimitive> {
     let own = cell.own();
-    (!own.is_empty()).then(|| part::<B>(cell.local(), own))
+    (!own.is_empty()).then(|| part::<Inner<B>>(cell.local(), own))
 }
 
 fn replicated<B: Backend>(cell: &Cell<B>, value: f64) -> ZeroTensor<B> {

@@ -6,13 +6,13 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use burn_backend::distributed::DistributedParamId;
-use burn_backend::{Backend, Distribution, StreamId, TensorData, TensorMetadata};
+use burn_backend::{Backend, StreamId, TensorData, TensorMetadata};
 #[cfg(feature = "cuda")]
 use burn_std::{AllocationController, AllocationProperty, Bytes};
 use burn_std::{DType, Shape, Slice};
+use zero_core::Buffer;
 #[cfg(feature = "cuda")]
 use zero_core::copies::Pinned;
-use zero_core::{Buffer, Partition};
 use zero_engine::backend::{self, HostData};
 use zero_ops::Elements;
 use zero_ops::quantized::{Format, Quantized};
@@ -27,6 +27,7 @@ pub(crate) use zero_engine::reduce::Phase;
 pub(crate) use zero_engine::tier::SwapDisk;
 
 /// The inner backend `B` as the engine's tensor library.
+#[derive(Clone, Default)]
 pub(crate) struct Inner<B>(PhantomData<fn() -> B>);
 
 pub(crate) type Cell<B> = zero_engine::cell::Cell<Inner<B>>;
@@ -39,37 +40,6 @@ pub(crate) type Stored<B> = zero_engine::tier::Stored<Inner<B>>;
 pub(crate) type ParamState<B> = zero_engine::update::plan::ParamState<Inner<B>>;
 pub(crate) type Operand<B> = zero_engine::update::plan::Operand<Inner<B>>;
 pub(crate) type Step<B> = zero_engine::update::step::Step<Inner<B>>;
-
-/// Returns a distribution of Burn's as the engine knows it.
-pub(crate) fn engine_distribution(distribution: Distribution) -> zero_engine::random::Distribution {
-    use zero_engine::random::Distribution as Engine;
-    match distribution {
-        Distribution::Default => Engine::Default,
-        Distribution::Bernoulli(p) => Engine::Bernoulli(p),
-        Distribution::Uniform(low, high) => Engine::Uniform(low, high),
-        Distribution::Normal(mean, std) => Engine::Normal(mean, std),
-    }
-}
-
-/// Returns a distribution of the engine's as Burn knows it.
-pub(crate) fn burn_distribution(distribution: zero_engine::random::Distribution) -> Distribution {
-    use zero_engine::random::Distribution as Engine;
-    match distribution {
-        Engine::Default => Distribution::Default,
-        Engine::Bernoulli(p) => Distribution::Bernoulli(p),
-        Engine::Uniform(low, high) => Distribution::Uniform(low, high),
-        Engine::Normal(mean, std) => Distribution::Normal(mean, std),
-    }
-}
-
-/// Returns elements `range(place)` of a full tensor, flat; one filler element for an empty range.
-pub(crate) fn slice_shard<B: Backend>(
-    whole: B::FloatTensorPrimitive,
-    partition: Partition,
-    place: usize,
-) -> B::FloatTensorPrimitive {
-    zero_engine::cell::slice_shard::<Inner<B>>(whole, partition, place)
-}
 
 /// Burn's tensor data in the engine.
 #[derive(Clone)]
@@ -112,10 +82,6 @@ impl HostData for Data {
         Self(values::data(values, burn_shape(shape)))
     }
 
-    fn from_bytes(bytes: Vec<u8>, shape: &[usize], dtype: EngineDType) -> Self {
-        Self(TensorData::from_bytes_vec(bytes, burn_shape(shape), burn_dtype(dtype)))
-    }
-
     #[cfg(feature = "cuda")]
     fn from_pinned(pinned: Pinned, elements: usize, dtype: EngineDType) -> Self {
         let len = pinned.len();
@@ -134,10 +100,6 @@ impl HostData for Data {
 
     fn numel(&self) -> usize {
         self.0.num_elements()
-    }
-
-    fn shape(&self) -> backend::Shape {
-        engine_shape(&self.0.shape)
     }
 
     fn reshaped(mut self, shape: &[usize]) -> Self {
@@ -169,6 +131,7 @@ impl<B: Backend> backend::Backend for Inner<B> {
     #[cfg(not(feature = "cuda"))]
     type Operation = ();
     type ParamId = DistributedParamId;
+    type Draw = crate::random::Drawn;
     type Stream = StreamId;
 
     fn device(x: &Self::Tensor) -> B::Device {
@@ -278,18 +241,6 @@ impl<B: Backend> backend::Backend for Inner<B> {
         held.into_tensor()
     }
 
-    fn held_dtype(held: &Self::Held) -> EngineDType {
-        engine_dtype(held.dtype())
-    }
-
-    fn held_numel(held: &Self::Held) -> usize {
-        held.shape().num_elements()
-    }
-
-    fn held_device(held: &Self::Held) -> &B::Device {
-        held.device()
-    }
-
     fn to_codes(x: Self::Tensor, format: Format) -> Self::Tensor {
         zero_ops::to_codes::<B>(x, format)
     }
@@ -305,61 +256,38 @@ impl<B: Backend> backend::Backend for Inner<B> {
 
     #[cfg(feature = "cubecl")]
     fn pack(
-        items: Vec<backend::PackItem<Self>>,
+        items: Vec<backend::PackItem<Self::Tensor>>,
         world: usize,
         dtype: EngineDType,
         factor: f32,
     ) -> Option<Self::Tensor> {
-        let item =
-            |backend::PackItem { tensor, numel, from, columns }| zero_ops::PackItem { tensor, numel, from, columns };
-        zero_ops::pack::<B>(items.into_iter().map(item).collect(), world, burn_dtype(dtype), factor).ok()
+        zero_ops::pack::<B>(items, world, burn_dtype(dtype), factor).ok()
     }
 
     #[cfg(feature = "cubecl")]
     fn unpack(
         bucket: Self::Tensor,
         world: usize,
-        items: Vec<backend::UnpackItem<Self>>,
+        items: Vec<backend::UnpackItem<Self::Tensor, EngineDType>>,
         factor: f32,
     ) -> Option<Vec<Self::Tensor>> {
-        let item = |backend::UnpackItem { target, numel, from, columns, dtype }| zero_ops::UnpackItem {
-            target,
-            numel,
-            from,
-            columns,
-            dtype: burn_dtype(dtype),
-        };
-        zero_ops::unpack::<B>(bucket, world, items.into_iter().map(item).collect(), factor).ok()
+        let items = items.into_iter().map(|item| item.typed(burn_dtype)).collect();
+        zero_ops::unpack::<B>(bucket, world, items, factor).ok()
     }
 
     #[cfg(feature = "cubecl")]
-    fn sum_parts(items: Vec<backend::SumItem<Self>>, factor: f32) -> Option<Vec<Self::Tensor>> {
-        let item =
-            |backend::SumItem { parts, range, dtype }| zero_ops::SumItem { parts, range, dtype: burn_dtype(dtype) };
-        zero_ops::sum_parts::<B>(items.into_iter().map(item).collect(), factor).ok()
+    fn sum_parts(items: Vec<backend::SumItem<Self::Tensor, EngineDType>>, factor: f32) -> Option<Vec<Self::Tensor>> {
+        let items = items.into_iter().map(|item| item.typed(burn_dtype)).collect();
+        zero_ops::sum_parts::<B>(items, factor).ok()
     }
 
     #[cfg(feature = "cubecl")]
     fn fused_update(
-        items: Vec<backend::UpdateItem<Self>>,
-        scale: backend::GradScale<Self>,
-    ) -> Option<Vec<backend::Updated<Self>>> {
-        let item = |backend::UpdateItem { kernel, parameter, gradient, states, state_dtype, first, copy }| {
-            let state_dtype = burn_dtype(state_dtype);
-            zero_ops::UpdateItem { update: kernel.into(), parameter, gradient, states, state_dtype, first, copy }
-        };
-        let scale = match scale {
-            backend::GradScale::Number(number) => zero_ops::GradScale::Number(number),
-            backend::GradScale::Tensor(tensor) => zero_ops::GradScale::Tensor(tensor),
-        };
-        let updated = zero_ops::fused_update::<B>(items.into_iter().map(item).collect(), scale).ok()?;
-        let of = |zero_ops::Updated { parameter, states, copy, direction }| backend::Updated {
-            parameter,
-            states,
-            copy,
-            direction,
-        };
-        Some(updated.into_iter().map(of).collect())
+        items: Vec<backend::UpdateItem<Self::Tensor, EngineDType>>,
+        scale: backend::GradScale<Self::Tensor>,
+    ) -> Option<Vec<backend::Updated<Self::Tensor>>> {
+        let items = items.into_iter().map(|item| item.typed(burn_dtype)).collect();
+        zero_ops::fused_update::<B>(items, scale).ok()
     }
 
     #[cfg(feature = "cubecl")]
@@ -374,7 +302,7 @@ impl<B: Backend> backend::Backend for Inner<B> {
 
     #[cfg(feature = "cuda")]
     fn on_cuda(held: &Self::Held) -> Option<backend::CudaSpan> {
-        held.on_cuda().map(span)
+        held.on_cuda()
     }
 
     #[cfg(feature = "cuda")]
@@ -383,8 +311,7 @@ impl<B: Backend> backend::Backend for Inner<B> {
         shape: &[usize],
         dtype: EngineDType,
     ) -> Option<(Self::Held, backend::CudaSpan)> {
-        let made = zero_ops::Shared::<B>::uninit_on_cuda(device, burn_shape(shape), burn_dtype(dtype));
-        made.map(|(held, at)| (held, span(at)))
+        zero_ops::Shared::<B>::uninit_on_cuda(device, burn_shape(shape), burn_dtype(dtype))
     }
 
     #[cfg(feature = "cuda")]
@@ -395,21 +322,13 @@ impl<B: Backend> backend::Backend for Inner<B> {
         begin: impl Fn(&[backend::CudaSpan], &[backend::CudaSpan]) -> Option<backend::End> + Send + Sync + 'static,
     ) -> Result<(Vec<Self::Tensor>, Self::Operation), Vec<Self::Tensor>> {
         let outputs = outputs.into_iter().map(|(shape, dtype)| (burn_shape(&shape), burn_dtype(dtype))).collect();
-        let spans = |spans: &[zero_ops::CudaSpan]| -> Vec<_> { spans.iter().copied().map(span).collect() };
-        zero_ops::begin_on_cuda::<B>(name, inputs, outputs, move |inputs, outputs| {
-            begin(&spans(inputs), &spans(outputs))
-        })
+        zero_ops::begin_on_cuda::<B>(name, inputs, outputs, begin)
     }
 
     #[cfg(feature = "cuda")]
     fn end_on_cuda(operation: Self::Operation, made: Vec<Self::Tensor>) -> Vec<Self::Tensor> {
         operation.end::<B>(made)
     }
-}
-
-#[cfg(feature = "cuda")]
-fn span(zero_ops::CudaSpan { pointer, elements }: zero_ops::CudaSpan) -> backend::CudaSpan {
-    backend::CudaSpan { pointer, elements }
 }
 
 /// Page-locked memory as the allocation of a tensor's data.

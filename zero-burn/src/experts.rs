@@ -13,15 +13,15 @@ use burn_backend::Backend;
 use burn_backend::ops::FloatTensorOps;
 use burn_std::DType;
 use zero_core::{Buffer, ReduceOp};
+use zero_engine::cell::GRADIENT;
 
 use crate::abort::raise;
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
-use crate::engine::{Cell, Slot, burn_dtype};
+use crate::engine::{Cell, Kind, Slot, Template, burn_dtype};
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::{piece, read};
 use crate::walk;
-use zero_engine::reduce::gradient_template;
 
 /// The reduced gradient of a parameter, if this rank has one.
 struct Reduced<B: Backend> {
@@ -97,5 +97,5 @@ fn values_of<B: Backend>(cell: &Cell<B>) -> Vec<f32> {
 fn with_values<B: Backend>(context: &Context<B>, slot: &Arc<Slot<B>>, values: Vec<f32>) -> Arc<Cell<B>> {
     let rank = &context.rank;
     let piece = B::float_from_data(piece(values).convert_dtype(burn_dtype(rank.gradient_dtype(slot))), &rank.device);
-    Cell::ready(gradient_template(rank, slot, rank.device.clone()), piece)
+    Cell::ready(Template::of(rank, slot, Kind::Gradient, GRADIENT), piece)
 }

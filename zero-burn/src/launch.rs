@@ -19,7 +19,7 @@ use crate::abort::raise;
 use crate::config::{ConfigError, Tier, ZeroConfig};
 use crate::context::Context;
 use crate::device::ZeroDevice;
-use crate::engine::Cell;
+use crate::engine::{Cell, Runtime};
 
 /// The reason why a launch failed.
 #[derive(Debug, thiserror::Error)]
@@ -39,9 +39,9 @@ pub enum LaunchError<E: Display + Debug> {
     Process(Failed<E>),
     /// An MPI launcher has started this process as one of several, but this program was built without MPI.
     #[error(
-        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, so \
-         each process would train its own copy: build it with `--features mpi`, start it with torchrun's variables, or \
-         start a single process whose ranks are threads"
+        "this process was started as rank {rank} of {world} (by {variable}), but the program was built without MPI, \
+         so each process would run alone: build it with `--features mpi`, or start it with torchrun's variables; to \
+         run a single process (in the shell of a job), unset {variable}"
     )]
     WithoutMpi {
         /// Its rank.
@@ -249,8 +249,8 @@ fn run_rank<B: Backend, T: Send, E: Display + Debug + Send>(
         .thread_name(move |thread| format!("rank-{rank}-compute-{thread}"));
     let rank_body = || {
         let device = device_of::<B>(comm.local_rank());
-        let context = Context::<B>::new(config.clone(), device.clone(), comm.clone(), window)
-            .unwrap_or_else(|error: CommError| raise(error));
+        let runtime = Runtime::<B>::new(config.clone(), device.clone(), comm.clone(), window);
+        let context = Context::new(runtime.unwrap_or_else(|error| raise(error)));
         let _installed = context.install();
         let result = catch_unwind(AssertUnwindSafe(|| {
             let value = body(ZeroDevice::here(device))?;

@@ -18,7 +18,6 @@ use zero_core::{CommError, OperationCall};
 use crate::abort::{raise, stop, stop_foreign};
 pub use crate::autodiff::ZeroAutodiff;
 use crate::autodiff::from_rank_0;
-use crate::backend::reduce_in_place;
 use crate::birth::{Fill, parameter};
 use crate::context::Context;
 use crate::engine::{Cell, Kind, Origin, Phase, Slot, Template, burn_dtype, engine_dtype};
@@ -27,7 +26,7 @@ pub use crate::grads::{first_nonfinite, grad_norm, replicated_along, scale_grads
 use crate::preparation::{buffer, buffers, draw_as_rank_0};
 use crate::random::{sign, sign_bytes};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::values::{dtype_of, of_type, read};
+use crate::values::{of_type, read};
 use crate::walk::{self, ParamMeta, below, leaf};
 
 /// Prepares a module for training:
@@ -97,7 +96,7 @@ struct Prepare<'a, A: ZeroAutodiff> {
 
 impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
     fn new(context: Arc<Context<A::Base>>, device: &'a A::Device, buffers: &'a HashSet<ParamId>) -> Self {
-        let wanted = dtype_of(context.rank.config.param_dtype);
+        let wanted = burn_dtype(context.rank.config.param_dtype.wire_dtype());
         if !A::Base::supports_dtype(device.inner(), wanted) {
             let backend = A::Base::name(device.inner());
             stop(format!(
@@ -119,7 +118,7 @@ impl<'a, A: ZeroAutodiff> Prepare<'a, A> {
 
     /// Returns the parameter's own shard in its final type, and whether it replaces the one that was found.
     fn own_shard(&self, id: ParamId, found: ZeroTensor<A::Base>, is_result: bool) -> (Shard<A::Base>, bool) {
-        let wanted = dtype_of(self.context.rank.config.param_dtype);
+        let wanted = burn_dtype(self.context.rank.config.param_dtype.wire_dtype());
         let identity = DistributedParamId::from(id.val());
         // True if another parameter uses the same tensor, so that this one needs its own.
         let is_another = |cell: &Cell<A::Base>| {
@@ -336,15 +335,11 @@ fn collect<A: ZeroAutodiff, M: AutodiffModule<A>>(
     loop {
         let indices = found.iter().map(|(slot, _)| slot.index).collect();
         context.begin_reduction(Phase::Collect, indices, (named.clone(), Some(edits)));
-        let mut reduced = Vec::new();
         for (slot, dense) in std::mem::take(&mut found) {
-            let mut gradient = ZeroTensor::Dense(dense);
-            reduce_in_place(&context, &slot, &mut gradient);
-            if let ZeroTensor::Shard(shard) = gradient {
-                reduced.push((slot.index, shard.cell));
-            }
+            let cell = context.gradient(&slot);
+            context.reduce(dense, &cell);
+            context.add_foreign(vec![(slot.index, cell)]);
         }
-        context.add_foreign(reduced);
         let Some(outcome) = context.end_reduction() else { break };
         context.add_foreign(outcome.foreign);
         if !outcome.in_backward {

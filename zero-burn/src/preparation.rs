@@ -13,12 +13,10 @@ use burn_std::{DType, Shape};
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::birth::drawn_again;
 use crate::context::Context;
-use crate::engine::Cell;
-use crate::random::words;
+use crate::engine::{Cell, burn_dtype};
+use crate::random::{Drawn, words};
 use crate::tensor::{Shard, ZeroTensor};
-use crate::values::dtype_of;
 use crate::walk;
-use zero_engine::cell::slot::Drawn;
 
 /// Redraws the parameters that still hold their drawn values, from rank 0's seed. Every rank calls it, with the same module.
 pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
@@ -51,7 +49,7 @@ pub(crate) fn draw_as_rank_0<A: ZeroAutodiff, M: Module<A>>(
 /// Returns a layer's state as each rank begins with it: rank 0's, in full.
 pub(crate) fn buffer<B: Backend>(context: &Context<B>, tensor: ZeroTensor<B>, device: &B::Device) -> ZeroTensor<B> {
     let data = from_rank_0(context, tensor);
-    let wanted = dtype_of(context.rank.config.param_dtype);
+    let wanted = burn_dtype(context.rank.config.param_dtype.wire_dtype());
     let data = if data.dtype == DType::F32 { data.convert_dtype(wanted) } else { data };
     ZeroTensor::Dense(B::float_from_data(data, device))
 }

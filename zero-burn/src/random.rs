@@ -10,6 +10,25 @@ use rayon::prelude::*;
 pub use zero_engine::random::RandomState;
 pub(crate) use zero_engine::random::{Stream, sign, sign_bytes, words};
 
+/// The random draw that a parameter's first values came from.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drawn {
+    /// The seed of the random numbers.
+    pub(crate) seed: u64,
+    /// Number of parameters created since that seed.
+    pub(crate) birth: u64,
+    /// Index of this part of the full parameter, if ranks along foreign axes hold other parts.
+    pub(crate) part: Option<u64>,
+    pub(crate) distribution: Distribution,
+}
+
+impl Drawn {
+    /// Returns the random stream: the same numbers on every rank of the part, for any number of ranks and any type.
+    pub(crate) fn stream(&self) -> Stream {
+        Stream::of_parameter(self.seed, self.birth, self.part)
+    }
+}
+
 /// Number of elements that are worth a task of their own.
 const TASK: usize = 1 << 14;
 

@@ -19,17 +19,18 @@ use burn_std::{DType, Shape};
 use zero_core::Collective;
 use zero_core::checkpoint::ElementType;
 use zero_core::offload::DiskError;
+use zero_engine::values::part;
 
 use crate::abort::stop;
 use crate::autodiff::{ZeroAutodiff, from_rank_0};
 use crate::config::Disk;
 use crate::context::Context;
-use crate::engine::{Cell, Stored, SwapDisk};
+use crate::engine::{Cell, Inner, SwapDisk, engine_dtype};
 use crate::gathered::next_version;
 use crate::preparation::{end_forward, in_place_of};
 pub use crate::random::RandomState;
 use crate::tensor::{Shard, ZeroTensor};
-use crate::values::{part, read};
+use crate::values::read;
 use crate::walk::{self, ParamMeta};
 
 /// A parameter of a module, and this rank's shard of it. Keeps the parameter's version alive.
@@ -55,53 +56,30 @@ impl<B: Backend> ParamShard<B> {
 
     /// Returns the type that it is kept in.
     pub fn element_type(&self) -> ElementType {
-        element_type(self.dtype)
+        engine_dtype(self.dtype).into()
     }
 
     /// Returns this rank's elements, little-endian; empty if it has none.
     pub fn bytes(&self) -> Vec<u8> {
         match &self.held {
-            Held::Cell(cell) => cell_bytes(cell),
+            Held::Cell(cell) => cell.own_bytes(cell.dtype),
             Held::Dense(tensor) => {
                 let numel = self.meta.shape.iter().product();
                 let flat = B::float_reshape(tensor.clone(), Shape::new([numel]));
                 let (owners, place) = Context::<B>::current().rank.owners(numel);
-                bytes::<B>(flat, owners.range(place))
+                match owners.range(place) {
+                    own if own.is_empty() => Vec::new(),
+                    own => read::<B>(part::<Inner<B>>(flat, own)).as_bytes().to_vec(),
+                }
             }
         }
     }
 }
 
-/// Returns this rank's elements in the partition that does not depend on the stage.
-pub(crate) fn cell_bytes<B: Backend>(cell: &Arc<Cell<B>>) -> Vec<u8> {
-    let own = cell.own();
-    if let Some(Stored::Host(data)) = cell.stored() {
-        let bytes = cell.dtype.size();
-        return data.0.as_bytes()[own.start * bytes..own.end * bytes].to_vec();
-    }
-    if own.is_empty() { Vec::new() } else { bytes::<B>(cell.local(), own) }
-}
-
-/// Returns the bytes of elements `range` of a flat tensor.
-fn bytes<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> Vec<u8> {
-    if range.is_empty() {
-        return Vec::new();
-    }
-    read::<B>(part::<B>(flat, range)).as_bytes().to_vec()
-}
-
-fn element_type(dtype: DType) -> ElementType {
-    match dtype {
-        DType::F64 => ElementType::F64,
-        DType::F32 => ElementType::F32,
-        DType::F16 => ElementType::F16,
-        DType::BF16 => ElementType::Bf16,
-        other => stop(format!("a parameter of type {other:?} cannot be saved: expected floats of 16, 32 or 64 bits")),
-    }
-}
-
 fn dtype(element: ElementType) -> Option<DType> {
-    [DType::F64, DType::F32, DType::F16, DType::BF16].into_iter().find(|&dtype| element_type(dtype) == element)
+    [DType::F64, DType::F32, DType::F16, DType::BF16]
+        .into_iter()
+        .find(|&dtype| ElementType::from(engine_dtype(dtype)) == element)
 }
 
 /// Returns the module's float parameters in the order of its fields, and the paths of the parameters of other types. Every rank calls it.

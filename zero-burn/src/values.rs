@@ -1,26 +1,15 @@
 //! Values on their way between a backend, host memory and other ranks.
 
-use std::ops::Range;
-
 use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::reader::try_read_sync;
-use burn_std::{DType, Shape, Slice};
+use burn_std::{DType, Shape};
 use zero_core::Buffer;
-use zero_core::config::Float;
 
 use crate::abort::stop;
 
 /// Returns `x` in type `dtype`.
 pub(crate) fn of_type<B: Backend>(x: B::FloatTensorPrimitive, dtype: DType) -> B::FloatTensorPrimitive {
     if x.dtype() == dtype { x } else { zero_ops::cast::<B>(x, dtype.into()) }
-}
-
-/// Returns elements `range` of a flat tensor.
-pub(crate) fn part<B: Backend>(flat: B::FloatTensorPrimitive, range: Range<usize>) -> B::FloatTensorPrimitive {
-    match range.len() == flat.shape().num_elements() {
-        true => flat,
-        false => B::float_slice(flat, &[Slice::from(range)]),
-    }
 }
 
 /// Returns the data of a rank's shard; one filler element if the shard is empty.
@@ -39,12 +28,6 @@ pub(crate) fn empty<B: Backend>(shape: &Shape, dtype: DType, device: &B::Device)
 pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
     let data = try_read_sync(B::float_into_data(tensor)).expect("the inner backend reads synchronously");
     data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
-}
-
-/// Returns the data with one dimension.
-pub(crate) fn flat(mut data: TensorData) -> TensorData {
-    data.shape = Shape::new([data.num_elements()]);
-    data
 }
 
 /// Returns received values as data of `shape`.
@@ -67,14 +50,5 @@ pub(crate) fn buffer(data: TensorData) -> Buffer {
         DType::F16 => Buffer::F16(data.into_vec().expect(TYPES)),
         DType::BF16 => Buffer::Bf16(data.into_vec().expect(TYPES)),
         other => stop(format!("a tensor of {other:?} cannot be sent: expected floats")),
-    }
-}
-
-/// Returns the type as tensors know it.
-pub(crate) fn dtype_of(float: Float) -> DType {
-    match float {
-        Float::F32 => DType::F32,
-        Float::F16 => DType::F16,
-        Float::Bf16 => DType::BF16,
     }
 }

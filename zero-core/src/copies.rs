@@ -139,7 +139,7 @@ impl Copies {
             code = lock();
         }
         checked("cuMemHostAlloc", code).map_err(|error| {
-            let reason = format!("{error} (for {wanted} bytes); offload less to host memory, or raise `ulimit -l`");
+            let reason = format!("{error} (for {wanted} bytes); offload less to host memory, or raise the limit on locked memory (`ulimit -l`) if it is lower");
             self.failed(WHAT, reason)
         })?;
         let block =

@@ -9,8 +9,9 @@ use zero_core::Buffer;
 pub use zero_core::collective::DType;
 #[cfg(feature = "cuda")]
 use zero_core::copies::Pinned;
+pub use zero_kernels::device::{CudaSpan, End, GradScale, PackItem, SumItem, UnpackItem, UpdateItem, Updated};
 use zero_kernels::quantized::{Format, Quantized};
-use zero_kernels::update::{Elements, Kernel};
+use zero_kernels::update::Elements;
 
 /// A tensor's shape.
 pub type Shape = Arc<[usize]>;
@@ -18,7 +19,7 @@ pub type Shape = Arc<[usize]>;
 /// A tensor library, as far as the engine uses it. All tensors are of floats, row-major.
 ///
 /// The functions from [`Backend::has_kernels`] on are optional: they are for devices with kernels for many tensors at once, and for CUDA.
-pub trait Backend: Sized + Send + Sync + 'static {
+pub trait Backend: Clone + Default + Send + Sync + 'static {
     /// A tensor. Cloning it makes another handle to the same memory.
     type Tensor: Clone + Debug + Send + Sync + 'static;
     /// A device that holds tensors.
@@ -33,6 +34,8 @@ pub trait Backend: Sized + Send + Sync + 'static {
     type Operation: Clone + Send + Sync + 'static;
     /// The identity under which the library knows a parameter.
     type ParamId: Copy + Debug + Eq + Hash + Send + Sync + 'static;
+    /// A random draw that a parameter's first values came from.
+    type Draw: Clone + Debug + Send + Sync + 'static;
     /// The queue in which a thread's operations run.
     type Stream: Copy + Send + Sync + 'static;
 
@@ -89,24 +92,24 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn held(held: &Self::Held) -> Self::Tensor;
     /// Returns the tensor by value, so that the backend may compute in place.
     fn into_held(held: Self::Held) -> Self::Tensor;
-    /// Returns the type of the elements.
-    fn held_dtype(held: &Self::Held) -> DType;
-    /// Returns the number of elements.
-    fn held_numel(held: &Self::Held) -> usize;
-    /// Returns the device.
-    fn held_device(held: &Self::Held) -> &Self::Device;
 
-    /// Quantizes rows `[n, width]` to rows of codes `[n, words]`, stored in fp16.
-    fn to_codes(x: Self::Tensor, format: Format) -> Self::Tensor;
-    /// Decodes rows of codes to `[n, width]`.
-    fn from_codes(codes: Self::Tensor, how: Quantized, dtype: DType) -> Self::Tensor;
+    /// Quantizes rows `[n, width]` to rows of codes `[n, words]`, stored in fp16. Only for ranks that gather by collectives.
+    fn to_codes(x: Self::Tensor, format: Format) -> Self::Tensor {
+        let _ = (x, format);
+        unreachable!("this backend does not gather by collectives")
+    }
+    /// Decodes rows of codes to `[n, width]`. Only for ranks that gather by collectives.
+    fn from_codes(codes: Self::Tensor, how: Quantized, dtype: DType) -> Self::Tensor {
+        let _ = (codes, how, dtype);
+        unreachable!("this backend does not gather by collectives")
+    }
 
     /// Returns whether the kernels below exist.
     fn has_kernels() -> bool {
         false
     }
     /// Packs a bucket `[world, columns]`. `None` if an item does not fit the kernel.
-    fn pack(items: Vec<PackItem<Self>>, world: usize, dtype: DType, factor: f32) -> Option<Self::Tensor> {
+    fn pack(items: Vec<PackItem<Self::Tensor>>, world: usize, dtype: DType, factor: f32) -> Option<Self::Tensor> {
         let _ = (items, world, dtype, factor);
         None
     }
@@ -114,19 +117,22 @@ pub trait Backend: Sized + Send + Sync + 'static {
     fn unpack(
         bucket: Self::Tensor,
         world: usize,
-        items: Vec<UnpackItem<Self>>,
+        items: Vec<UnpackItem<Self::Tensor, DType>>,
         factor: f32,
     ) -> Option<Vec<Self::Tensor>> {
         let _ = (bucket, world, items, factor);
         None
     }
     /// Adds tensors in rank order. `None` if an item does not fit the kernel.
-    fn sum_parts(items: Vec<SumItem<Self>>, factor: f32) -> Option<Vec<Self::Tensor>> {
+    fn sum_parts(items: Vec<SumItem<Self::Tensor, DType>>, factor: f32) -> Option<Vec<Self::Tensor>> {
         let _ = (items, factor);
         None
     }
     /// Updates parameters in few launches. `None` if an item does not fit the kernel.
-    fn fused_update(items: Vec<UpdateItem<Self>>, scale: GradScale<Self>) -> Option<Vec<Updated<Self>>> {
+    fn fused_update(
+        items: Vec<UpdateItem<Self::Tensor, DType>>,
+        scale: GradScale<Self::Tensor>,
+    ) -> Option<Vec<Updated<Self::Tensor>>> {
         let _ = (items, scale);
         None
     }
@@ -173,8 +179,6 @@ pub trait Backend: Sized + Send + Sync + 'static {
 pub trait HostData: Clone + Send + Sync + 'static {
     /// Wraps elements.
     fn from_buffer(values: Buffer, shape: &[usize]) -> Self;
-    /// Wraps bytes.
-    fn from_bytes(bytes: Vec<u8>, shape: &[usize], dtype: DType) -> Self;
     /// Wraps page-locked memory, all of whose bytes are initialized.
     #[cfg(feature = "cuda")]
     fn from_pinned(pinned: Pinned, elements: usize, dtype: DType) -> Self;
@@ -184,8 +188,6 @@ pub trait HostData: Clone + Send + Sync + 'static {
     fn dtype(&self) -> DType;
     /// Returns the number of elements.
     fn numel(&self) -> usize;
-    /// Returns the shape.
-    fn shape(&self) -> Shape;
     /// Changes the shape; the number of elements stays.
     fn reshaped(self, shape: &[usize]) -> Self;
     /// Returns the bytes.
@@ -216,13 +218,12 @@ pub trait HostData: Clone + Send + Sync + 'static {
 }
 
 /// A tensor that belongs to no thread: each thread gets its own tensor from it.
-#[derive(Debug)]
-pub struct Shared<B: Backend>(B::Held);
-
-impl<B: Backend> Clone for Shared<B> {
-    fn clone(&self) -> Self {
-        Self(self.0.clone())
-    }
+#[derive(Debug, Clone)]
+pub struct Shared<B: Backend> {
+    pub(crate) held: B::Held,
+    dtype: DType,
+    numel: usize,
+    device: B::Device,
 }
 
 impl<B: Backend> Shared<B> {
@@ -233,135 +234,47 @@ impl<B: Backend> Shared<B> {
 
     /// Shares several tensors at the cost of one.
     pub fn many(tensors: Vec<B::Tensor>) -> Vec<Self> {
-        B::share(tensors).into_iter().map(Self).collect()
+        let about = |tensor: &B::Tensor| (B::dtype(tensor), B::numel(tensor), B::device(tensor));
+        let abouts: Vec<_> = tensors.iter().map(about).collect();
+        let of = |(held, (dtype, numel, device))| Self { held, dtype, numel, device };
+        B::share(tensors).into_iter().zip(abouts).map(of).collect()
     }
 
     /// Keeps `tensor` unshared: only the calling thread may use it.
     pub fn not(tensor: B::Tensor) -> Self {
-        Self(B::unshared(tensor))
+        let (dtype, numel, device) = (B::dtype(&tensor), B::numel(&tensor), B::device(&tensor));
+        Self { held: B::unshared(tensor), dtype, numel, device }
     }
 
     /// Allocates uninitialized memory on a CUDA device and returns its address, for copies from the host. `None` on other devices.
     #[cfg(feature = "cuda")]
     pub fn uninit_on_cuda(device: &B::Device, shape: &[usize], dtype: DType) -> Option<(Self, CudaSpan)> {
-        B::uninit_on_cuda(device, shape, dtype).map(|(held, span)| (Self(held), span))
-    }
-
-    /// Returns its address on a CUDA device, row-major without gaps and valid while this is held. `None` for a tensor of [`Shared::not`],
-    /// and on other devices.
-    #[cfg(feature = "cuda")]
-    pub fn on_cuda(&self) -> Option<CudaSpan> {
-        B::on_cuda(&self.0)
+        let (held, span) = B::uninit_on_cuda(device, shape, dtype)?;
+        Some((Self { held, dtype, numel: span.elements, device: device.clone() }, span))
     }
 
     /// Returns a tensor for the calling thread.
     pub fn tensor(&self) -> B::Tensor {
-        B::held(&self.0)
+        B::held(&self.held)
     }
 
     /// Returns the tensor by value: without a second handle, so that the backend may compute in place.
     pub fn into_tensor(self) -> B::Tensor {
-        B::into_held(self.0)
+        B::into_held(self.held)
     }
 
     /// Returns the type of the elements.
     pub fn dtype(&self) -> DType {
-        B::held_dtype(&self.0)
+        self.dtype
     }
 
     /// Returns the number of elements.
     pub fn numel(&self) -> usize {
-        B::held_numel(&self.0)
+        self.numel
     }
 
     /// Returns the device.
     pub fn device(&self) -> &B::Device {
-        B::held_device(&self.0)
+        &self.device
     }
-}
-
-/// Memory on a CUDA device.
-#[derive(Debug, Clone, Copy)]
-pub struct CudaSpan {
-    /// Address of the first element: a `CUdeviceptr` of the device's primary context.
-    pub pointer: u64,
-    /// Number of elements.
-    pub elements: usize,
-}
-
-/// Makes all work submitted to the device from now on wait for an operation that was begun.
-pub type End = Box<dyn FnOnce() + Send>;
-
-/// Columns of a bucket, which follow those of the previous item.
-pub struct PackItem<B: Backend> {
-    /// The tensor of `numel` elements; zeros if `None`.
-    pub tensor: Option<B::Tensor>,
-    /// Number of elements of the full tensor.
-    pub numel: usize,
-    /// First of the tensor's columns.
-    pub from: usize,
-    /// Number of columns.
-    pub columns: usize,
-}
-
-/// Destination of columns of a bucket, which follow those of the previous item.
-pub struct UnpackItem<B: Backend> {
-    /// A tensor of `numel` elements whose other columns have been written already. If `None`, the other columns are zeros.
-    pub target: Option<B::Tensor>,
-    /// Number of elements of the full target. If the bucket is one row, that of the rank's shard, which may be less than `columns`.
-    pub numel: usize,
-    /// First of the target's columns.
-    pub from: usize,
-    /// Number of columns.
-    pub columns: usize,
-    /// Type of the target.
-    pub dtype: DType,
-}
-
-/// Tensors of one length to be added in rank order.
-pub struct SumItem<B: Backend> {
-    /// The tensors, of one type.
-    pub parts: Vec<B::Tensor>,
-    /// Range of their elements: all for an all-reduce, a rank's row of a bucket for a reduce-scatter.
-    pub range: Range<usize>,
-    /// Type of the result.
-    pub dtype: DType,
-}
-
-/// A parameter to be updated. All its tensors have the same number of elements.
-pub struct UpdateItem<B: Backend> {
-    /// The rule and the numbers of the step.
-    pub kernel: Kernel,
-    /// The parameter, or its master, in fp32.
-    pub parameter: B::Tensor,
-    /// The gradient, in fp32 or 16 bit.
-    pub gradient: B::Tensor,
-    /// The rule's states. May be empty if they begin with this step.
-    pub states: Vec<B::Tensor>,
-    /// Type in which states are stored: fp32, or bfloat16 with stochastic rounding.
-    pub state_dtype: DType,
-    /// Index of the first element in its parameter.
-    pub first: usize,
-    /// A 16-bit tensor to which the updated parameter is also written; its elements are not read. `None` for LAMB.
-    pub copy: Option<B::Tensor>,
-}
-
-/// An updated parameter.
-pub struct Updated<B: Backend> {
-    /// The parameter, or its master.
-    pub parameter: B::Tensor,
-    /// The rule's states.
-    pub states: Vec<B::Tensor>,
-    /// The parameter in 16 bit, if the item had a copy.
-    pub copy: Option<B::Tensor>,
-    /// Only for LAMB, which leaves the parameter unchanged: its update in fp32.
-    pub direction: Option<B::Tensor>,
-}
-
-/// Factor of the gradients, applied before anything else.
-pub enum GradScale<B: Backend> {
-    /// A number known to the host.
-    Number(f32),
-    /// One fp32 number in a tensor, which the host need not know. If it is NaN, nothing is updated.
-    Tensor(B::Tensor),
 }

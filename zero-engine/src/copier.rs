@@ -47,7 +47,7 @@ impl Copier {
     /// Copies a shard's data to the host, flat, and waits for it.
     pub fn to_host<B: Backend>(&self, shard: Shared<B>) -> B::Data {
         #[cfg(feature = "cuda")]
-        if let Some((copies, span)) = self.copies.as_ref().zip(shard.on_cuda())
+        if let Some((copies, span)) = self.copies.as_ref().zip(B::on_cuda(&shard.held))
             && let Some(pinned) = self.pinned(span.elements * shard.dtype().size())
         {
             // SAFETY: the shard is held, so that its memory stays; nobody writes to it while somebody holds it.

@@ -18,19 +18,6 @@ pub fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.as_chunks::<8>().0.iter().map(|&word| u64::from_le_bytes(word))
 }
 
-/// The distribution of a random draw.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Distribution {
-    /// Uniform over [0, 1).
-    Default,
-    /// 1 with this probability, 0 otherwise.
-    Bernoulli(f64),
-    /// Uniform over [low, high).
-    Uniform(f64, f64),
-    /// Normal with this mean and standard deviation.
-    Normal(f64, f64),
-}
-
 /// The state from which this rank's random numbers (dropout, noise) resume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RandomState {

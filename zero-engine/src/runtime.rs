@@ -13,15 +13,17 @@ use zero_kernels::quantized::Format;
 
 use crate::abort::{or_stop, raise, stop};
 use crate::backend::{Backend, HostData};
-use crate::cell::Cell;
 use crate::cell::rank::Rank;
+use crate::cell::slot::Slot;
+use crate::cell::{Cell, slice_shard};
 use crate::copier::{Caller, Copier};
 use crate::gather::{Gatherer, read_exact};
 use crate::random::{Draws, Stream};
 use crate::reduce::{Foreign, Outcome, PassReport, Phase, ReduceGroups, Reducer};
 use crate::tensor_collectives::TensorCollectives;
-use crate::tier::SwapDisk;
+use crate::tier::{SwapDisk, filled};
 use crate::update::overlapped::Updates;
+use crate::values::of_type;
 
 /// One rank of a run: its mechanisms, and its position in the step.
 pub struct Runtime<B: Backend> {
@@ -35,8 +37,8 @@ pub struct Runtime<B: Backend> {
     pub updates: Option<Arc<Updates<B>>>,
     /// The random numbers of the rank.
     pub draws: Draws,
-    /// Blocking collectives of the rank's own thread; `None` on a single rank.
-    main: Option<Arc<dyn Collective>>,
+    /// Blocking collectives of the rank's own thread.
+    main: Arc<dyn Collective>,
     /// Groups along the axes of a mesh, if there are axes other than the data axis.
     groups: Option<Groups>,
     /// The same ranks in the order of their own shards ([`Rank::owners`]), if that order differs.
@@ -92,6 +94,7 @@ impl Passes {
 }
 
 /// A rank's position in its step.
+#[derive(Default)]
 struct Step<B: Backend> {
     /// Reduced gradients of parameters for which only other ranks had a gradient.
     foreign: Mutex<HashMap<u64, Vec<Arc<Cell<B>>>>>,
@@ -110,15 +113,6 @@ struct Step<B: Backend> {
     updated: AtomicU64,
     /// For each module, by its first slot: the last update counted for it, and the number of its updates.
     checked: Mutex<HashMap<u64, (u64, u64)>>,
-}
-
-impl<B: Backend> Default for Step<B> {
-    fn default() -> Self {
-        let [holding, fence_due, is_prepared] = [false; 3].map(AtomicBool::new);
-        let (foreign, checked, waits) = (Mutex::default(), Mutex::default(), Mutex::default());
-        let (updated, blocks, passes) = (AtomicU64::new(0), AtomicUsize::new(0), Mutex::default());
-        Self { foreign, holding, waits, fence_due, updated, checked, blocks, passes, is_prepared }
-    }
 }
 
 impl<B: Backend> Runtime<B> {
@@ -162,36 +156,22 @@ impl<B: Backend> Runtime<B> {
             true => Some(ReduceGroups::new(comm.duplicate("gradients")?, mesh, &rank.config, collectives.clone())?),
             false => None,
         };
-        let main = if world > 1 { Some(comm.duplicate("parameters")?) } else { None };
-        let owners = if is_meshed { Some(comm.split_by("owners", 0, mesh.place(index) as u64)?) } else { None };
-        Ok(Self::build(rank, gradients, main, owners, groups, collectives))
+        Ok(Self {
+            gatherer: Gatherer::new(rank.clone(), collectives.as_ref()),
+            reducer: gradients.map(Reducer::new),
+            updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank).into()),
+            main: if world > 1 { comm.duplicate("parameters")? } else { alone() },
+            groups,
+            owners: if is_meshed { Some(comm.split_by("owners", 0, mesh.place(index) as u64)?) } else { None },
+            draws: Draws::new(rank.config.seed),
+            step: Step::default(),
+            rank,
+        })
     }
 
     /// Creates the runtime of a single rank.
     pub fn alone(device: B::Device, window: Window<Cell<B>>) -> Self {
-        let rank = Rank::new(&*alone(), ZeroConfig::default(), device, false, window, Default::default());
-        Self::build(rank, None, None, None, None, None)
-    }
-
-    fn build(
-        rank: Arc<Rank<B>>,
-        gradients: Option<ReduceGroups>,
-        main: Option<Arc<dyn Collective>>,
-        owners: Option<Arc<dyn Collective>>,
-        groups: Option<Groups>,
-        collectives: Option<Arc<TensorCollectives>>,
-    ) -> Self {
-        Self {
-            gatherer: Gatherer::new(rank.clone(), collectives.as_ref()),
-            reducer: gradients.map(Reducer::new),
-            updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank).into()),
-            main,
-            groups,
-            owners,
-            draws: Draws::new(rank.config.seed),
-            step: Step::default(),
-            rank,
-        }
+        Self::new(ZeroConfig::default(), device, alone(), window).unwrap_or_else(|error| raise(error))
     }
 
     /// Ends the rank: drops what it holds, and stops its threads.
@@ -233,11 +213,13 @@ impl<B: Backend> Runtime<B> {
         let mut bytes = cell.data().bytes().to_vec();
         bytes.truncate(partition.len(cell.place()) * size);
         bytes.resize(partition.stride() * size, 0);
-        let mut full = self.gather_bytes(bytes);
+        let full = self.gather_bytes(bytes);
         // The result has a copy for each group: this rank takes its own group's.
-        full.drain(..self.rank.mesh.replica(self.rank.index) * partition.world() * partition.stride() * size);
-        full.truncate(partition.numel() * size);
-        B::from_data(B::Data::from_bytes(full, &cell.shape, cell.dtype), &cell.device)
+        let begin = self.rank.mesh.replica(self.rank.index) * partition.world() * partition.stride() * size;
+        let data: B::Data = filled(&self.rank.copier, partition.numel(), cell.dtype, |out| {
+            out.copy_from_slice(&full[begin..][..out.len()]);
+        });
+        B::from_data(data.reshaped(&cell.shape), &cell.device)
     }
 
     /// Gathers the parameters that all ranks will use and keep, while every rank is here: later, one may use a parameter alone.
@@ -269,6 +251,25 @@ impl<B: Backend> Runtime<B> {
                 self.step.foreign.lock().clear();
             }
             reducer.begin(self.rank.clone(), PassReport { phase, indices, named, passes, edits });
+        }
+    }
+
+    /// Creates the cell of the reduced gradient of `slot`, which [`Runtime::reduce`] computes.
+    pub fn gradient(&self, slot: &Arc<Slot<B>>) -> Arc<Cell<B>> {
+        if let Some(version) = slot.current.lock().upgrade().and_then(|cell| cell.key) {
+            slot.reduction.reduced_version.store(version.version, Ordering::Relaxed);
+        }
+        Cell::gradient(&self.rank, slot)
+    }
+
+    /// Reduces this rank's full gradient `full` into `cell`. The reducer reads it without a copy if this is the only handle.
+    pub fn reduce(&self, full: B::Tensor, cell: &Arc<Cell<B>>) {
+        match (&self.reducer, &cell.slot) {
+            (Some(reducer), Some(slot)) => reducer.submit(slot.index, full, cell.clone()),
+            _ => {
+                let own = slice_shard::<B>(full, cell.partition, cell.place());
+                cell.settle(Ok(self.rank.share(of_type::<B>(own, cell.dtype))));
+            }
         }
     }
 
@@ -374,12 +375,12 @@ impl<B: Backend> Runtime<B> {
     pub fn fence(&self, purpose: &'static str) {
         self.gatherer.begin_awaited();
         self.gatherer.end_secondary();
-        match (self.gatherer.together(), &self.main) {
-            (Some(collectives), Some(main)) => {
+        match self.gatherer.together() {
+            Some(collectives) => {
                 let _span = tracing::trace_span!("wait for ranks", purpose).entered();
-                collectives.compare(&**main, purpose).unwrap_or_else(|error| raise(error));
+                collectives.compare(&*self.main, purpose).unwrap_or_else(|error| raise(error));
             }
-            _ => self.barrier(purpose),
+            None => self.barrier(purpose),
         }
         self.rank.fences.fetch_add(1, Ordering::Relaxed);
         self.rank.drop_retired();
@@ -387,36 +388,25 @@ impl<B: Backend> Runtime<B> {
 
     /// Waits until every rank has come this far, for the same `purpose`.
     pub fn barrier(&self, purpose: &'static str) {
-        if let Some(main) = &self.main {
-            let _span = tracing::trace_span!("wait for ranks", purpose).entered();
-            main.execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
-        }
+        let _span = tracing::trace_span!("wait for ranks", purpose).entered();
+        self.main.execute(Request::Barrier(purpose)).unwrap_or_else(|error| raise(error));
     }
 
     // ---- collectives of the rank's own thread ----
 
     /// All-reduces numbers, in rank order.
     pub fn reduce_scalars(&self, values: Vec<f64>, op: ReduceOp) -> Vec<f64> {
-        match &self.main {
-            None => values,
-            Some(main) => main.all_reduce(Buffer::F64(values), op).unwrap_or_else(|error| raise(error)).into_f64(),
-        }
+        self.main.all_reduce(Buffer::F64(values), op).unwrap_or_else(|error| raise(error)).into_f64()
     }
 
     /// All-gathers byte strings of equal length, in rank order.
     pub fn gather_bytes(&self, bytes: Vec<u8>) -> Vec<u8> {
-        match &self.main {
-            None => bytes,
-            Some(main) => main.all_gather(Buffer::U8(bytes)).unwrap_or_else(|error| raise(error)).into_u8(),
-        }
+        self.main.all_gather(Buffer::U8(bytes)).unwrap_or_else(|error| raise(error)).into_u8()
     }
 
     /// Broadcasts the values of rank `root`; the other ranks pass equally many.
     pub fn broadcast(&self, values: Buffer, root: usize) -> Buffer {
-        match &self.main {
-            None => values,
-            Some(main) => main.broadcast(values, root).unwrap_or_else(|error| raise(error)),
-        }
+        self.main.broadcast(values, root).unwrap_or_else(|error| raise(error))
     }
 
     /// Broadcasts the bytes of rank 0.
@@ -432,7 +422,7 @@ impl<B: Backend> Runtime<B> {
 
     /// Returns the group of ranks, for other collectives on the rank's own thread.
     pub fn collective(&self) -> Arc<dyn Collective> {
-        self.main.clone().unwrap_or_else(alone)
+        self.main.clone()
     }
 
     /// Returns the group of all ranks of the run, including those at other places on foreign axes, for collectives on the rank's own

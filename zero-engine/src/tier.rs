@@ -76,20 +76,12 @@ pub enum Home<'a> {
 }
 
 /// A shard that is not a tensor of the backend.
+#[derive(Clone)]
 pub enum Stored<B: Backend> {
     /// In host memory, flat.
     Host(Arc<B::Data>),
     /// In the file of a rank.
     Disk(Arc<OnDisk>),
-}
-
-impl<B: Backend> Clone for Stored<B> {
-    fn clone(&self) -> Self {
-        match self {
-            Stored::Host(data) => Stored::Host(data.clone()),
-            Stored::Disk(on_disk) => Stored::Disk(on_disk.clone()),
-        }
-    }
 }
 
 impl<B: Backend> Stored<B> {
@@ -266,6 +258,6 @@ pub fn fetch_shaped<B: Backend>(
             data.into()
         }
     };
-    let own = data.shape();
+    let own = [data.numel()];
     Ok(copier.to_backend(data, shape.unwrap_or(&own), device, who))
 }

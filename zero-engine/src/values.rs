@@ -4,7 +4,6 @@ use std::ops::Range;
 
 use half::slice::HalfFloatSliceExt;
 use zero_core::Buffer;
-use zero_core::config::Float;
 use zero_kernels::update::Elements;
 
 use crate::backend::{Backend, DType, HostData};
@@ -38,16 +37,6 @@ pub fn narrow_or_f32<D: HostData>(data: D) -> D {
 /// Returns a flat tensor of `values` on `device`.
 pub fn flat_tensor<B: Backend>(values: Buffer, device: &B::Device) -> B::Tensor {
     B::from_data(B::Data::flat_of(values), device)
-}
-
-/// Returns the type as tensors know it.
-pub fn dtype_of(float: Float) -> DType {
-    float.wire_dtype()
-}
-
-/// Returns the tag of a shard in transfers between processes: ranks whose tensors differ do not take each other's.
-pub fn tag(shape: &[usize], dtype: DType) -> String {
-    format!("{dtype:?} of {shape:?}")
 }
 
 /// Returns the sum of squares of elements `range` of data in host memory.

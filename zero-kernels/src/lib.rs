@@ -10,6 +10,7 @@
 mod vectorised;
 
 pub mod cpu;
+pub mod device;
 pub mod options;
 pub mod quantized;
 mod rule;

@@ -41,7 +41,7 @@ pub use cube::clip::clip_factor;
 #[cfg(feature = "cubecl")]
 pub use cube::norm::sums_of_squares;
 #[cfg(feature = "cubecl")]
-pub use cube::optim::{GradScale, Update, UpdateItem, Updated, fused_update};
+pub use cube::optim::{GradScale, UpdateItem, Updated, fused_update};
 #[cfg(feature = "cubecl")]
 pub use cube::pack::{PackItem, SumItem, UnpackItem, pack, sum_parts, unpack};
 #[cfg(feature = "cubecl")]

@@ -1,7 +1,8 @@
 //! Tensors that threads share.
 
+use burn_backend::Backend;
 use burn_backend::tensor::FloatTensor;
-use burn_backend::{Backend, TensorMetadata};
+#[cfg(feature = "cuda")]
 use burn_std::{DType, Shape};
 
 #[cfg(feature = "cuda")]
@@ -15,13 +16,8 @@ use crate::cube::any::{Memory, into_memory};
 /// queue). burn-fusion 0.21 miscounts the uses of a tensor on two streams: one stream's last use, or its drop, may run before another's
 /// operation on it, which then finds no memory. So the operations that compute the tensor are submitted before it is shared, and threads
 /// share the device's memory, which CubeCL orders between streams by itself. In host memory this is the tensor.
-#[derive(Debug)]
-pub struct Shared<B: Backend> {
-    shape: Shape,
-    dtype: DType,
-    device: B::Device,
-    held: Held<B>,
-}
+#[derive(Debug, Clone)]
+pub struct Shared<B: Backend>(Held<B>);
 
 enum Held<B: Backend> {
     Tensor(FloatTensor<B>),
@@ -30,43 +26,34 @@ enum Held<B: Backend> {
 }
 
 impl<B: Backend> Shared<B> {
-    /// Shares `tensor`.
-    pub fn new(tensor: FloatTensor<B>) -> Self {
-        Self::many(vec![tensor]).swap_remove(0)
-    }
-
     /// Shares several tensors at the cost of one.
     pub fn many(tensors: Vec<FloatTensor<B>>) -> Vec<Self> {
-        let about = |tensor: &FloatTensor<B>| (tensor.shape(), tensor.dtype(), B::float_device(tensor));
-        let abouts: Vec<(Shape, DType, B::Device)> = tensors.iter().map(about).collect();
-        let of = |((shape, dtype, device), held)| Self { shape, dtype, device, held };
         #[cfg(feature = "cubecl")]
         let tensors = match into_memory::<B>(tensors) {
-            Ok(memory) => return abouts.into_iter().zip(memory.into_iter().map(Held::Memory)).map(of).collect(),
+            Ok(memory) => return memory.into_iter().map(|memory| Self(Held::Memory(memory))).collect(),
             Err(tensors) => tensors,
         };
-        abouts.into_iter().zip(tensors.into_iter().map(Held::Tensor)).map(of).collect()
+        tensors.into_iter().map(Self::not).collect()
     }
 
     /// Keeps `tensor` unshared: only the calling thread may use it.
     pub fn not(tensor: FloatTensor<B>) -> Self {
-        let (shape, dtype, device) = (tensor.shape(), tensor.dtype(), B::float_device(&tensor));
-        Self { shape, dtype, device, held: Held::Tensor(tensor) }
+        Self(Held::Tensor(tensor))
     }
 
     /// Allocates uninitialized memory on a CUDA device and returns its address, for copies from the host. `None` if the backend has other
     /// devices.
     #[cfg(feature = "cuda")]
     pub fn uninit_on_cuda(device: &B::Device, shape: Shape, dtype: DType) -> Option<(Self, CudaSpan)> {
-        let (memory, span) = uninit_on_cuda::<B>(device, shape.clone(), dtype)?;
-        Some((Self { shape, dtype, device: device.clone(), held: Held::Memory(memory) }, span))
+        let (memory, span) = uninit_on_cuda::<B>(device, shape, dtype)?;
+        Some((Self(Held::Memory(memory)), span))
     }
 
     /// Returns its address on a CUDA device, row-major without gaps and valid while this is held. All work that computes it has been
     /// submitted. `None` for a tensor of [`Shared::not`], and on other devices.
     #[cfg(feature = "cuda")]
     pub fn on_cuda(&self) -> Option<CudaSpan> {
-        match &self.held {
+        match &self.0 {
             Held::Tensor(_) => None,
             Held::Memory(memory) => memory.on_cuda(),
         }
@@ -74,7 +61,7 @@ impl<B: Backend> Shared<B> {
 
     /// Returns a tensor for the calling thread.
     pub fn tensor(&self) -> FloatTensor<B> {
-        match &self.held {
+        match &self.0 {
             Held::Tensor(tensor) => tensor.clone(),
             #[cfg(feature = "cubecl")]
             Held::Memory(memory) => memory.tensor(),
@@ -83,37 +70,21 @@ impl<B: Backend> Shared<B> {
 
     /// Returns the tensor by value: without a second handle, so that the backend may compute in place.
     pub fn into_tensor(self) -> FloatTensor<B> {
-        match self.held {
+        match self.0 {
             Held::Tensor(tensor) => tensor,
             #[cfg(feature = "cubecl")]
             Held::Memory(memory) => memory.into_tensor(),
         }
     }
-
-    /// Returns its type.
-    pub fn dtype(&self) -> DType {
-        self.dtype
-    }
-
-    /// Returns its shape.
-    pub fn shape(&self) -> &Shape {
-        &self.shape
-    }
-
-    /// Returns its device.
-    pub fn device(&self) -> &B::Device {
-        &self.device
-    }
 }
 
-impl<B: Backend> Clone for Shared<B> {
+impl<B: Backend> Clone for Held<B> {
     fn clone(&self) -> Self {
-        let held = match &self.held {
+        match self {
             Held::Tensor(tensor) => Held::Tensor(tensor.clone()),
             #[cfg(feature = "cubecl")]
             Held::Memory(memory) => Held::Memory(memory.duplicate()),
-        };
-        Self { shape: self.shape.clone(), dtype: self.dtype, device: self.device.clone(), held }
+        }
     }
 }
 

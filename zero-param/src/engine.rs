@@ -12,14 +12,13 @@ use burn::tensor::{Bytes, DType, FloatDType, Shape, Slice, TensorData};
 use zero_core::{Buffer, CommError};
 use zero_engine::abort::stop;
 use zero_engine::backend::{self, Backend, DType as EngineDType, HostData};
-use zero_kernels::quantized::{Format, Quantized};
 use zero_kernels::update::Elements;
 
 use crate::tensors::{Raw, narrow, packed, widen};
 
 /// burn-flex.
-#[derive(Debug)]
-pub(crate) enum Host {}
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Host;
 
 pub(crate) type Cell = zero_engine::cell::Cell<Host>;
 pub(crate) type Slot = zero_engine::cell::slot::Slot<Host>;
@@ -96,14 +95,6 @@ impl HostData for Data {
         Self { bytes, shape: shape.into(), dtype }
     }
 
-    fn from_bytes(bytes: Vec<u8>, shape: &[usize], dtype: EngineDType) -> Self {
-        // An element's alignment, which a vector of bytes need not have.
-        let elements = bytes.len() / dtype.size();
-        let mut data = Self::from_buffer(Buffer::from_f32(vec![0.0; elements], dtype), shape);
-        data.bytes_mut().copy_from_slice(&bytes);
-        data
-    }
-
     fn into_buffer(self) -> Buffer {
         fn of<E: bytemuck::Pod>(bytes: Bytes) -> Vec<E> {
             bytes.try_into_vec().unwrap_or_else(|bytes| bytemuck::cast_slice(&bytes).to_vec())
@@ -123,10 +114,6 @@ impl HostData for Data {
 
     fn numel(&self) -> usize {
         self.shape.iter().product()
-    }
-
-    fn shape(&self) -> backend::Shape {
-        self.shape.clone()
     }
 
     fn reshaped(self, shape: &[usize]) -> Self {
@@ -154,6 +141,7 @@ impl Backend for Host {
     type Loan = Loan;
     type Operation = ();
     type ParamId = ParamId;
+    type Draw = ();
     type Stream = ();
 
     fn device(_: &Raw) {}
@@ -263,25 +251,5 @@ impl Backend for Host {
 
     fn into_held(held: Raw) -> Raw {
         held
-    }
-
-    fn held_dtype(held: &Raw) -> EngineDType {
-        engine_dtype(held.dtype())
-    }
-
-    fn held_numel(held: &Raw) -> usize {
-        held.shape().num_elements()
-    }
-
-    fn held_device(_: &Raw) -> &() {
-        &()
-    }
-
-    fn to_codes(_: Raw, _: Format) -> Raw {
-        unreachable!("`shard` refuses gathers by collectives")
-    }
-
-    fn from_codes(_: Raw, _: Quantized, _: EngineDType) -> Raw {
-        unreachable!("`shard` refuses gathers by collectives")
     }
 }

@@ -174,15 +174,7 @@ impl Parameter {
 
     /// Returns the template of a tensor that belongs to this parameter.
     pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<Host> {
-        Template {
-            rank: self.shared.runtime.rank.clone(),
-            slot: Some(self.slot.clone()),
-            partition: self.slot.partition,
-            shape: self.slot.shape.clone(),
-            device: (),
-            kind,
-            origin,
-        }
+        Template::of(&self.shared.runtime.rank, &self.slot, kind, origin)
     }
 
     /// Returns the shape of the base: that of the parameter if nothing is sharded, otherwise a row of the shard's length, at least 1.

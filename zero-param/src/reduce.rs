@@ -15,9 +15,8 @@ use parking_lot::Mutex;
 use zero_core::{Buffer, CommError, ReduceOp, Request};
 use zero_engine::abort::stop;
 use zero_engine::backend::HostData;
-use zero_engine::cell::slice_shard;
-use zero_engine::reduce::{Phase, gradient_template};
-use zero_engine::values::{flat_tensor, of_type};
+use zero_engine::reduce::Phase;
+use zero_engine::values::flat_tensor;
 use zero_kernels::cpu::embedding;
 use zero_kernels::cpu::half::widened;
 
@@ -77,20 +76,11 @@ impl Pass {
 
     /// Hands the sum of a parameter's gradients to the reducer.
     fn submit(&mut self, runtime: &Runtime, index: usize) {
-        let (member, gradient) = (&self.members[index], &mut self.gradients[index]);
+        let gradient = &mut self.gradients[index];
         let Some(sum) = gradient.sum.take() else { return };
-        let (rank, slot) = (&runtime.rank, &member.slot);
-        let (full, template) = (flat_tensor::<Host>(sum, &()), gradient_template(rank, slot, ()));
-        let dtype = rank.gradient_dtype(slot);
-        gradient.cell = Some(match &runtime.reducer {
-            Some(reducer) => {
-                let cell = Cell::pending(template, dtype);
-                reducer.submit(slot.index, full, cell.clone());
-                reducer.catch_up(rank);
-                cell
-            }
-            None => Cell::ready(template, slice_shard::<Host>(of_type::<Host>(full, dtype), slot.partition, 0)),
-        });
+        let cell = gradient.cell.insert(runtime.gradient(&self.members[index].slot));
+        runtime.reduce(flat_tensor::<Host>(sum, &()), cell);
+        runtime.reducer.iter().for_each(|reducer| reducer.catch_up(&runtime.rank));
     }
 }
 
@@ -153,22 +143,16 @@ impl Passes {
         let flags = pass.gradients.iter().map(|gradient| u8::from(gradient.cell.is_some())).collect();
         let request = Request::AllReduce(Buffer::U8(flags), ReduceOp::Max);
         let had = runtime.collective().execute_for(request, "which gradients exist")?.into_u8();
-        let outcome = runtime.end_reduction();
+        let foreign = runtime.end_reduction().map_or_else(Vec::new, |outcome| outcome.foreign);
         runtime.end_passes();
-        runtime.gatherer.end_cycle();
-        runtime.gatherer.drop_unused();
-        let mut cells: Vec<_> = pass.gradients.into_iter().map(|gradient| gradient.cell).collect();
-        if let Some(outcome) = outcome {
-            for (slot, cell) in outcome.foreign {
-                let index = pass.members.iter().position(|member| member.slot.index == slot);
-                let index = index.expect("a pass reduces gradients of its own parameters");
-                cells[index] = Some(cell).filter(|_| had[index] > 0);
-            }
-        }
-        for (member, _) in pass.members.iter().zip(&cells).filter(|(_, cell)| cell.is_some()) {
-            member.reduced.fetch_add(1, Ordering::Relaxed);
-        }
-        Ok(cells)
+        runtime.end_backward(foreign);
+        let cells = pass.members.iter().zip(pass.gradients).zip(had).map(|((member, gradient), had)| {
+            let foreign = runtime.take_foreign(member.slot.index).pop().filter(|_| had > 0);
+            let cell = gradient.cell.or(foreign);
+            member.reduced.fetch_add(usize::from(cell.is_some()), Ordering::Relaxed);
+            cell
+        });
+        Ok(cells.collect())
     }
 }
 

@@ -74,9 +74,6 @@ fn refused(key: &'static str, got: impl ToString) -> TrainError {
     EngineError::Setting { key, got: got.to_string(), expected }.into()
 }
 
-/// Stands for the value in an error about a feature that has none.
-const ASKED: &str = "requested";
-
 fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
     let got = format!("{backend:?}").to_lowercase();
     TrainError::Option { option: "backend", got, expected: expected.into() }
@@ -114,9 +111,17 @@ fn check_steps(run: &Run<'_>) -> Result<()> {
         return Err(refused("sync_each_batch", false));
     }
     if run.engine.exclude_frozen_parameters {
-        return Err(refused("LoRA", ASKED));
+        return Err(refused("LoRA", "requested"));
     }
-    shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, ASKED)))
+    if run.zero.checkpointed_blocks > 0 {
+        let got = format!(
+            "{} blocks, by an option or by the plan that fits the run into memory",
+            run.zero.checkpointed_blocks
+        );
+        let expected = "not supported with Burn 0.22; set --checkpoint-activations 0, or use Burn 0.21".into();
+        return Err(EngineError::Setting { key: "checkpoint_activations", got, expected }.into());
+    }
+    shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, "requested")))
 }
 
 impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {

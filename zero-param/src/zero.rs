@@ -1,6 +1,6 @@
 //! A rank's handle of a sharded module, separate from the module itself.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
@@ -36,15 +36,17 @@ impl Zero {
     pub fn publish_changes<M: Module>(&self, model: M) -> Result<M, Error> {
         caught(|| {
             let mut changed = vec![0.0; self.parameters.len()];
-            let mut is_changed = |parameter: &Parameter, base: &Raw| {
-                changed[parameter.index] = f64::from(u8::from(parameter.is_changed(base)));
-                false
-            };
-            model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
+            self.visit(&model, |parameter, base| {
+                changed[parameter.index] = f64::from(u8::from(parameter.is_changed(&base)));
+            });
             // Every rank makes the same versions, so that their names match.
             let changed = self.runtime().reduce_scalars(changed, ReduceOp::Max);
             self.fence("a change of parameters");
-            model.visit(&mut Publish { zero: self, publishes: &mut |parameter, _| changed[parameter.index] > 0.0 });
+            self.visit(&model, |parameter, base| {
+                if changed[parameter.index] > 0.0 {
+                    parameter.publish(base);
+                }
+            });
             self.rebase(model)
         })
         .map_err(Error::from)
@@ -84,22 +86,37 @@ impl Zero {
     /// Returns the first parameter of `model` that was changed by hand and not published.
     pub(crate) fn first_changed<M: Module>(&self, model: &M) -> Option<String> {
         let mut first = None;
-        let mut is_changed = |parameter: &Parameter, base: &Raw| {
-            if first.is_none() && parameter.is_changed(base) {
+        self.visit(model, |parameter, base| {
+            if first.is_none() && parameter.is_changed(&base) {
                 first = Some(parameter.path.clone());
             }
-            false
-        };
-        model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
+        });
         first
     }
 
-    /// Publishes the shards of the `updated` parameters that an update has changed, on all ranks alike. Called after a fence.
+    /// Publishes the shards of the `updated` parameters, in ascending order, that an update has changed, on all ranks alike. Called after a
+    /// fence.
     pub(crate) fn publish<M: Module>(&self, model: &M, updated: &[usize]) {
-        let updated: HashSet<usize> = updated.iter().copied().collect();
-        let mut is_changed =
-            |parameter: &Parameter, base: &Raw| updated.contains(&parameter.index) && parameter.is_changed(base);
-        model.visit(&mut Publish { zero: self, publishes: &mut is_changed });
+        self.visit(model, |parameter, base| {
+            if updated.binary_search(&parameter.index).is_ok() && parameter.is_changed(&base) {
+                parameter.publish(base);
+            }
+        });
+    }
+
+    /// Calls `each` for the parameters of `model`, with what the module holds of them.
+    pub(crate) fn visit<M: Module>(&self, model: &M, each: impl FnMut(&Arc<Parameter>, Raw)) {
+        struct Visit<'a, F>(&'a Zero, F);
+
+        impl<F: FnMut(&Arc<Parameter>, Raw)> ModuleVisitor for Visit<'_, F> {
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+                if let Some(parameter) = self.0.parameter(param.id) {
+                    (self.1)(parameter, held(param.base()));
+                }
+            }
+        }
+
+        model.visit(&mut Visit(self, each));
     }
 
     /// Gathers the parameters that this stage keeps in full, and gives the module the bases of the versions in use.
@@ -122,23 +139,6 @@ impl Zero {
 
     pub(crate) fn parameter(&self, id: ParamId) -> Option<&Arc<Parameter>> {
         self.ids.get(&id).map(|&index| &self.parameters[index])
-    }
-}
-
-/// A visitor that publishes what the module holds of the parameters for which `publishes` returns true.
-struct Publish<'a> {
-    zero: &'a Zero,
-    publishes: &'a mut dyn FnMut(&Parameter, &Raw) -> bool,
-}
-
-impl ModuleVisitor for Publish<'_> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
-        if let Some(parameter) = self.zero.parameter(param.id) {
-            let base = held(param.base());
-            if (self.publishes)(parameter, &base) {
-                parameter.publish(base);
-            }
-        }
     }
 }
 

@@ -3,19 +3,16 @@
 use std::convert::Infallible;
 
 use burn::module::AutodiffModule;
-use burn_backend::Backend;
-use burn_std::DType;
 use zero_core::checkpoint::ElementType;
 
 use super::fused::{Fused, loaded_state};
-use super::state::flat;
 use crate::abort::stop;
 use crate::autodiff::ZeroAutodiff;
 use crate::context::Context;
-use crate::engine::{Cell, burn_shape};
+use crate::engine::burn_shape;
 use crate::shards::replace_shards;
 use crate::tensor::ZeroTensor;
-use crate::values::{self, read};
+use crate::values::read;
 use zero_engine::update::plan::{EMA, MASTER, edited};
 
 impl<A: ZeroAutodiff> Fused<A> {
@@ -23,7 +20,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     /// A parameter without an average, because it is frozen or has not been updated, stays. Every rank calls it. Between the two calls the
     /// module may be read and saved as usual, but must not be trained.
     ///
-    /// Memory: two copies of one parameter at a time. If a parameter is partitioned differently from its state, the average is gathered.
+    /// Memory: two copies of one shard at a time.
     pub fn swap_averages<M: AutodiffModule<A>>(&mut self, module: M) -> M {
         let context = Context::<A::Base>::current();
         context.wait_for_updates();
@@ -41,23 +38,11 @@ impl<A: ZeroAutodiff> Fused<A> {
                 cells[master].1 = edited(cells[master].1.clone(), &edits);
             }
             let cell = cells[average].1.clone();
-            let held = cell.partition.range(cell.place());
-            // The condition is the same on every rank, as a gather needs.
-            let values = match cell.partition == shard.cell.partition {
-                true => local::<A::Base>(&cell, held.len()),
-                false => {
-                    let whole: Vec<f32> = flat(&cell).into_data().iter::<f32>().collect();
-                    whole[range.clone()].to_vec()
-                }
-            };
+            let local = |x| read::<A::Base>(x).iter::<f32>().take(range.len()).collect::<Vec<f32>>();
+            let values = local(cell.local());
             cells[average].1 = match master {
                 Some(master) => std::mem::replace(&mut cells[master].1, cell),
-                None => {
-                    let own = values::flat(read::<A::Base>(shard.into_piece())).convert_dtype(DType::F32);
-                    let first = held.start - range.start.min(held.start);
-                    let own = own.as_slice::<f32>().expect("it was converted")[first..first + held.len()].to_vec();
-                    loaded_state(meta.id, EMA, burn_shape(&cell.shape), own)
-                }
+                None => loaded_state(meta.id, EMA, burn_shape(&cell.shape), local(shard.into_piece())),
             };
             let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
             Ok(Some((ElementType::F32, bytes)))
@@ -65,10 +50,4 @@ impl<A: ZeroAutodiff> Fused<A> {
         let Ok(()) = exchanged;
         module
     }
-}
-
-/// Returns the first `len` elements of a state that this rank holds.
-fn local<B: Backend>(cell: &std::sync::Arc<Cell<B>>, len: usize) -> Vec<f32> {
-    let data = values::flat(read::<B>(cell.local()));
-    data.iter::<f32>().take(len).collect()
 }

@@ -9,7 +9,6 @@ use burn::tensor::Tensor;
 use burn_backend::distributed::DistributedParamId;
 use burn_backend::{Backend, BackendTypes};
 use burn_std::{DType, Shape};
-use half::bf16;
 
 use zero_core::offload::DiskError;
 use zero_ops::Rule;
@@ -22,7 +21,7 @@ use crate::engine::{
     Cell, EngineDType, Kind, Origin, ParamState, Step, Template, burn_dtype, burn_shape, engine_shape,
 };
 use crate::random::sign_bytes;
-use crate::shards::{OffloadedStates, cell_bytes};
+use crate::shards::OffloadedStates;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::piece;
 use crate::walk;
@@ -197,14 +196,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     pub fn state_piece(&self, id: ParamId, name: &str) -> Option<Vec<u8>> {
         let (_, state) = &self.states[*self.index.get(&id)?];
         let (_, cell) = state.cells.iter().find(|(known, _)| known == name)?;
-        let bytes = cell_bytes(cell);
-        Some(match cell.dtype {
-            EngineDType::Bf16 => {
-                let numbers = bytes.chunks_exact(2).map(|bytes| bf16::from_le_bytes([bytes[0], bytes[1]]));
-                numbers.flat_map(|number| number.to_f32().to_le_bytes()).collect()
-            }
-            _ => bytes,
-        })
+        Some(cell.own_bytes(EngineDType::F32))
     }
 
     /// Sets the complete state of a parameter of `numel` elements that has been updated `time` times. For each name, `states` has the

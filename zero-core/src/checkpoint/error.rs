@@ -91,8 +91,7 @@ pub enum CheckpointError {
     },
     /// The manifest cannot be read, or contradicts itself.
     #[error(
-        "the manifest {} is damaged: {reason}; restore it (it is not meant to be edited), or resume from another \
-         checkpoint", path.display()
+        "{} is damaged: {reason}; restore it (it is not meant to be edited), or resume from another checkpoint", path.display()
     )]
     BadManifest {
         /// The manifest.

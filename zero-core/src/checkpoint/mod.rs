@@ -57,6 +57,7 @@ mod save;
 mod shard;
 mod side;
 mod sound;
+pub mod training;
 mod writer;
 
 pub use asynchronous::{AsyncSaver, Started};

@@ -59,8 +59,8 @@ pub enum CommError {
     },
     /// Other ranks did not reach the operation within the deadline.
     #[error(
-        "rank {} waited {waited_ms} ms in {} (operation {} of group '{}') for rank(s) {missing:?}, which never called it: \
-         check that every rank runs the same steps, or raise the deadline", at.rank, at.op, at.seq, at.group
+        "rank {} waited {waited_ms} ms in {} (operation {} of group '{}') for rank(s) {missing:?}, which have not called it, or whose \
+         data have not arrived: check that every rank runs the same steps, or raise the deadline", at.rank, at.op, at.seq, at.group
     )]
     Timeout {
         /// The operation that waited.

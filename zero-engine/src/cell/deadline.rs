@@ -81,7 +81,6 @@ mod tests {
     use super::*;
     use crate::backend::DType;
     use crate::cell::Cell;
-    use crate::reduce::gradient_template;
     use crate::testing::with_ranks;
 
     #[test]
@@ -89,7 +88,7 @@ mod tests {
         let begin = Instant::now();
         let waited = with_ranks(2, &ZeroConfig::default(), Duration::from_millis(100), |rank| {
             let slot = rank.new_slot([3].into(), DType::F32);
-            Cell::pending(gradient_template(rank, &slot, ()), DType::F32).local();
+            Cell::gradient(rank, &slot).local();
             Ok(())
         });
         let error = waited.unwrap_err();

@@ -30,7 +30,7 @@ use crate::values::part;
 use codes::Codes;
 use deadline::Deadline;
 use rank::Rank;
-use slot::{Drawn, Names, Slot};
+use slot::{Names, Slot};
 pub use state::{FullState, ShardState, State};
 
 /// The kind of data that a cell's bytes are counted as.
@@ -103,6 +103,14 @@ pub struct Template<B: Backend> {
     pub kind: Kind,
     /// The origin, which determines its name.
     pub origin: Origin,
+}
+
+impl<B: Backend> Template<B> {
+    /// Returns the template of a tensor that belongs to parameter `slot`, on the rank's device.
+    pub fn of(rank: &Arc<Rank<B>>, slot: &Arc<Slot<B>>, kind: Kind, origin: Origin) -> Self {
+        let (partition, shape, device) = (slot.partition, slot.shape.clone(), rank.device.clone());
+        Self { rank: rank.clone(), slot: Some(slot.clone()), partition, shape, device, kind, origin }
+    }
 }
 
 /// The origin of a cell, which determines its name; see [`crate::cell::slot::Names`].
@@ -226,6 +234,11 @@ impl<B: Backend> Cell<B> {
         Self::new(template, dtype, State::of(ShardState::Pending))
     }
 
+    /// Creates the cell of the gradient of `slot`, which is still being reduced.
+    pub fn gradient(rank: &Arc<Rank<B>>, slot: &Arc<Slot<B>>) -> Arc<Self> {
+        Self::pending(Template::of(rank, slot, Kind::Gradient, GRADIENT), rank.gradient_dtype(slot))
+    }
+
     /// Returns the kind of data that its bytes are counted as.
     pub fn kind(&self) -> Kind {
         match self.kind.load(Ordering::Relaxed) {
@@ -248,12 +261,12 @@ impl<B: Backend> Cell<B> {
     }
 
     /// Returns the draw that this parameter's values came from, if it still holds the drawn values.
-    pub fn drawn(&self) -> Option<Drawn> {
+    pub fn drawn(&self) -> Option<B::Draw> {
         let slot = self.slot.as_ref().filter(|_| self.is_version)?;
         // After `prepare` redraws a tied parameter, its other places in the module still hold the first version.
         let is_drawn = |version| version == 1 || version == slot.draw.version.load(Ordering::Relaxed);
         let is_drawn = self.key.is_some_and(|key| is_drawn(key.version));
-        slot.draw.first.get().copied().filter(|_| is_drawn)
+        slot.draw.first.get().cloned().filter(|_| is_drawn)
     }
 
     /// Returns the keys under which the other ranks read this cell.
@@ -386,7 +399,7 @@ impl<B: Backend> Cell<B> {
         match self.home() {
             Home::Host => self.settle_as(ShardState::Stored(Stored::Host(Arc::new(data)))),
             _ => {
-                let shape = data.shape();
+                let shape = [data.numel()];
                 self.settle(Ok(self.rank.copier.to_backend(data, &shape, &self.device, Caller::OtherThread)));
             }
         }

@@ -20,8 +20,7 @@ use crate::backend::{Backend, DType, Shape, Shared};
 use crate::copier::Copier;
 use crate::gauges::Gauges;
 use crate::tier::{Home, SwapDisk};
-use crate::values::dtype_of;
-use zero_core::config::{Tier, ZeroConfig};
+use zero_core::config::{Float, Tier, ZeroConfig};
 
 /// One rank, as its cells see it. Fields that are fixed at the start come first, then those that change.
 pub struct Rank<B: Backend> {
@@ -225,7 +224,7 @@ impl<B: Backend> Rank<B> {
                 self.parameters.number((slot.shape.clone(), dtype), slot.partition, slot.offload.resident, formats)
             }
         };
-        slot.draw.first.get().map(|drawn| replaced.draw.first.set(*drawn));
+        slot.draw.first.get().map(|drawn| replaced.draw.first.set(drawn.clone()));
         replaced.mesh.is_counted.store(slot.mesh.is_counted.load(Ordering::Relaxed), Ordering::Relaxed);
         replaced.mesh.is_averaged.store(slot.mesh.is_averaged.load(Ordering::Relaxed), Ordering::Relaxed);
         replaced
@@ -247,12 +246,12 @@ impl<B: Backend> Rank<B> {
 
     /// Returns the type of optimizer state other than master weights.
     pub fn state_dtype(&self) -> DType {
-        dtype_of(self.config.optimizer_state_dtype())
+        self.config.optimizer_state_dtype().wire_dtype()
     }
 
     /// Returns the type of a parameter's reduced gradients.
     pub fn gradient_dtype(&self, slot: &Slot<B>) -> DType {
-        self.config.gradient_dtype.map_or(slot.dtype, dtype_of)
+        self.config.gradient_dtype.map_or(slot.dtype, Float::wire_dtype)
     }
 
     /// Returns where shards of this kind and size are kept.

@@ -9,7 +9,7 @@ use super::{Cell, ShardState, slice_shard};
 use crate::abort::or_stop;
 use crate::backend::{Backend, DType, HostData};
 use crate::tier::{Stored, fetch, filled};
-use crate::values::{part, sum_of_squares_on_host, tag};
+use crate::values::{part, sum_of_squares_on_host};
 
 /// A shard's data.
 pub enum ShardData<B: Backend> {
@@ -93,6 +93,19 @@ impl<B: Backend> Cell<B> {
         }
     }
 
+    /// Returns the bytes of the elements that this rank counts and saves, in type `dtype`.
+    pub fn own_bytes(&self, dtype: DType) -> Vec<u8> {
+        let (own, size) = (self.own(), self.dtype.size());
+        let data: B::Data = match self.stored().as_ref().and_then(Stored::host) {
+            _ if own.is_empty() => return Vec::new(),
+            Some(data) => filled(&self.rank.copier, own.len(), self.dtype, |out| {
+                out.copy_from_slice(&data.bytes()[own.start * size..own.end * size]);
+            }),
+            None => B::read(part::<B>(self.local(), own)),
+        };
+        data.cast(dtype).bytes().to_vec()
+    }
+
     /// Returns the sum of squares of the elements that this rank counts, or, if a device would compute it, these elements; nothing if the
     /// rank counts none.
     pub fn own_squares(&self) -> Result<f64, B::Tensor> {
@@ -121,7 +134,7 @@ impl<B: Backend> Cell<B> {
 
     /// Returns the tag of the shard in transfers between processes.
     pub fn tag(&self, how: Option<Format>) -> String {
-        let exact = tag(&self.shape, self.dtype);
+        let exact = format!("{:?} of {:?}", self.dtype, self.shape);
         how.map_or_else(|| exact.clone(), |how| format!("{how} for {exact}"))
     }
 }

@@ -11,7 +11,7 @@ use zero_kernels::quantized::Format;
 
 use super::{Cell, DERIVED};
 use crate::backend::{Backend, DType, Shape};
-use crate::random::{Distribution, Stream, sign};
+use crate::random::sign;
 
 /// A parameter's identity, the same on every rank: parameters are numbered in the order of their creation.
 pub struct Slot<B: Backend> {
@@ -32,7 +32,7 @@ pub struct Slot<B: Backend> {
     /// Its path in the module, for messages.
     pub path: OnceLock<String>,
     /// The origin of its first values.
-    pub draw: Draw,
+    pub draw: Draw<B>,
     /// The reduction of its gradients.
     pub reduction: Reduction,
     /// Its exceptions from offload.
@@ -44,10 +44,9 @@ pub struct Slot<B: Backend> {
 }
 
 /// The origin of a parameter's first values.
-#[derive(Default)]
-pub struct Draw {
+pub struct Draw<B: Backend> {
     /// The draw that its first values came from.
-    pub first: OnceLock<Drawn>,
+    pub first: OnceLock<B::Draw>,
     /// The version that holds these values: the first (1), or the one that `prepare` has redrawn.
     pub version: AtomicU64,
 }
@@ -90,26 +89,6 @@ pub struct Quantization {
     pub formats: [Option<Format>; 2],
     /// True if it is frozen, as `prepare` has found it.
     pub is_frozen: AtomicBool,
-}
-
-/// The random draw that a parameter's first values came from.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Drawn {
-    /// The seed of the random numbers.
-    pub seed: u64,
-    /// Number of parameters created since that seed.
-    pub birth: u64,
-    /// Index of this part of the full parameter, if ranks along foreign axes hold other parts.
-    pub part: Option<u64>,
-    /// The distribution of the values.
-    pub distribution: Distribution,
-}
-
-impl Drawn {
-    /// Returns the random stream: the same numbers on every rank of the part, for any number of ranks and any type.
-    pub fn stream(&self) -> Stream {
-        Stream::of_parameter(self.seed, self.birth, self.part)
-    }
 }
 
 /// The names of the shards that belong to a parameter, the same on every rank.
@@ -228,7 +207,7 @@ impl<B: Backend> Parameters<B> {
             current: Mutex::new(Weak::new()),
             id: OnceLock::new(),
             path: OnceLock::new(),
-            draw: Draw { version: AtomicU64::new(1), ..Draw::default() },
+            draw: Draw { first: OnceLock::new(), version: AtomicU64::new(1) },
             reduction: Reduction::default(),
             offload: Offload { resident, ..Offload::default() },
             mesh: OnMesh { is_counted: AtomicBool::new(true), is_averaged: AtomicBool::new(false) },

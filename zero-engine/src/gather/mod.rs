@@ -488,9 +488,7 @@ mod tests {
             let cells = [0, 1].map(|id| {
                 let slot = rank.new_slot([6, 4].into(), DType::F32);
                 rank.parameters.name(id, slot.clone());
-                let (rank, partition, shape) = (rank.clone(), slot.partition, slot.shape.clone());
-                let (kind, origin, slot) = (Kind::Parameter, Origin::Version, Some(slot));
-                let template = Template { rank, slot, partition, shape, device: (), kind, origin };
+                let template = Template::of(rank, &slot, Kind::Parameter, Origin::Version);
                 Cell::ready(template, HostData::flat_of(Buffer::F32(vec![1.0; 12])))
             });
             let gatherer = Gatherer::new(rank.clone(), None);

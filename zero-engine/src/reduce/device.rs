@@ -17,7 +17,6 @@ use crate::cell::deadline::Deadline;
 use crate::cell::rank::Rank;
 use crate::tensor_collectives::{Begun, TensorCollectives};
 use crate::tier::Home;
-use crate::values::dtype_of;
 use crate::worker::Worker;
 
 /// Error for gradients that the kernels do not support.
@@ -34,7 +33,7 @@ pub(super) struct OnDevice<B: Backend> {
     after: f32,
     sent_as: DType,
     /// Items of the bucket that is being filled.
-    items: Vec<PackItem<B>>,
+    items: Vec<PackItem<B::Tensor>>,
     /// Moves shards that are not kept on the device, if this runs on the rank's own thread.
     settler: Option<Arc<Settler<B>>>,
 }
@@ -64,7 +63,15 @@ impl<B: Backend> OnDevice<B> {
         settler: Option<Arc<Settler<B>>>,
     ) -> Self {
         let (sent_as, before, after) = rank.config.reduction(rank.world, collectives.rounds_sums());
-        Self { rank: rank.clone(), collectives, before, after, sent_as: dtype_of(sent_as), items: Vec::new(), settler }
+        Self {
+            rank: rank.clone(),
+            collectives,
+            before,
+            after,
+            sent_as: sent_as.wire_dtype(),
+            items: Vec::new(),
+            settler,
+        }
     }
 }
 

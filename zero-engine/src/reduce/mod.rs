@@ -47,10 +47,10 @@ use zero_core::collective::threads::panic_reason;
 use zero_core::{Buffer, Collective, CommError, Mesh, OperationCall, ReduceOp, Stage};
 
 use crate::backend::{Backend, Shared};
+use crate::cell::Cell;
 use crate::cell::deadline::Deadline;
 use crate::cell::rank::Rank;
 use crate::cell::slot::Slot;
-use crate::cell::{Cell, GRADIENT, Kind, Template};
 use crate::random::words;
 use crate::tensor_collectives::TensorCollectives;
 use crate::worker::Worker;
@@ -259,19 +259,6 @@ impl<B: Backend> Reducer<B> {
             Serving::Thread(worker, _) => worker.stop(),
             Serving::Inline(server) => server.lock().stop(),
         }
-    }
-}
-
-/// Returns the template of the gradient of `slot`.
-pub fn gradient_template<B: Backend>(rank: &Arc<Rank<B>>, slot: &Arc<Slot<B>>, device: B::Device) -> Template<B> {
-    Template {
-        rank: rank.clone(),
-        slot: Some(slot.clone()),
-        partition: slot.partition,
-        shape: slot.shape.clone(),
-        device,
-        kind: Kind::Gradient,
-        origin: GRADIENT,
     }
 }
 
@@ -628,9 +615,7 @@ impl<B: Backend> Pass<B> {
         let (gradient, cell) = match contribution {
             Some(Contribution { gradient, cell }) => (Some(gradient), cell),
             None => {
-                let device = self.rank.device.clone();
-                let dtype = self.rank.gradient_dtype(&slot);
-                let cell = Cell::pending(gradient_template(&self.rank, &slot, device), dtype);
+                let cell = Cell::gradient(&self.rank, &slot);
                 self.foreign.push((index, cell.clone()));
                 (None, cell)
             }

@@ -12,7 +12,7 @@ use zero_core::{Collective, CommError, Partition, Stage};
 use super::{Incoming, Lanes, names};
 use crate::backend::{Backend, DType, Shared, SumItem};
 use crate::cell::rank::Rank;
-use crate::values::{dtype_of, here, of_type, part};
+use crate::values::{here, of_type, part};
 
 /// Gradients, or sums of them, that a rank hands to the others; `None` where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;
@@ -44,7 +44,7 @@ impl<B: Backend> Tensors<B> {
         Self {
             before,
             after,
-            sent_as: dtype_of(sent_as),
+            sent_as: sent_as.wire_dtype(),
             capacity: bucket_size.max(1),
             rank: rank.clone(),
             comm,
@@ -141,7 +141,7 @@ impl<B: Backend> Tensors<B> {
             let mut parts = all.iter().filter_map(|handed| handed[wanted.place].as_ref());
             !wanted.range.is_empty() && parts.all(|part| part.dtype() == DType::F32 && part.device() == device)
         });
-        let item = |Wanted { place, range }: &Wanted| SumItem::<B> {
+        let item = |Wanted { place, range }: &Wanted| SumItem {
             parts: all.iter().filter_map(|handed| handed[*place].as_ref()).map(Shared::tensor).collect(),
             range: range.clone(),
             dtype: self.held[*place].cell.dtype,

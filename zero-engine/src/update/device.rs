@@ -23,7 +23,7 @@ fn run_scaled<B: Backend>(mut jobs: Vec<Job<B>>, factor: Option<B::Tensor>) -> V
     let item = |job: &mut Job<B>| {
         let (gradient, _) = job.gradient.take().expect("the first pass on a device gives the direction of the second");
         let (is_first, is_second) = (job.is_first_pass(), job.is_second_pass());
-        UpdateItem::<B> {
+        UpdateItem {
             kernel: job.kernel,
             parameter: tensor(job.parameter.take()),
             gradient: tensor(gradient),

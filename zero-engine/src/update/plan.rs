@@ -47,23 +47,12 @@ impl<B: Backend> Operand<B> {
 }
 
 /// The optimizer state of a parameter: this rank's shards.
+#[derive(Clone, Default)]
 pub struct ParamState<B: Backend> {
     /// Number of updates so far.
     pub time: usize,
     /// In the order of the rule's names, then the average and the master, if there are any.
     pub cells: Vec<(String, Arc<Cell<B>>)>,
-}
-
-impl<B: Backend> Default for ParamState<B> {
-    fn default() -> Self {
-        Self { time: 0, cells: Vec::new() }
-    }
-}
-
-impl<B: Backend> Clone for ParamState<B> {
-    fn clone(&self) -> Self {
-        Self { time: self.time, cells: self.cells.clone() }
-    }
 }
 
 /// The place where an update runs.

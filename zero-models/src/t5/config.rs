@@ -108,14 +108,19 @@ const GATED_GELU: &str = "gated-gelu";
 /// Reads a `feed_forward_proj`: returns whether there is a gate, and the activation.
 fn feed_forward(named: &Value) -> Result<(bool, Activation)> {
     let (model, key) = (T5Config::FAMILY, "feed_forward_proj");
-    let read = |name: &str| Activation::from_hf_name(model, key, name).ok();
-    let found = named.as_str().and_then(|text| match text.strip_prefix("gated-") {
-        _ if text == GATED_GELU => Some((true, Activation::GeluTanh)),
-        Some(name) => Some((true, read(name)?)),
-        None => Some((false, read(text)?)),
-    });
-    let (got, supported) = (named.to_string(), "relu, gelu or gelu_new, alone or with the prefix gated-".to_string());
-    found.ok_or(ModelError::Unsupported { model, key, got, supported })
+    let text = named.as_str().unwrap_or_default();
+    if text == GATED_GELU {
+        return Ok((true, Activation::GeluTanh));
+    }
+    let name = text.strip_prefix("gated-");
+    match Activation::from_hf_name(model, key, name.unwrap_or(text)) {
+        Ok(activation) => Ok((name.is_some(), activation)),
+        Err(ModelError::Unsupported { supported, .. }) => {
+            let supported = format!("{supported}, alone or with the prefix gated-");
+            Err(ModelError::Unsupported { model, key, got: named.to_string(), supported })
+        }
+        Err(error) => Err(error),
+    }
 }
 
 /// Layers of encoder and decoder, width, width of a head, heads, feed-forward width; true for version 1.1 or Flan.
@@ -289,7 +294,7 @@ mod tests {
             (r#"{"is_encoder_decoder": false}"#, "is_encoder_decoder = false is not implemented"),
             (
                 r#"{"feed_forward_proj": "gated-silu"}"#,
-                "feed_forward_proj = \"gated-silu\" is not implemented, and ignoring it would change the results; supported: relu, gelu or gelu_new",
+                "feed_forward_proj = \"gated-silu\" is not implemented, and ignoring it would change the results; supported: one of gelu_new, gelu_pytorch_tanh,",
             ),
             (r#"{"feed_forward_proj": "relu-gated"}"#, "feed_forward_proj = \"relu-gated\""),
             (r#"{"feed_forward_proj": 3}"#, "feed_forward_proj = 3"),

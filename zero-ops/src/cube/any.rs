@@ -191,19 +191,8 @@ pub(crate) fn asked<B: Backend>(device: &B::Device, what: &impl Question) -> boo
     )
 }
 
-/// Elements in a CUDA device's memory.
 #[cfg(feature = "cuda")]
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CudaSpan {
-    /// Address of the first: a `CUdeviceptr` of the device's primary context.
-    pub pointer: u64,
-    /// Number of elements.
-    pub elements: usize,
-}
-
-/// Makes all work submitted to the device from now on wait for an operation that was begun.
-#[cfg(feature = "cuda")]
-pub type End = Box<dyn FnOnce() + Send>;
+pub use zero_kernels::device::{CudaSpan, End};
 
 /// An operation that runs on a CUDA device concurrently with the device's other work, together with the memory that it reads. When the last
 /// handle is dropped, later work is ordered after the operation, so that its memory can be reused.

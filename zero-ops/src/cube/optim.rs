@@ -18,6 +18,7 @@ use super::many::{
 };
 use super::tensor::{empty, is_float, launch};
 use zero_kernels::Rule;
+pub use zero_kernels::device::{GradScale, Updated};
 use zero_kernels::update::{Kernel, Sweep, step_key};
 
 /// Returns the kernel variant of a rule.
@@ -34,17 +35,15 @@ fn kind(rule: &Rule) -> Kind {
     }
 }
 
-/// A rule with the numbers of one step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Update {
-    /// The rule.
-    pub rule: Rule,
-    /// The learning rate of the step.
-    pub lr: f64,
+/// The rule and the numbers of one pass.
+#[derive(Clone, Copy)]
+struct Update {
+    rule: Rule,
+    lr: f64,
     /// Number of the step, from 1.
-    pub time: usize,
+    time: usize,
     /// States begin with this step: they are not read.
-    pub fresh: bool,
+    fresh: bool,
 }
 
 impl From<Kernel> for Update {
@@ -57,49 +56,8 @@ impl From<Kernel> for Update {
     }
 }
 
-/// A parameter to be updated. All its tensors have the same number of elements.
-#[derive(Debug, Clone)]
-pub struct UpdateItem<T> {
-    /// The rule and the numbers of the step.
-    pub update: Update,
-    /// The parameter, or its master, in fp32.
-    pub parameter: T,
-    /// The gradient, in fp32 or 16 bit.
-    pub gradient: T,
-    /// The rule's states. May be empty if they begin with this step.
-    pub states: Vec<T>,
-    /// Type in which states are stored: fp32, or bfloat16 with stochastic rounding as on the CPU
-    /// ([`State::Bf16`](zero_kernels::update::State)).
-    pub state_dtype: DType,
-    /// Index of the first element in its parameter, from which the random bits of the rounding follow.
-    pub first: usize,
-    /// A 16-bit tensor to which the updated parameter is also written; its elements are not read. `None` for LAMB.
-    pub copy: Option<T>,
-}
-
-/// An updated parameter.
-#[derive(Debug, Clone)]
-pub struct Updated<T> {
-    /// The parameter, or its master.
-    pub parameter: T,
-    /// The rule's states.
-    pub states: Vec<T>,
-    /// The parameter in 16 bit, if the item had a copy.
-    pub copy: Option<T>,
-    /// Only for LAMB, which leaves the parameter unchanged: its update `u` in fp32. The caller takes the norms of both, and then descends
-    /// ([`Rule::sgd`]) along `u` with the learning rate times the trust ratio.
-    pub direction: Option<T>,
-}
-
-/// Factor of the gradients, applied before anything else.
-#[derive(Debug, Clone)]
-pub enum GradScale<T> {
-    /// A number known to the host.
-    Number(f32),
-    /// One fp32 number in a tensor, which the host need not know. If it is NaN, nothing is updated: parameters and states keep their
-    /// values, and states that would begin with this step are undefined.
-    Tensor(T),
-}
+/// [`zero_kernels::device::UpdateItem`] with Burn's types.
+pub type UpdateItem<T> = zero_kernels::device::UpdateItem<T, DType>;
 
 /// Updates all parameters in few launches, in place if nobody else holds a tensor, without waiting for the device. Results are in the order
 /// of the items.
@@ -135,7 +93,8 @@ pub fn fused_update<B: Backend>(
     let mut plans = Vec::with_capacity(items.len());
     let mut inputs = Vec::new();
     let mut outputs = Vec::new();
-    for UpdateItem { update, parameter, gradient, states, state_dtype, first, copy } in items {
+    for UpdateItem { kernel, parameter, gradient, states, state_dtype, first, copy } in items {
+        let update = Update::from(kernel);
         let shape = parameter.shape();
         let directed = matches!(update.rule, Rule::Lamb { .. });
         plans.push(Plan { update, made: states.is_empty(), state_dtype, first, copied: copy.is_some(), directed });
@@ -176,7 +135,8 @@ fn is_taken<T: TensorMetadata>(item: &UpdateItem<T>) -> bool {
 }
 
 fn check<T: TensorMetadata>(item: &UpdateItem<T>) {
-    let UpdateItem { update, parameter, gradient, states, copy, .. } = item;
+    let UpdateItem { kernel, parameter, gradient, states, copy, .. } = item;
+    let update = Update::from(*kernel);
     let expected = update.rule.states();
     assert!(
         states.len() == expected || (states.is_empty() && update.fresh),

@@ -17,45 +17,13 @@ use cubecl::prelude::*;
 use super::any::{self, Body, elements, has_cube_tensors, is_countable};
 use super::many::{CHUNK, Layout, TAKES, UNITS, WIDE, array, chunks, cube_of, flat, launch_groups, owned, width};
 use super::tensor::{empty, is_float, launch};
+pub use zero_kernels::device::PackItem;
 
-/// Columns of a bucket, which follow those of the previous item.
-#[derive(Debug, Clone)]
-pub struct PackItem<T> {
-    /// The tensor of `numel` elements in row-major order; zeros if `None`.
-    pub tensor: Option<T>,
-    /// Number of elements of the full tensor.
-    pub numel: usize,
-    /// First of the tensor's columns.
-    pub from: usize,
-    /// Number of columns.
-    pub columns: usize,
-}
+/// [`zero_kernels::device::UnpackItem`] with Burn's types.
+pub type UnpackItem<T> = zero_kernels::device::UnpackItem<T, DType>;
 
-/// Destination of columns of a bucket, which follow those of the previous item.
-#[derive(Debug, Clone)]
-pub struct UnpackItem<T> {
-    /// A tensor of `numel` elements whose other columns have been written already. If `None`, the other columns are zeros.
-    pub target: Option<T>,
-    /// Number of elements of the full target. If the bucket is one row, that of the rank's shard, which may be less than `columns`.
-    pub numel: usize,
-    /// First of the target's columns.
-    pub from: usize,
-    /// Number of columns.
-    pub columns: usize,
-    /// Type of the target.
-    pub dtype: DType,
-}
-
-/// Tensors of one length to be added in rank order.
-#[derive(Debug, Clone)]
-pub struct SumItem<T> {
-    /// The tensors, of one type.
-    pub parts: Vec<T>,
-    /// Range of their elements in row-major order: all for an all-reduce, a rank's row of a bucket for a reduce-scatter.
-    pub range: Range<usize>,
-    /// Type of the result.
-    pub dtype: DType,
-}
+/// [`zero_kernels::device::SumItem`] with Burn's types.
+pub type SumItem<T> = zero_kernels::device::SumItem<T, DType>;
 
 /// Packs a bucket `[world, columns]` of `dtype`. Each element is multiplied by `factor` in fp32 and rounded once.
 ///

@@ -2,13 +2,14 @@
 
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, DType, TensorMetadata};
-use zero_ops::{GradScale, Rule, Update, UpdateItem, Updated, fused_update};
+use zero_kernels::update::{Kernel, Sweep};
+use zero_ops::{GradScale, Rule, UpdateItem, Updated, fused_update};
 
 use crate::{Fused, Plain, TestRuntime, assert_panics, device, numbers, rounded, supports, tensor, values};
 
 /// Runs one step by the formulas, each operation rounded to fp32. For LAMB `p` becomes the direction.
-fn reference(update: Update, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
-    let Update { rule, lr, time, fresh } = update;
+fn reference(kernel: Kernel, scale: f32, p: &mut [f32], g: &[f32], states: &mut [Vec<f32>]) {
+    let Kernel { rule, lr, time, fresh, .. } = kernel;
     let (lr_32, time) = (lr as f32, time as i32);
     let kept = |weight_decay: f32| (1.0 - lr * f64::from(weight_decay)) as f32;
     for i in 0..p.len() {
@@ -121,13 +122,14 @@ fn steps<B: Backend>(mut all: Vec<Mirror<B>>, scale: f32, by_tensor: bool) {
     for time in 1..=4 {
         let (mut items, before) = (Vec::new(), all.iter().map(|mirror| mirror.p.clone()).collect::<Vec<_>>());
         for (i, mirror) in all.iter_mut().enumerate() {
-            let update = Update { rule: mirror.rule, lr: 1e-2 / time as f64, time, fresh: time == 1 };
+            let (rule, lr, pass) = (mirror.rule, 1e-2 / time as f64, Sweep::Only);
+            let kernel = Kernel { rule, lr, time, fresh: time == 1, pass };
             let g = rounded(&numbers(mirror.p.len(), (100 * time + i) as u64), mirror.gradient);
             let gradient = tensor::<B>(g.clone(), mirror.gradient);
             let Updated { parameter, states, copy, .. } = mirror.on_device.take().unwrap();
             let (state_dtype, first) = (DType::F32, 0);
-            items.push(UpdateItem { update, parameter, gradient, states, state_dtype, first, copy });
-            reference(update, scale, &mut mirror.p, &g, &mut mirror.states);
+            items.push(UpdateItem { kernel, parameter, gradient, states, state_dtype, first, copy });
+            reference(kernel, scale, &mut mirror.p, &g, &mut mirror.states);
         }
         let scale = match by_tensor {
             true => GradScale::Tensor(tensor::<B>(vec![scale], DType::F32)),
@@ -223,7 +225,7 @@ fn item<B: Backend>(len: usize, fresh: bool) -> UpdateItem<FloatTensor<B>> {
     UpdateItem {
         state_dtype: DType::F32,
         first: 0,
-        update: Update { rule: RULES[0], lr: 0.1, time: 3, fresh },
+        kernel: Kernel { rule: RULES[0], lr: 0.1, time: 3, fresh, pass: Sweep::Only },
         parameter: of(1),
         gradient: of(2),
         // Positive, as second moments are.
@@ -289,11 +291,11 @@ fn in_place_with_fusion_too() {
     let before = in_use();
     assert!(before >= 4 * 4 * LEN as u64, "{before} bytes are in use on this thread's stream");
     for _ in 0..3 {
-        let update = given.update;
+        let kernel = given.kernel;
         let [Updated { parameter, states, copy, .. }] =
             fused_update::<Fused>(vec![given], GradScale::Number(1.0)).ok().unwrap().try_into().unwrap();
         let (state_dtype, first) = (DType::F32, 0);
-        given = UpdateItem { update, parameter, gradient: gradient.clone(), states, state_dtype, first, copy };
+        given = UpdateItem { kernel, parameter, gradient: gradient.clone(), states, state_dtype, first, copy };
         assert!(in_use() <= before + 4 * LEN as u64 / 2, "no tensor was made: {} bytes, {before} before", in_use());
     }
 }
@@ -302,7 +304,7 @@ fn in_place_with_fusion_too() {
 fn nothing_is_updated<B: Backend>(copy: Option<DType>) {
     for (rule, is_held) in RULES.into_iter().flat_map(|rule| [(rule, false), (rule, true)]) {
         let mut given = item::<B>(4097, false);
-        given.update.rule = rule;
+        given.kernel.rule = rule;
         given.states.truncate(rule.states());
         let is_lamb = matches!(rule, Rule::Lamb { .. });
         given.copy = copy.filter(|_| !is_lamb).map(|copy| tensor::<B>(rounded(&numbers(4097, 1), copy), copy));
@@ -361,7 +363,7 @@ fn lengths_that_differ_are_refused() {
 #[test]
 fn a_copy_of_what_stays_is_refused() {
     let mut item = item::<Plain>(5, false);
-    (item.update.rule, item.copy) = (LAMB, Some(tensor::<Plain>(vec![0.0; 5], DType::F16)));
+    (item.kernel.rule, item.copy) = (LAMB, Some(tensor::<Plain>(vec![0.0; 5], DType::F16)));
     assert_panics("LAMB does not support 16-bit copies", || {
         drop(fused_update::<Plain>(vec![item], GradScale::Number(1.0)))
     });

@@ -12,65 +12,28 @@
 //!   parameters, moments and step are equal, but dropout draws other numbers and sums over ranks have another order.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::path::Path;
 
 use burn::module::{AutodiffModule, ParamId};
-use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use zero_burn::module::ZeroAutodiff;
 use zero_burn::optim::Fused;
-use zero_burn::ranks::{agree, folder, num_processes};
+use zero_burn::ranks::{agree, folder, group, num_processes};
 use zero_burn::shards::{self, ParamShard, RandomState};
-use zero_burn::stats::all_gather;
+use zero_core::checkpoint::training::{
+    self, ENGINE, OptimizerState, RandomStates, STATE_VERSION, parameter_name, state_name,
+};
 use zero_core::checkpoint::{
     AsyncSaver, Checkpoint, CheckpointError, ElementType, Piece, SaveOptions, Saved, Started, TensorEntry, TensorSpec,
     save_streamed,
 };
-use zero_core::config;
+use zero_core::{Axes, config};
 
 use super::state::MASTER;
 use super::{EngineError, EngineOptimizer, Result, ZeroEngine, not_of_floats};
 use crate::loss_scale::LossScaler;
 
-/// The version of [`EngineState`] that is written, and the newest that is read.
-const STATE_VERSION: u32 = 1;
-
-/// The key of the engine's state in a checkpoint's state.
-const ENGINE: &str = "engine";
-
-/// State that an engine's next step depends on, in addition to its tensors.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct EngineState {
-    version: u32,
-    steps: usize,
-    skipped: usize,
-    /// Informative; any stage can resume.
-    stage: u8,
-    /// Informative; any precision can resume.
-    param_dtype: String,
-    loss_scaler: Option<LossScaler>,
-    optimizer: OptimizerState,
-    random: RandomStates,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct OptimizerState {
-    name: String,
-    /// Number of updates of each parameter that has been updated.
-    times: BTreeMap<String, usize>,
-}
-
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-struct RandomStates {
-    /// Seed of rank 0.
-    seed: u64,
-    /// Seed of each rank; empty if all are equal.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    seeds: Vec<u64>,
-    /// Number of draws of each rank.
-    draws: Vec<u64>,
-}
+type EngineState = training::EngineState<LossScaler>;
 
 /// The parts of a checkpoint to load.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -165,13 +128,14 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                 "load was called between the micro-batches of an update: call it before forward, or after step",
             ));
         }
+        let mismatch = |what| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what };
         let mut extra = match checkpoint.state()? {
             Value::Object(state) => state,
             _ => Map::new(),
         };
         let state = match parts {
             Parts::Parameters => None,
-            Parts::All => Some(engine_state(checkpoint, extra.remove(ENGINE))?),
+            Parts::All => Some(EngineState::take(&mut extra).map_err(mismatch)?),
         };
         self.check(checkpoint, state.as_ref())?;
         let loaded = self.load_tensors(checkpoint, state.as_ref());
@@ -190,13 +154,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             });
         }
         if let Some(state) = state {
-            let random = shards::random_state::<A::Base>();
-            let mine = state.random.draws.get(self.device.rank()).copied();
-            let most = state.random.draws.iter().copied().max().unwrap_or(random.draws);
-            let same_world = state.random.draws.len() == num_processes::<A::Base>();
-            let draws = mine.filter(|_| same_world).unwrap_or(most);
-            let own = state.random.seeds.get(self.device.rank()).copied().filter(|_| same_world);
-            let seed = own.unwrap_or(state.random.seed);
+            let [seed, draws] = state.random.of(self.device.rank(), num_processes::<A::Base>());
             shards::set_random_state::<A::Base>(RandomState { seed, draws });
             self.steps = state.steps;
             self.skipped = state.skipped;
@@ -271,12 +229,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
         }
         let settings = zero_burn::ranks::config::<A::Base>();
         let RandomState { seed, draws } = shards::random_state::<A::Base>();
-        // Exact: a run makes fewer than 2^53 draws.
-        let halves = [(seed >> 32) as f64, (seed & u64::from(u32::MAX)) as f64];
-        let all = all_gather::<A::Base>(&[draws as f64, halves[0], halves[1]]);
-        let draws = all.iter().map(|rank| rank[0] as u64).collect();
-        let seeds: Vec<u64> = all.iter().map(|rank| (rank[1] as u64) << 32 | rank[2] as u64).collect();
-        let (seed, alike) = (seeds[0], seeds.iter().all(|other| *other == seeds[0]));
+        let random = RandomStates::gather(&*group::<A::Base>(Axes::DATA), [seed, draws])?;
         let fused = self.saved_optimizer()?;
         let times = parameters.iter().filter_map(|piece| {
             let (time, _) = fused.states(piece.meta.id)?;
@@ -290,7 +243,7 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
             param_dtype: format!("{:?}", settings.param_dtype).to_uppercase(),
             loss_scaler: self.config.loss_scale.clone(),
             optimizer: OptimizerState { name: fused.rule().name().into(), times: times.collect() },
-            random: RandomStates { seed, seeds: if alike { Vec::new() } else { seeds }, draws },
+            random,
         };
         extra.insert(ENGINE.into(), serde_json::to_value(state).expect("plain numbers and names"));
         Ok(Value::Object(extra))
@@ -415,14 +368,6 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
     }
 }
 
-fn parameter_name(path: &str) -> String {
-    format!("model.{path}")
-}
-
-fn state_name(path: &str, name: &str) -> String {
-    format!("optimizer.{path}.{name}")
-}
-
 /// Returns the optimizer states of a parameter in a checkpoint, by name.
 fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c TensorEntry)> {
     let prefix = state_name(path, "");
@@ -430,17 +375,4 @@ fn states_of<'c>(checkpoint: &'c Checkpoint, path: &str) -> Vec<(&'c str, &'c Te
     let states = named.map_while(|(name, tensor)| Some((name.strip_prefix(&prefix)?, tensor)));
     // Another parameter's path may go on from this one's; a state's name has no dot.
     states.filter(|(name, _)| !name.contains('.')).collect()
-}
-
-fn engine_state(checkpoint: &Checkpoint, state: Option<Value>) -> Result<EngineState> {
-    let mismatch = |what: String| EngineError::Mismatch { path: checkpoint.path().to_path_buf(), what };
-    let Some(state) = state else {
-        return Err(mismatch("it has no engine state: it was not saved by ZeroEngine::save".into()));
-    };
-    if let Some(version) = state.get("version").and_then(Value::as_u64).filter(|v| *v > STATE_VERSION.into()) {
-        return Err(mismatch(format!(
-            "its engine state has version {version}, this program reads up to {STATE_VERSION}: update the program"
-        )));
-    }
-    serde_json::from_value(state).map_err(|error| mismatch(format!("its engine state cannot be read: {error}")))
 }

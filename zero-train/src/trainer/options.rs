@@ -27,9 +27,9 @@ pub struct Hyperparameters {
     /// Micro-batches per step [default: 1]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "gradient-accumulation-steps"))]
     pub accumulation: Option<usize>,
-    /// Learning rate of the optimizer. A preset that is trained from random weights uses its published recipe, if it has
-    /// one, for all hyperparameters. It does not use the recipe if you set --config, --lr, --beta1, --beta2, --eps,
-    /// --weight-decay, --warmup, --schedule or --clip [default: 0.001]
+    /// Learning rate of the optimizer. A preset that is trained from random weights uses its published hyperparameters
+    /// (its recipe), if there are any, unless you set --config, --lr, --beta1, --beta2, --eps, --weight-decay, --warmup,
+    /// --schedule or --clip [default: 0.001]
     #[cfg_attr(feature = "cli", arg(long, visible_alias = "learning-rate"))]
     pub lr: Option<f64>,
     /// AdamW's decay of the first moment [default: 0.9]
@@ -110,8 +110,8 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
     /// Use the averages of --ema-decay instead of the weights for evaluation, for --predictions, and for the sample of output
-    /// at the end of a run. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model is also
-    /// saved with the averages
+    /// at the end of a run. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model
+    /// that is saved at the end contains the averages instead of the weights
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
     /// Exclude parameters from weight decay: `vectors` excludes biases and the parameters of norms, `embeddings` excludes
@@ -161,9 +161,9 @@ pub struct Options {
     /// memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
-    /// Offload this fraction of optimizer state and gradients, from 0 to 1. The rest stays in the backend's memory.
-    /// With --offload-to disk, optimizer state is offloaded first, and gradients with what remains of the
-    /// fraction [default: 1 with --offload; without it, as little as makes the run fit in memory]
+    /// Offload this fraction of the bytes of optimizer state and gradients together, from 0 to 1. The rest stays in the
+    /// backend's memory. With --offload-to disk at stages 2 and 3, gradients are offloaded only once all optimizer state
+    /// is; at stage 1 the fraction is of the optimizer state alone [default: 1 with --offload; without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
@@ -188,8 +188,8 @@ pub struct Options {
     /// fit in memory otherwise]
     #[cfg_attr(feature = "cli", arg(long))]
     pub offload_activations: bool,
-    /// Use the largest micro-batch that fits in memory, according to the estimate of the plan. The plan may add activation
-    /// checkpointing and offload that you did not set
+    /// Use the largest micro-batch that fits in memory by estimate; nothing is run to find it. If you do not set
+    /// activation checkpointing or offload, they may be added to make it fit
     #[cfg_attr(feature = "cli", arg(long, conflicts_with = "batch"))]
     pub auto_find_batch_size: bool,
     /// Gather parameters between processes by collectives that all ranks call in the same order (collective), or let each

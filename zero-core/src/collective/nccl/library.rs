@@ -103,7 +103,7 @@ pub(super) fn library() -> Result<&'static Library, NcclError> {
     Err(NcclError::Library {
         library: "libnccl",
         reason: said.join("; "),
-        advice: "install NCCL 2.18 or newer (the package libnccl2, or nvidia-nccl from pip) and add its folder to \
+        advice: "install NCCL 2.18 or newer (the package libnccl2, or nvidia-nccl-cu12 or -cu13 from pip) and add its folder to \
                  LD_LIBRARY_PATH",
     })
 }
