@@ -60,21 +60,25 @@ impl Zero {
         extra: Map<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
-        let (pieces, state) = self.pieces((model, optimizer), [steps, 0], extra)?;
+        let (pieces, state) = self.pieces((model, optimizer), [steps, 0], extra, false)?;
         Ok(save(&*self.runtime().owners(), dir, steps as u64, &pieces, &state, options)?)
     }
 
     /// Returns the tensors that this rank writes to a checkpoint after this many updates and skipped steps, and the state saved with them.
-    /// A collective.
+    /// With `only_trained`, frozen parameters are left out. A collective.
     pub(crate) fn pieces<M: Module>(
         &self,
         (model, optimizer): (&M, &Optimizer),
         [steps, skipped]: [usize; 2],
         mut extra: Map<String, Value>,
+        only_trained: bool,
     ) -> Result<(Vec<Piece<'static>>, Value), Error> {
         let (updates, rule) = saved(optimizer)?;
         let (mut pieces, mut times) = (Vec::new(), BTreeMap::new());
         self.visit(model, |parameter, base| {
+            if only_trained && parameter.is_frozen() {
+                return;
+            }
             let state = updates.state(parameter.index);
             let mut add = |name: String, bytes: Vec<u8>| {
                 pieces.push(Piece::new(name, ElementType::F32, parameter.shape.to_vec(), bytes));
@@ -147,11 +151,14 @@ impl Zero {
         let (mut values, mut states) = (Vec::new(), Vec::new());
         for parameter in self.parameters.iter() {
             let mut state = ParamState::default();
-            if parameter.slot.partition.is_empty() {
+            let name = parameter_name(&parameter.path);
+            // A checkpoint of an adapter has no frozen parameters.
+            let is_left_out = parameter.is_frozen() && checkpoint.tensor(&name).is_err();
+            if parameter.slot.partition.is_empty() || is_left_out {
                 states.push(state);
                 continue;
             }
-            let saved = self.read(checkpoint, parameter, &parameter_name(&parameter.path))?;
+            let saved = self.read(checkpoint, parameter, &name)?;
             if let Some(&time) = engine.optimizer.times.get(&parameter.path) {
                 state.time = time;
                 let rank = &self.runtime().rank;

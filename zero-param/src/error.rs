@@ -61,7 +61,7 @@ pub enum Error {
     /// A parameter has a reparameterization already, and Burn allows only one.
     #[error(
         "parameter '{path}' already has the reparameterization '{name}', and Burn 0.22 allows one per parameter: \
-         merge it with `materialize()`, or give adapters their own parameters"
+         merge it with `materialize()`; to train LoRA adapters, pass the model without them to `shard_lora`"
     )]
     Reparameterized {
         /// The parameter.

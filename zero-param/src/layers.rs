@@ -8,19 +8,76 @@ use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 
 use crate::backend;
-use crate::fused::{numbers, rows};
+use crate::device::held;
+use crate::fused::{Frozen, Weight, linear, numbers, product, rows};
 use crate::shard::Gathered;
 
-/// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`.
+/// Computes `x weight + bias + residual` like [`linear`], with a parameter as the weight. If the weight has a LoRA adapter, its output
+/// `scale * (x a) b` is added, without a dense sum of weight and adapter. A weight that is not trained is gathered for each pass, and no
+/// gradient of it is computed.
+///
+/// # Shapes
+/// - `x`: `[.., d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[.., f]`
+/// - returns `[.., f]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn dense<const D: usize>(
+    x: Tensor<D>,
+    weight: &Param<Tensor<2>>,
+    bias: Option<&Param<Tensor<1>>>,
+    residual: Option<Tensor<D>>,
+) -> Tensor<D> {
+    let (base, bias) = (weight.base(), bias.map(Param::val));
+    let Some(gathered) = weight.reparameterization::<Gathered>() else {
+        return linear(x, weight.val(), bias, residual);
+    };
+    let parameter = &gathered.parameter;
+    let is_operand = !parameter.is_frozen() || !parameter.is_on_host() || parameter.slot.partition.is_empty();
+    let columns = parameter.shape[1];
+    let from = match is_operand {
+        true => Weight::Operand(backend::gather(base, parameter, None)),
+        false => Weight::Frozen(Frozen { parameter: parameter.clone(), base: held(base) }),
+    };
+    let out = product(x.clone(), from, columns, bias, residual);
+    match gathered.adapter() {
+        None => out,
+        Some(adapter) => {
+            let low = linear(x, adapter.a.val(), None, None) * adapter.scale;
+            linear(low, adapter.b.val(), None, Some(out))
+        }
+    }
+}
+
+/// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`, with the output
+/// of its LoRA adapter, if it has one.
 pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
     let [batch, length] = ids.dims();
     let ids = ids.reshape([batch * length]);
     let rows = match weight.reparameterization::<Gathered>() {
-        Some(Gathered { parameter, .. }) => backend::gather(weight.base(), parameter, Some(numbers(ids))),
+        Some(gathered) => {
+            let base = backend::gather(weight.base(), &gathered.parameter, Some(numbers(ids.clone())));
+            match gathered.adapter() {
+                None => base,
+                Some(adapter) => {
+                    let low = rows(adapter.a.val(), ids) * adapter.scale;
+                    linear(low, adapter.b.val(), None, Some(base))
+                }
+            }
+        }
         None => rows(weight.val(), ids),
     };
     let [_, width] = rows.dims();
     rows.reshape([batch, length, width])
+}
+
+/// Returns the full value of a parameter without its LoRA adapter. A head that is tied to an embedding uses the table in this way: as in
+/// PEFT, an adapter of the table changes only what is looked up.
+pub fn without_adapter<const D: usize>(weight: &Param<Tensor<D>>) -> Tensor<D> {
+    match weight.reparameterization::<Gathered>() {
+        Some(gathered) => backend::gather(weight.base(), &gathered.parameter, None),
+        None => weight.val(),
+    }
 }
 
 /// Multiplies `x` `[batch, length, width]` by each row of `weight` `[vocabulary, width]`, giving `[batch, length, vocabulary]`: the head of
@@ -28,7 +85,7 @@ pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {
 pub fn tied_head(x: Tensor<3>, weight: &Param<Tensor<2>>) -> Tensor<3> {
     let [batch, length, width] = x.dims();
     // (w xᵀ)ᵀ: the transposed operand is saved, and x is the smaller.
-    let logits = weight.val().matmul(x.reshape([batch * length, width]).transpose()).transpose();
+    let logits = without_adapter(weight).matmul(x.reshape([batch * length, width]).transpose()).transpose();
     let [_, vocabulary] = logits.dims();
     logits.reshape([batch, length, vocabulary])
 }

@@ -68,12 +68,12 @@ pub use checkpoint::Resumed;
 pub use error::Error;
 pub use fused::{attention, dropout, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
 pub use grads::Grads;
-pub use layers::{embedding, tied_head};
+pub use layers::{dense, embedding, tied_head, without_adapter};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
 pub use parameter::Uses;
 pub use random::draw_dropout;
 pub use ranks::{Ranks, run_process, run_threads};
-pub use shard::{Gathered, shard};
+pub use shard::{Gathered, shard, shard_lora};
 #[cfg(feature = "train")]
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;

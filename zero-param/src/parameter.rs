@@ -164,7 +164,12 @@ impl Parameter {
         is_on_disk || is_sharded && partition.numel() > rank.config.param_persistence_threshold
     }
 
-    fn is_on_host(&self) -> bool {
+    /// Returns whether it is not trained.
+    pub(crate) fn is_frozen(&self) -> bool {
+        self.slot.quantization.is_frozen.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn is_on_host(&self) -> bool {
         matches!(self.device.as_dispatch(), DispatchDevice::Flex(_))
     }
 

@@ -6,7 +6,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use burn::module::{Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
+use burn::module::{LoraAdapter, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use zero_core::Buffer;
 use zero_core::collective::agree;
@@ -22,18 +22,31 @@ use crate::ranks::Ranks;
 use crate::reduce::Passes;
 use crate::zero::Zero;
 
-/// The reparameterization that gathers a full parameter from the shard that the module holds.
+/// The reparameterization that gathers a full parameter from the shard that the module holds, and adds its LoRA adapter, if it has one.
 #[derive(Module, Debug)]
 pub struct Gathered {
     #[module(skip)]
     pub(crate) parameter: Arc<Parameter>,
+    /// None or one. A list, because an option would have the size of an adapter in every parameter.
+    adapters: Vec<LoraAdapter>,
+}
+
+impl Gathered {
+    /// Returns the parameter's LoRA adapter, if it has one.
+    pub(crate) fn adapter(&self) -> Option<&LoraAdapter> {
+        self.adapters.first()
+    }
 }
 
 impl Reparameterization for Gathered {
     const NAME: &'static str = "zero";
 
     fn apply<const D: usize>(&self, base: Tensor<D>) -> Tensor<D> {
-        backend::gather(base, &self.parameter, None)
+        let full = backend::gather(base, &self.parameter, None);
+        match self.adapter() {
+            Some(adapter) => adapter.apply(full),
+            None => full,
+        }
     }
 }
 
@@ -60,6 +73,82 @@ pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
 /// [`Error`]: settings that are not supported, ranks with different modules or settings, or parameters that are not fp32, have a
 /// reparameterization or occur twice.
 pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<(M, Zero), Error> {
+    shard_by(model, ranks, config, NoAdapters)
+}
+
+/// Shards `model` like [`shard()`], after `lora` has frozen its parameters and given some of them adapters: Burn's
+/// [`Lora`](burn::module::Lora), or another reparameterizer with [`LoraAdapter`]. Only the adapters are trained; they are sharded too.
+///
+/// `param.val()` returns `base + scale * (a b)`, as in Burn. [`dense`](crate::dense) and [`embedding`](crate::embedding) add the adapter's
+/// output without this sum. Parameters of the adapter of `layer.weight` have the paths `layer.adapter.a` and `layer.adapter.b`.
+///
+/// ```
+/// use burn::module::{Lora, ParamGroup};
+/// use burn::tensor::{Device, Tensor};
+/// use burn_nn::LinearConfig;
+/// use burn_optim::AdamWConfig;
+/// use zero_core::{Stage, collective::threads::ThreadOptions};
+/// use zero_param::{Error, ZeroConfig, dense, run_threads, shard_lora};
+///
+/// run_threads(2, &ThreadOptions::default(), |ranks| {
+///     let device = Device::flex().autodiff();
+///     let layer = LinearConfig::new(512, 512).init(&device);
+///     let lora = Lora::new(8, 16.0).set_param_group(ParamGroup::from_path("weight"));
+///     let (mut layer, zero) = shard_lora(layer, ranks, &ZeroConfig::new(Stage::Parameters), lora)?;
+///     let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+///     let rows = Tensor::<2>::ones([8, 512], &device); // this rank's
+///     let loss = || dense(rows, &layer.weight, layer.bias.as_ref(), None).square().mean();
+///     let (_, grads) = zero.backward(loss)?;
+///     layer = optimizer.step(1e-3, layer, grads)?;
+///     # let _ = layer;
+///     Ok::<_, Error>(())
+/// })
+/// .unwrap();
+/// ```
+///
+/// LoRA: *Low-Rank Adaptation of Large Language Models*, Hu et al. 2021, <https://arxiv.org/abs/2106.09685>.
+///
+/// # Errors
+///
+/// Those of [`shard()`].
+pub fn shard_lora<M: Module>(
+    model: M,
+    ranks: &Ranks,
+    config: &ZeroConfig,
+    lora: impl Reparameterizer<Reparam = LoraAdapter>,
+) -> Result<(M, Zero), Error> {
+    shard_by(model, ranks, config, lora)
+}
+
+/// Returns the path of the adapter of the parameter at `path`, as in `zero-models`.
+pub(crate) fn adapter_path(path: &str) -> String {
+    match path.strip_suffix("weight") {
+        Some(layer) => format!("{layer}adapter"),
+        None => format!("{path}_adapter"),
+    }
+}
+
+/// A reparameterizer that changes nothing.
+struct NoAdapters;
+
+impl Reparameterizer for NoAdapters {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        _: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        (param, None)
+    }
+}
+
+fn shard_by<M: Module>(
+    model: M,
+    ranks: &Ranks,
+    config: &ZeroConfig,
+    lora: impl Reparameterizer<Reparam = LoraAdapter>,
+) -> Result<(M, Zero), Error> {
     config.validate(ranks.comm.world())?;
     if let Some(setting) = unsupported(config) {
         return Err(Error::Unsupported { setting });
@@ -81,7 +170,8 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
     ranks.runtimes.add(&runtime);
     let shared = Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default() });
     let born = Rc::new(RefCell::new(Born::default()));
-    let model = model.apply_reparameterization(Cut { shared: shared.clone(), born: born.clone() });
+    let cut = Cut { shared: shared.clone(), born: born.clone(), lora, prefix: String::new() };
+    let model = model.apply_reparameterization(cut);
     let Born { parameters, trained, ids, trouble } = born.take();
     if let Some(error) = trouble {
         return Err(error);
@@ -138,13 +228,16 @@ struct Born {
     trouble: Option<Error>,
 }
 
-/// Shards parameters, one after the other.
-struct Cut {
+/// Shards parameters, one after the other, with the adapters that `lora` makes for them.
+struct Cut<L> {
     shared: Arc<Shared>,
     born: Rc<RefCell<Born>>,
+    lora: L,
+    /// Beginning of the paths.
+    prefix: String,
 }
 
-impl Cut {
+impl<L> Cut<L> {
     /// Returns rank 0's values of a tensor.
     fn values<const D: usize>(&self, path: &str, tensor: Tensor<D>) -> Result<Buffer, Error> {
         let data = tensor.into_data();
@@ -154,7 +247,7 @@ impl Cut {
     }
 }
 
-impl Reparameterizer for Cut {
+impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
     type Reparam = Gathered;
 
     fn reparameterize<const D: usize>(
@@ -165,6 +258,8 @@ impl Reparameterizer for Cut {
         if self.born.borrow().trouble.is_some() {
             return (param, None);
         }
+        let (param, adapter) = self.lora.reparameterize(path, param);
+        let path = &format!("{}{path}", self.prefix);
         let rank = &self.shared.runtime.rank;
         let (id, tensor, mapper) = param.consume();
         let (train, strategy) = (tensor.is_require_grad(), tensor.gradient_checkpointing_strategy());
@@ -192,6 +287,15 @@ impl Reparameterizer for Cut {
         }
         born.ids.insert(id, index);
         born.parameters.push(parameter.clone());
-        (Param::from_mapped_value(id, base, mapper), Some(Gathered { parameter }))
+        drop(born);
+        let adapter = adapter.map(|adapter| {
+            let prefix = format!("{}.", adapter_path(path));
+            let (shared, born) = (self.shared.clone(), self.born.clone());
+            adapter.apply_reparameterization(Cut { shared, born, lora: NoAdapters, prefix })
+        });
+        (
+            Param::from_mapped_value(id, base, mapper),
+            Some(Gathered { parameter, adapters: adapter.into_iter().collect() }),
+        )
     }
 }

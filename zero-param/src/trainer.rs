@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn::module::Module;
+use burn::module::{LoraAdapter, Module, Param, Reparameterizer};
 #[cfg(feature = "wgpu")]
 use burn::tensor::DeviceKind;
 #[cfg(feature = "cube")]
@@ -26,7 +26,7 @@ use zero_models::{ModelConfig, ModuleConfig};
 use zero_train::metrics::RankMetrics;
 use zero_train::schedule::ONE_CYCLE_BETA2;
 use zero_train::step::{EngineError, Step, Times, Update, nonfinite_warning};
-use zero_train::trainer::{BackendChoice, Integration, Measured, RankEngine, Rows, Run, Task};
+use zero_train::trainer::{BackendChoice, InitialAdapter, Integration, Measured, RankEngine, Rows, Run, Task};
 use zero_train::{Result, TrainError};
 
 use crate::checkpoint::Resumed;
@@ -35,11 +35,12 @@ use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::Optimizer;
 use crate::ranks::{Ranks, run_process, run_threads};
-use crate::shard::{self, shard};
+use crate::shard::{self, adapter_path, shard, shard_lora};
 use crate::zero::Zero;
 
 type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
 type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync;
+type Adapter<T> = dyn Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync;
 type Evaluate<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync;
 
 /// Trains tasks `T` with models `M` of Burn 0.22, for `zero_train::trainer::Trainer::on`.
@@ -47,6 +48,7 @@ pub struct Burn022<T, M> {
     model: Arc<Make<T, M>>,
     loss: Arc<Loss<T, M>>,
     evaluate: Option<Arc<Evaluate<T, M>>>,
+    adapter: Option<Arc<Adapter<T>>>,
 }
 
 impl<T, M> Burn022<T, M> {
@@ -56,7 +58,7 @@ impl<T, M> Burn022<T, M> {
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
         loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
     ) -> Self {
-        Self { model: Arc::new(model), loss: Arc::new(loss), evaluate: None }
+        Self { model: Arc::new(model), loss: Arc::new(loss), evaluate: None, adapter: None }
     }
 
     /// Sets the evaluation of held-out rows. It returns means by name, the first of which is the loss; the default returns the loss alone.
@@ -66,6 +68,16 @@ impl<T, M> Burn022<T, M> {
         evaluate: impl Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync + 'static,
     ) -> Self {
         Self { evaluate: Some(Arc::new(evaluate)), ..self }
+    }
+
+    /// Sets the LoRA adapter of a task, from the run's seed: `CausalTask::initial_adapter` or your own. The model applies adapted layers by
+    /// [`dense`](crate::dense) or `param.val()`.
+    #[must_use]
+    pub fn adapted_by(
+        self,
+        adapter: impl Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { adapter: Some(Arc::new(adapter)), ..self }
     }
 }
 
@@ -105,13 +117,48 @@ fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
     }
 }
 
+/// Adds a task's adapter to a model.
+struct Adapters(InitialAdapter);
+
+impl Reparameterizer for Adapters {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let InitialAdapter { scale, trained, values } = &mut self.0;
+        let device = param.lazy_device();
+        let param = match values.remove(path) {
+            None => param,
+            Some((shape, values)) => {
+                let (id, _, mapper) = param.consume();
+                Param::from_mapped_value(id, Tensor::from_data(TensorData::new(values, shape), &device), mapper)
+            }
+        };
+        let param = param.set_require_grad(trained.iter().any(|trained| trained == path));
+        let adapter = adapter_path(path);
+        let mut factor = |name: &str| {
+            let (shape, values) = values.remove(&format!("{adapter}.{name}"))?;
+            Some(Param::from_data(TensorData::new(values, shape), &device))
+        };
+        let factors = factor("a").zip(factor("b"));
+        (param, factors.map(|(a, b)| LoraAdapter { a, b, scale: *scale }))
+    }
+}
+
 /// Refuses settings of an update that are not supported here.
 fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
     }
-    if run.engine.exclude_frozen_parameters {
-        return Err(refused("LoRA", "requested"));
+    let dropout = run.settings["lora"]["lora_dropout"].as_f64().unwrap_or(0.0);
+    if dropout > 0.0 {
+        return Err(refused("lora_dropout", dropout));
+    }
+    if let Some(format) = run.settings["quantize"].as_str() {
+        return Err(refused("quantize", format));
     }
     if run.zero.checkpointed_blocks > 0 {
         let got = format!(
@@ -131,6 +178,9 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
 
     fn check(&self, run: &Run<'_>) -> Result<Vec<String>> {
         check_steps(run)?;
+        if self.adapter.is_none() && run.engine.exclude_frozen_parameters {
+            return Err(refused("LoRA", "requested"));
+        }
         let has_bf16 = |device: &Device| device.supports_dtype(DType::BF16);
         if run.zero.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
             let expected = "the device does not support bf16; remove the option".into();
@@ -150,7 +200,20 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
             // Ranks of a machine use its devices round-robin.
             let device = devices[ranks.comm().local_rank() % devices.len()].clone().autodiff();
             let model = (self.model)(task, run.zero.seed, &device)?;
-            let (model, zero) = shard(model, ranks, run.zero).map_err(told)?;
+            let adapter = self.adapter.as_ref().map_or(Ok(None), |adapter| adapter(task, run.zero.seed))?;
+            let (model, zero) = match adapter {
+                None => shard(model, ranks, run.zero).map_err(told)?,
+                Some(adapter) => {
+                    let trained = adapter.trained.clone();
+                    let (model, zero) = shard_lora(model, ranks, run.zero, Adapters(adapter)).map_err(told)?;
+                    if let Some(path) = trained.iter().find(|path| !zero.paths().any(|known| known == *path)) {
+                        return Err(TrainError::Run(format!(
+                            "the model has no layer for the adapter's parameter {path}"
+                        )));
+                    }
+                    (model, zero)
+                }
+            };
             let optimizer = zero.optimizer_by(run.plan.rule(), |path, shape| run.decay_except.decays(path, shape));
             let (integration, held) = (self, Some((model, optimizer)));
             body(&mut OnRank {
@@ -381,7 +444,8 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
             saver.wait().map_err(EngineError::Checkpoint)?;
         }
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
-        let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra).map_err(told)?;
+        let only_trained = self.run.engine.exclude_frozen_parameters;
+        let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra, only_trained).map_err(told)?;
         if !self.run.async_save {
             let saved = save(&*self.zero.runtime().owners(), dir, step, &pieces, &state, options);
             return Ok(Some(saved.map_err(EngineError::Checkpoint)?.bytes));

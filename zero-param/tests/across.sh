@@ -208,9 +208,21 @@ values "$work/old-bert-out/metrics.jsonl" loss | tail -n 3 >"$work/expected"
 tail -n 3 "$work/new.losses" >"$work/on.losses"
 same "$work/on.losses" "$work/expected"
 
+echo 'LoRA from the same weights, and its checkpoints on the other version'
+data=$fixture/batches.safetensors lora=(--weights "$fixture" --lora-r 2 --lora-alpha 4)
+for front in old new; do config=none on $front 6 "lora-$front" "${lora[@]}" >"$work/$front.losses"; done
+same "$work"/{new,old}.losses
+for front in old new; do config=none on $front 4 "lora-table-$front" "${lora[@]}" --lora-targets c_attn,wte >"$work/$front.table"; done
+same "$work"/{new,old}.table
+for front in old new; do
+  other=$([ $front = old ] && echo new || echo old)
+  config=none on $front 6 "lora-on-$front" "${lora[@]}" --resume "$work/lora-$other/step-00000003" | tail -n 3 >"$work/on.losses"
+  tail -n 3 "$work/old.losses" >"$work/expected"
+  same "$work/on.losses" "$work/expected"
+done
+
 echo 'what this front has not is named'
-data=$fixture/batches.safetensors
-for refused in '--dtype fp16' '--checkpoint-activations'; do
+for refused in '--dtype fp16' '--checkpoint-activations' '--lora-r 2 --lora-dropout 0.1' '--lora-r 2 --quantize nf4'; do
   # shellcheck disable=SC2086
   code=0
   "${new[@]}" --weights "$fixture" --data "$data" --steps 3 --save "$work/refused" $refused >"$work/log" 2>&1 || code=$?

@@ -35,6 +35,20 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
     load_some(module, whole.stored(&checkpoint)?, &checkpoint, device)
 }
 
+/// Calls `each` with every parameter that the file in an adapter's folder has, and its elements in the module's layout.
+///
+/// # Errors
+/// If the folder has no adapter, or one for another model.
+pub fn read(model: &ModelConfig, dir: &Path, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
+    let (_, whole, checkpoint) = open(dir, model.clone(), None)?;
+    for (param, stored) in whole.stored(&checkpoint)? {
+        let all = 0..stored.numel();
+        let values = if param.transposed { stored.elements_transposed(all) } else { stored.elements(all) };
+        each(param, values?);
+    }
+    Ok(())
+}
+
 /// Returns the names of tables that an adapter's file holds in full although no key of its configuration names them. They are loaded,
 /// and not trained.
 ///

@@ -37,7 +37,7 @@ use zero_ops::FusedBackend;
 
 #[cfg(feature = "burn")]
 pub use self::files::load;
-pub use self::files::{full_embeddings, merge, merge_with};
+pub use self::files::{full_embeddings, merge, merge_with, read};
 #[cfg(feature = "burn")]
 pub use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding};
 pub use crate::peft::LoraConfig;

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use fancy_regex::Regex;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
+use zero_core::random::Stream;
 
 use super::ModelConfig;
 use crate::error::did_you_mean;
@@ -180,6 +181,40 @@ impl AdaptedModel {
         });
         let saved = saved.into_iter().map(|param| ModelParam { name: format!("{PREFIX}{}", param.name), ..param });
         adapters.chain(saved).collect()
+    }
+
+    /// Calls `each` with the parameters of a fresh adapter and their initial values: `A` uniform as in PEFT and `B` zero; of a table, `A`
+    /// zero and `B` normal. They are those of [`lora::adapt`](crate::lora::adapt()) on ranks with this seed, after the weights of the base
+    /// were loaded.
+    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
+        let layers = self.layers().expect("it was checked when it was made");
+        // The base's parameters were created first, then adapters in the order of their layers in the module.
+        let base = self.base.parameters();
+        let place = |param: &ModelParam| {
+            let adapter = param.path.strip_suffix(".a").or(param.path.strip_suffix(".b"));
+            layers.iter().filter(|layer| Some(&*layer.adapter()) == adapter).find_map(|layer| {
+                let weight = if layer.is_table { layer.path.clone() } else { format!("{}.weight", layer.path) };
+                base.iter().position(|param| param.path == weight)
+            })
+        };
+        let mut parameters: Vec<ModelParam> = self.parameters().into_iter().take(2 * layers.len()).collect();
+        parameters.sort_by_key(place);
+        for (param, birth) in parameters.into_iter().zip(base.len() as u64..) {
+            let is_table = param.name.contains("lora_embedding");
+            let (stream, all) = (Stream::of_parameter(seed, birth, None), 0..param.numel());
+            let values = match (param.path.ends_with(".a"), is_table) {
+                (true, false) => {
+                    // The initialization of torch's linear layers.
+                    let bound = (param.shape[0] as f64).sqrt().recip();
+                    // 24 bits, as Zero's draws have.
+                    let unit = |i: usize| (stream.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
+                    all.map(|i| (-bound + (bound - -bound) * unit(i)) as f32).collect()
+                }
+                (false, true) => stream.normals(all, 0.0, 1.0, |x| x as f32),
+                _ => vec![0.0; all.len()],
+            };
+            each(param, values);
+        }
     }
 
     /// Pairs the parameters with their tensors in a file of PEFT. Its names may lack the prefixes that the base model's names may lack.

@@ -48,7 +48,8 @@ fn main() -> ExitCode {
         let [predicted, related, tokens, pairs] = model.measure(batch(task, rows, device)?);
         let losses = [("loss", predicted), ("loss", related)];
         Ok([&losses[..], &[("masked_accuracy", tokens), ("next_sentence_accuracy", pairs)]].concat())
-    });
+    })
+    .adapted_by(BertTask::initial_adapter);
     let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);
     trainer.main_with(|_| BertTask::new(&options, &program))
 }

@@ -9,7 +9,7 @@ use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_models::{Activation, BertConfig, ModelError};
-use zero_param::{AttentionOptions, Gelu, attention, draw_dropout, dropout, embedding, gelu, linear, tied_head};
+use zero_param::{AttentionOptions, Gelu, attention, draw_dropout, dropout, embedding, gelu, tied_head};
 
 use crate::shared::{self, dense, dense_onto, norm};
 
@@ -144,7 +144,7 @@ impl Bert {
         let first_bd = x_nd.clone().reshape([b, t, d]).narrow(1, 0, 1).reshape([b, d]);
         let follows_b2 = dense(&self.seq_relationship, dense(&self.pooler, first_bd, None).tanh(), None);
 
-        let wide_md = linear(x_nd.select(0, batch.predicted_m), self.transform.weight.val(), None, None);
+        let wide_md = zero_param::dense(x_nd.select(0, batch.predicted_m), &self.transform.weight, None, None);
         let x_md = gelu(Gelu::Erf, wide_md, self.transform.bias.as_ref().map(Param::val));
         let x_1md = norm(&self.transform_norm, self.epsilon, x_md).unsqueeze::<3>();
         let logits_mv = tied_head(x_1md, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
@@ -192,7 +192,7 @@ impl Layer {
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, self.hidden_dropout, x_nd);
         let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);
         // The activation adds the bias.
-        let wide_nf = linear(x_nd.clone(), self.intermediate.weight.val(), None, None);
+        let wide_nf = zero_param::dense(x_nd.clone(), &self.intermediate.weight, None, None);
         let wide_nf = gelu(Gelu::Erf, wide_nf, self.intermediate.bias.as_ref().map(Param::val));
         norm(&self.output_norm, self.epsilon, dense_onto(&self.output, wide_nf, self.hidden_dropout, x_nd))
     }

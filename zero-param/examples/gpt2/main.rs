@@ -49,7 +49,8 @@ fn main() -> ExitCode {
                 [input_ids, labels].map(|ids| Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device));
             Ok(model.loss(ids_bt, labels_bt))
         },
-    );
+    )
+    .adapted_by(CausalTask::initial_adapter);
     let trainer = Trainer::on(front, &options.train).allocator(&ALLOCATOR);
     trainer.main_with(|setup| CausalTask::new(&options, &program, setup))
 }

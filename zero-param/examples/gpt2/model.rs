@@ -9,7 +9,8 @@ use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_models::{Activation, Gpt2Config, ModelError};
 use zero_param::{
-    AttentionOptions, Gelu, draw_dropout, dropout, embedding, gelu, linear, linear_cross_entropy, packed_attention,
+    AttentionOptions, Gelu, draw_dropout, dropout, embedding, gelu, linear_cross_entropy, packed_attention,
+    without_adapter,
 };
 
 use crate::shared::{self, dense, dense_onto, norm};
@@ -104,7 +105,7 @@ impl Gpt2 {
         // A row's last position predicts nothing: ignoring it costs less than copying all others.
         let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
         let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
-        linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), self.wte.val(), next_n, Some(IGNORED))
+        linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), without_adapter(&self.wte), next_n, Some(IGNORED))
     }
 }
 
@@ -117,7 +118,7 @@ impl Block {
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
         // The activation adds the bias.
-        let wide_nf = linear(norm(&self.ln_2, self.epsilon, x_nd.clone()), c_fc.weight.val(), None, None);
+        let wide_nf = zero_param::dense(norm(&self.ln_2, self.epsilon, x_nd.clone()), &c_fc.weight, None, None);
         let wide_nf = gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val));
         dense_onto(c_proj, wide_nf, self.resid_pdrop, x_nd)
     }

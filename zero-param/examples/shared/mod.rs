@@ -9,7 +9,7 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{LayerNorm, Linear};
 use zero_models::{ModelConfig, ModelError, ModelParam};
-use zero_param::{dropout, layer_norm, linear};
+use zero_param::{dropout, layer_norm};
 
 /// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates. A thread reads or
 /// generates them, and each parameter takes its values when it is initialized: `shard` holds one at a time.
@@ -98,7 +98,7 @@ pub fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
 
 /// Applies `layer` to rows, and adds `residual_nf` if there is one.
 pub fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
-    linear(x_nd, layer.weight.val(), layer.bias.as_ref().map(Param::val), residual_nf)
+    zero_param::dense(x_nd, &layer.weight, layer.bias.as_ref(), residual_nf)
 }
 
 /// Applies `layer` to rows, then dropout with `probability`, and adds `residual_nf`.

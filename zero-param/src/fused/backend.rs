@@ -35,6 +35,7 @@ impl FusedBackend for Flex {
             Operands::Three(a, b, c) => vec![a, b, c],
             Operands::Four(a, b, c, d) => vec![a, b, c, d],
         };
+        let operands = op.with_frozen(operands, |frozen| frozen.load(false));
         let nobody = vec![false; operands.len()];
         op.forward(operands, &nobody).0
     }
@@ -68,21 +69,21 @@ fn record<C: CheckpointStrategy, const N: usize>(
     operands: [FloatTensor<Autodiff<Flex, C>>; N],
     op: Op,
 ) -> FloatTensor<Autodiff<Flex, C>> {
-    let wanted = operands.each_ref().map(|operand| operand.is_tracked());
+    let wanted = op.with_frozen(operands.iter().map(|operand| operand.is_tracked()).collect(), |_| false);
+    let load = |operands: [FloatTensor<Autodiff<Flex, C>>; N]| {
+        op.with_frozen(operands.map(|operand| operand.into_primitive()).into(), |frozen| frozen.load(false))
+    };
     let node = Node.prepare::<C>(operands.each_ref().map(|operand| operand.node())).compute_bound();
     match node.stateful() {
         OpsKind::Tracked(mut node) => {
-            let mut read = Vec::with_capacity(N);
-            for (index, operand) in operands.iter().enumerate() {
-                read.push(op.reads(index, &wanted).then(|| node.checkpoint(operand)));
-            }
+            let reads = op.without_frozen((0..wanted.len()).map(|index| op.reads(index, &wanted)).collect());
+            let read = operands.iter().zip(reads).map(|(operand, is_read)| is_read.then(|| node.checkpoint(operand)));
+            let read = read.collect();
             let dtype = operands[0].dtype();
-            let (out, kept) = op.forward(operands.map(|operand| operand.into_primitive()).into(), &wanted);
+            let (out, kept) = op.forward(load(operands), &wanted);
             node.finish(State { op, dtype, read, kept }, out)
         }
-        OpsKind::UnTracked(node) => {
-            node.finish(op.forward(operands.map(|operand| operand.into_primitive()).into(), &wanted).0)
-        }
+        OpsKind::UnTracked(node) => node.finish(op.forward(load(operands), &wanted).0),
     }
 }
 
@@ -91,10 +92,11 @@ impl<const N: usize> Backward<Flex, N> for Node {
 
     fn backward(self, ops: Ops<State, N>, grads: &mut Gradients, checkpointer: &mut Checkpointer) {
         let gradient = grads.consume::<Flex>(&ops.node);
-        let wanted = ops.parents.each_ref().map(Option::is_some);
         let State { op, dtype, read, kept } = ops.state;
+        let wanted = op.with_frozen(ops.parents.iter().map(Option::is_some).collect(), |_| false);
         let read = read.into_iter().map(|id| id.map(|id| checkpointer.retrieve_node_output::<Raw>(id))).collect();
-        let gradients = op.backward(read, kept, gradient, dtype, &wanted);
+        let read = op.with_frozen(read, |frozen| wanted[0].then(|| frozen.load(true)));
+        let gradients = op.without_frozen(op.backward(read, kept, gradient, dtype, &wanted));
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {
                 grads.register::<Flex>(parent.id, gradient);

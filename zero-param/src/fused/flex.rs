@@ -17,13 +17,14 @@ use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
 use zero_kernels::cpu::{Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
-use crate::tensors::{narrow, packed_of, tensor, values, widen};
+use crate::parameter::Parameter;
+use crate::tensors::{Raw, narrow, packed_of, tensor, values, widen};
 
 /// An operation with all its arguments other than operands.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
-    /// Operands: x, weight, bias if any, residual if any.
-    Linear { bias: bool },
+    /// Operands: x, weight unless it is `frozen`, bias if any, residual if any.
+    Linear { bias: bool, frozen: Option<Frozen> },
     /// Operands: x, gamma, beta if any.
     LayerNorm { epsilon: f32 },
     /// Operands: x, bias if any.
@@ -36,6 +37,22 @@ pub(crate) enum Op {
     CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64> },
     /// Operand: x.
     Dropout(AttentionDropout),
+}
+
+/// A sharded weight that is not trained. It is gathered when it is read, and is no node of autodiff's graph, so that no gradient of it is
+/// computed.
+#[derive(Debug, Clone)]
+pub(crate) struct Frozen {
+    pub(crate) parameter: Arc<Parameter>,
+    /// What the module holds of it.
+    pub(crate) base: Raw,
+}
+
+impl Frozen {
+    /// Gathers the weight for a forward pass or, with `again`, for a backward pass.
+    pub(crate) fn load(&self, again: bool) -> Raw {
+        self.parameter.load::<Flex>(&self.base, &Default::default(), again)
+    }
 }
 
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
@@ -118,6 +135,22 @@ impl Op {
         }
     }
 
+    /// Adds what `of` returns for the operation's frozen weight, if it has one, to a list by operand in the graph.
+    pub(crate) fn with_frozen<T>(&self, mut by_operand: Vec<T>, of: impl FnOnce(&Frozen) -> T) -> Vec<T> {
+        if let Op::Linear { frozen: Some(frozen), .. } = self {
+            by_operand.insert(1, of(frozen));
+        }
+        by_operand
+    }
+
+    /// Inverts [`Op::with_frozen`].
+    pub(crate) fn without_frozen<T>(&self, mut by_operand: Vec<T>) -> Vec<T> {
+        if let Op::Linear { frozen: Some(_), .. } = self {
+            by_operand.remove(1);
+        }
+        by_operand
+    }
+
     /// Returns whether the backward pass reads operand `index`, given which operands' gradients are `wanted`.
     pub(crate) fn reads(&self, index: usize, wanted: &[bool]) -> bool {
         match (self, index) {
@@ -153,7 +186,7 @@ impl Op {
 
     fn forward_in_bf16(&self, x: Vec<FlexTensor>, wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
         match self {
-            Op::Linear { bias } => {
+            Op::Linear { bias, .. } => {
                 let residual = x.get(2 + usize::from(*bias)).map(values);
                 let bias = x.get(2).filter(|_| *bias).map(values);
                 (product(matrix(&x[0]), matrix(&x[1]), Some(Begin { bias, residual })), Vec::new())
@@ -171,7 +204,7 @@ impl Op {
     fn forward_in_32(&self, x: &[FlexTensor], wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
         let optional = |index: usize| x.get(index).map(values);
         match self {
-            Op::Linear { bias } => {
+            Op::Linear { bias, .. } => {
                 let (w, [n, _]) = (matrix(&x[1]), dims(&x[0]));
                 let mut out = buffer(n * w.columns());
                 let residual = 2 + usize::from(*bias);
@@ -232,7 +265,7 @@ impl Op {
         let g = packed_of::<bf16>(gradient);
         let rounded = |gradient: FlexTensor| narrow(gradient, DType::BF16);
         match self {
-            Op::Linear { bias } => {
+            Op::Linear { bias, .. } => {
                 let dw = wanted[1].then(|| product(matrix(&operand(0)).transposed(), matrix(&g), None));
                 let dx = wanted[0].then(|| product(matrix(&g), matrix(&operand(1)).transposed(), None));
                 let mut gradients = vec![dx, dw];
@@ -268,7 +301,7 @@ impl Op {
         let operand = |index: usize| read[index].as_ref().expect("it is read");
         let g = values(&gradient);
         match self {
-            Op::Linear { bias } => {
+            Op::Linear { bias, .. } => {
                 let [n, m] = dims(&gradient);
                 let dw = wanted[1].then(|| {
                     let [_, k] = dims(operand(0));

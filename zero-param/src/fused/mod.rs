@@ -19,7 +19,7 @@ use crate::device::is_host;
 use crate::random::draw_dropout;
 
 use backend::{FusedBackend, Operands};
-pub(crate) use flex::Op;
+pub(crate) use flex::{Frozen, Op};
 
 type Any = FloatTensor<Dispatch>;
 
@@ -36,14 +36,13 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
     if !(has_kernel && is_host(&operands[0])) {
         return Tensor::from_dispatch(plain::run(op, operands));
     }
-    let operands = match <[Any; 1]>::try_from(operands).map_err(<[Any; 2]>::try_from) {
-        Ok([a]) => Operands::One(a),
-        Err(Ok([a, b])) => Operands::Two(a, b),
-        Err(Err(operands)) => match <[Any; 3]>::try_from(operands).map_err(<[Any; 4]>::try_from) {
-            Ok([a, b, c]) => Operands::Three(a, b, c),
-            Err(Ok([a, b, c, d])) => Operands::Four(a, b, c, d),
-            Err(Err(operands)) => unreachable!("no operation has {} operands", operands.len()),
-        },
+    let mut operands = operands.into_iter();
+    let operands = match std::array::from_fn(|_| operands.next()) {
+        [Some(a), None, None, None] => Operands::One(a),
+        [Some(a), Some(b), None, None] => Operands::Two(a, b),
+        [Some(a), Some(b), Some(c), None] => Operands::Three(a, b, c),
+        [Some(a), Some(b), Some(c), Some(d)] => Operands::Four(a, b, c, d),
+        _ => unreachable!("operations have one to four operands"),
     };
     Tensor::from_dispatch(<Dispatch as FusedBackend>::fused(operands, op))
 }
@@ -65,12 +64,33 @@ pub fn linear<const D: usize>(
     bias: Option<Tensor<1>>,
     residual: Option<Tensor<D>>,
 ) -> Tensor<D> {
-    let op = Op::Linear { bias: bias.is_some() };
+    let [_, columns] = weight.dims();
+    product(x, Weight::Operand(weight), columns, bias, residual)
+}
+
+/// The weight of a linear layer.
+pub(crate) enum Weight {
+    Operand(Tensor<2>),
+    Frozen(Frozen),
+}
+
+/// Computes [`linear`] with a weight of `columns` columns.
+pub(crate) fn product<const D: usize>(
+    x: Tensor<D>,
+    weight: Weight,
+    columns: usize,
+    bias: Option<Tensor<1>>,
+    residual: Option<Tensor<D>>,
+) -> Tensor<D> {
     let mut shape = x.dims();
-    shape[D - 1] = weight.dims()[1];
-    let mut operands = vec![as_rows(x), weight.into_dispatch()];
-    operands.extend(bias.map(Tensor::into_dispatch));
-    operands.extend(residual.map(as_rows));
+    shape[D - 1] = columns;
+    let (weight, frozen) = match weight {
+        Weight::Operand(weight) => (Some(weight.into_dispatch()), None),
+        Weight::Frozen(frozen) => (None, Some(frozen)),
+    };
+    let op = Op::Linear { bias: bias.is_some(), frozen };
+    let operands = [as_rows(x)].into_iter().chain(weight);
+    let operands = operands.chain(bias.map(Tensor::into_dispatch)).chain(residual.map(as_rows)).collect();
     let out: Tensor<2> = run(op, operands);
     if D == 2 { Tensor::from_dispatch(out.into_dispatch()) } else { out.reshape(shape) }
 }

@@ -16,7 +16,7 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
     let mut next = || operands.next();
     let mut first = || rows(next().expect("an operation has operands"));
     let out = match op {
-        Op::Linear { bias } => {
+        Op::Linear { bias, .. } => {
             let out = first().matmul(first());
             let out = if bias { out + column(next().expect("it is there")) } else { out };
             next().map(rows).into_iter().fold(out, |out, residual| out + residual)

@@ -21,7 +21,7 @@ use super::tokens;
 use super::{Options, Program, TaskChoice, recipes};
 use crate::data::{Masking, PairBatch, SentencePairs, Source, TokenizeOptions, Tokenizer};
 use crate::error::{Result, wrong};
-use crate::trainer::{Activations, Profile, Recipe, Rows, Task};
+use crate::trainer::{Activations, InitialAdapter, Profile, Recipe, Rows, Task};
 #[cfg(feature = "burn")]
 use crate::trainer::{FusedBackend, Measured};
 
@@ -108,6 +108,15 @@ impl BertTask {
     /// Returns the folder of weights to start from, if the model is not trained from scratch.
     pub fn weights(&self) -> Option<&Path> {
         self.start.weights()
+    }
+
+    /// Returns the LoRA adapter as it begins on ranks with this seed, if the model has one.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter's folder cannot be read, or is of another model.
+    pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
+        self.start.initial_adapter(seed)
     }
 
     /// Returns these rows, masked by their seeds, and the number of tokens of each.

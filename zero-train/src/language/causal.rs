@@ -18,7 +18,7 @@ use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, Token
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
 use crate::trainer::FusedBackend;
-use crate::trainer::{Activations, Profile, Recipe, Rows, Setup, Task};
+use crate::trainer::{Activations, InitialAdapter, Profile, Recipe, Rows, Setup, Task};
 
 /// A model that predicts the next token, and its training rows.
 pub struct CausalTask<C> {
@@ -179,6 +179,15 @@ impl<C: CausalFamily> CausalTask<C> {
     /// Returns the folder of weights to start from, if the model is not trained from scratch.
     pub fn weights(&self) -> Option<&Path> {
         self.start.weights()
+    }
+
+    /// Returns the LoRA adapter as it begins on ranks with this seed, if the model has one.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter's folder cannot be read, or is of another model.
+    pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
+        self.start.initial_adapter(seed)
     }
 }
 

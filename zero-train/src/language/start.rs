@@ -1,5 +1,6 @@
 //! The initial parameters of a language model: fresh or from weights, and a LoRA adapter.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use clap::Args;
@@ -9,9 +10,9 @@ use zero_kernels::quantized::Format;
 #[cfg(feature = "burn")]
 use zero_models::ModelError;
 use zero_models::hf_export::side_files;
-use zero_models::lora::LoraConfig;
 #[cfg(feature = "burn")]
-use zero_models::lora::{self, Adaptable};
+use zero_models::lora::Adaptable;
+use zero_models::lora::{self, LoraConfig};
 #[cfg(feature = "burn")]
 use zero_models::quantize;
 #[cfg(feature = "burn")]
@@ -23,7 +24,7 @@ use zero_ops::FusedBackend;
 use super::Options;
 use crate::data::Tokenizer;
 use crate::error::{Result, wrong, wrong_data};
-use crate::trainer::Profile;
+use crate::trainer::{InitialAdapter, Profile};
 
 /// LoRA options: train an adapter, and freeze the base model.
 #[derive(Debug, Clone, Default, Args)]
@@ -149,6 +150,19 @@ impl Start {
             (Some(adapted), None) => lora::adapt(model, &adapted.base, &adapted.lora, device)?,
             (None, _) => model,
         })
+    }
+
+    /// Returns the adapter, if there is one, as it begins.
+    pub(super) fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
+        let Some(adapted) = &self.adapted else { return Ok(None) };
+        let mut values = BTreeMap::new();
+        let mut each = |param: ModelParam, of| drop(values.insert(param.path, (param.shape, of)));
+        match &self.adapter {
+            Some(dir) => lora::read(&adapted.base, dir, &mut each)?,
+            None => adapted.fresh(seed, &mut each),
+        }
+        let trained = adapted.parameters().into_iter().map(|param| param.path).collect();
+        Ok(Some(InitialAdapter { scale: adapted.lora.scale(), trained, values }))
     }
 
     /// Returns the folder of weights, if there is one.

@@ -1,5 +1,6 @@
 //! The interface between the trainer, which knows no tensors, and the version of Burn that has them.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value};
@@ -28,6 +29,8 @@ pub struct Run<'a> {
     pub engine: EngineConfig,
     /// Parameters without weight decay.
     pub decay_except: DecayExcept,
+    /// The task's settings ([`Task::settings`](super::Task::settings)).
+    pub settings: &'a Value,
     /// Backend that ranks compute on.
     pub backend: BackendChoice,
     /// Threads and deadlines.
@@ -36,6 +39,17 @@ pub struct Run<'a> {
     pub async_save: bool,
     /// This process among those of a launcher; `None` if ranks are threads.
     pub process: Option<&'a ProcessRun>,
+}
+
+/// A LoRA adapter before its first step, for integrations that add it to a model of their own.
+pub struct InitialAdapter {
+    /// Factor of the adapter's output.
+    pub scale: f64,
+    /// Paths of the parameters that are trained: `LAYER.adapter.a` and `LAYER.adapter.b` of each adapted layer, and those of modules that
+    /// are trained in full.
+    pub trained: Vec<String>,
+    /// Shapes and initial values by path: of all parameters of the adapter, and of modules in full if its file has them.
+    pub values: BTreeMap<String, (Vec<usize>, Vec<f32>)>,
 }
 
 /// The integration of a version of Burn, which trains tasks `T`.

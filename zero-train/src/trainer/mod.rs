@@ -69,7 +69,7 @@ pub use backend::BackendChoice;
 #[cfg(feature = "burn")]
 pub use burn::Burn021;
 pub use fit::MemoryNeed;
-pub use integration::{Integration, MemoryProbe, RankEngine, Run};
+pub use integration::{InitialAdapter, Integration, MemoryProbe, RankEngine, Run};
 pub use options::{
     Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };

@@ -158,6 +158,7 @@ impl Plan {
             zero: &self.zero,
             engine: EngineConfig { exclude_frozen_parameters, ..self.plan.engine_config()? },
             decay_except: self.decay_except,
+            settings: &self.model.settings,
             backend: self.backend,
             launch: &self.launch,
             async_save: self.checkpoints.beside,

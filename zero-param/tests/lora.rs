@@ -1,0 +1,216 @@
+//! LoRA adapters on a sharded model: `cargo test --test lora`.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use burn::module::{Lora, LoraAdapter, Module, Param, ParamGroup, Reparameterizer};
+use burn::tensor::{Device, Tensor, TensorData};
+use burn_nn::{Linear, LinearConfig};
+use burn_optim::{AdamWConfig, GradientsParams};
+use common::{LR, Mlp, Net, ROWS, STEPS, config, device, filled, numbers, options, rows, seed, value, weights};
+use serde_json::Map;
+use zero_core::Stage;
+use zero_core::checkpoint::{Checkpoint, SaveOptions};
+use zero_param::{Error, Float, OptimizerConfig, Ranks, ZeroConfig, dense, run_threads, shard_lora};
+
+const WIDTH: usize = 12;
+const DEPTH: usize = 3;
+
+type Net3 = Mlp<WIDTH, DEPTH>;
+
+/// Burn's LoRA with values of A and B that are the same in every run. B is not zero, so that A has a gradient from the first step on.
+struct Filled(Lora);
+
+impl Reparameterizer for Filled {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let (param, adapter) = self.0.reparameterize(path, param);
+        (param, adapter.map(filled))
+    }
+}
+
+fn lora() -> Filled {
+    let adapted = ParamGroup::from_paths(vec!["layers.0.weight", "layers.2.weight"]);
+    Filled(Lora::new(2, 4.0).set_param_group(adapted))
+}
+
+/// The net's loss, by `zero_param::dense`.
+fn loss_by_dense(net: &Net3, seed: u64, device: &Device) -> Tensor<1> {
+    let (mut x, y) = rows(seed, WIDTH, device);
+    for (index, layer) in net.layers.iter().enumerate() {
+        x = dense(x, &layer.weight, layer.bias.as_ref(), None);
+        if index + 1 < DEPTH {
+            x = burn::tensor::activation::relu(x);
+        }
+    }
+    (x - y).square().mean()
+}
+
+#[derive(Debug, Clone, PartialEq, Default)]
+struct Seen {
+    losses: Vec<f32>,
+    norms: Vec<f64>,
+    weights: BTreeMap<String, Vec<f32>>,
+}
+
+type Loss = fn(&Net3, u64, &Device) -> Tensor<1>;
+
+fn train(ranks: &Ranks, config: &ZeroConfig, loss_of: Loss) -> Result<Seen, Error> {
+    let device = device();
+    let (mut net, zero) = shard_lora(Net3::build(&device), ranks, config, lora())?;
+    let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+    let mut seen = Seen::default();
+    for step in 0..STEPS {
+        let (loss, grads) = zero.backward(|| loss_of(&net, seed(step, ranks.comm().rank()), &device))?;
+        for frozen in ["layers.0.weight", "layers.1.weight", "layers.1.bias"] {
+            assert!(grads.get(frozen).is_none(), "{frozen} has no gradient");
+        }
+        assert!(grads.get("layers.0.adapter.a").is_some() && grads.get("layers.2.adapter.b").is_some());
+        seen.losses.push(value(loss));
+        seen.norms.push(grads.norm()?);
+        net = optimizer.step(LR, net, grads)?;
+    }
+    for (path, is_trained) in [("layers.0.weight", false), ("layers.0.adapter.a", true)] {
+        assert_eq!(zero.uses(path).unwrap().reduced, if is_trained { STEPS } else { 0 }, "{path}");
+    }
+    seen.weights = weights(&net);
+    Ok(seen)
+}
+
+/// Plain Burn on the mean of the ranks' losses.
+fn train_plain(world: usize) -> Seen {
+    let device = device();
+    let mut net = Net3::build(&device).apply_reparameterization(lora());
+    let mut optimizer = AdamWConfig::new().elementwise().unwrap();
+    let mut seen = Seen::default();
+    for step in 0..STEPS {
+        let losses: Vec<Tensor<1>> = (0..world).map(|rank| net.loss(seed(step, rank), &device)).collect();
+        seen.losses.push(value(losses[0].clone()));
+        let mean = losses.into_iter().reduce(|a, b| a + b).unwrap() / world as f32;
+        let grads = GradientsParams::from_grads(mean.backward(), &net);
+        net = optimizer.step(LR, net, grads);
+    }
+    seen.weights = weights(&net);
+    seen
+}
+
+fn apart(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
+#[test]
+fn adapters_train_alike_at_all_stages() {
+    for world in 1..=3 {
+        let plain = train_plain(world);
+        for loss_of in [Net3::loss as Loss, loss_by_dense] {
+            let run = |stage| run_threads(world, &options(), |ranks| train(ranks, &config(stage), loss_of)).unwrap();
+            let first = run(Stage::DataParallel);
+            assert!(apart(&first[0].losses, &plain.losses) < 1e-6, "{:?} {:?}", first[0].losses, plain.losses);
+            assert!(plain.losses.windows(2).all(|pair| pair[0] != pair[1]), "it trains");
+            for (path, weight) in &plain.weights {
+                assert!(apart(&first[0].weights[path], weight) < 1e-5, "{path}");
+            }
+            for stage in &Stage::ALL[1..] {
+                assert!(run(*stage) == first, "{world} ranks at stage {stage}: other bits than at stage 0");
+            }
+        }
+    }
+}
+
+#[test]
+fn bf16_weights_take_adapters() {
+    let loss = |net: &Net3, seed, device: &Device| {
+        let (x, y) = rows(seed, WIDTH, device);
+        let layer = &net.layers[0];
+        let x = x.cast(layer.weight.val().dtype());
+        (dense(x, &layer.weight, layer.bias.as_ref(), None).cast(burn::tensor::DType::F32) - y).square().mean()
+    };
+    let run = |stage| {
+        let config = ZeroConfig { param_dtype: Float::Bf16, ..config(stage) };
+        run_threads(2, &options(), |ranks| {
+            let device = device();
+            let (mut net, zero) = shard_lora(Net3::build(&device), ranks, &config, lora())?;
+            let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+            let mut losses = Vec::new();
+            for step in 0..STEPS {
+                let (value_of, grads) = zero.backward(|| loss(&net, seed(step, ranks.comm().rank()), &device))?;
+                losses.push(value(value_of));
+                net = optimizer.step(LR, net, grads)?;
+            }
+            Ok::<_, Error>(losses)
+        })
+        .unwrap()
+    };
+    let first = run(Stage::DataParallel);
+    assert!(first[0].windows(2).all(|pair| pair[0] != pair[1]), "it trains: {first:?}");
+    assert!(run(Stage::Parameters) == first);
+}
+
+#[test]
+fn adapters_resume_from_a_checkpoint() {
+    let dir = tempfile::tempdir().unwrap();
+    let run = |stage, resumes: bool| {
+        run_threads(2, &options(), |ranks| {
+            let device = device();
+            let (mut net, zero) = shard_lora(Net3::build(&device), ranks, &config(stage), lora())?;
+            let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+            let mut from = 0;
+            if resumes {
+                let found = Checkpoint::open(&dir.path().join("step-00000002"))?;
+                let resumed = zero.load(net, optimizer, &found)?;
+                (net, optimizer, from) = (resumed.model, resumed.optimizer, resumed.steps);
+            }
+            let mut losses = Vec::new();
+            for step in from..STEPS {
+                if step == 2 && !resumes {
+                    zero.save(&net, &optimizer, dir.path(), step, Map::new(), &SaveOptions::default())?;
+                }
+                let (loss, grads) = zero.backward(|| net.loss(seed(step, ranks.comm().rank()), &device))?;
+                losses.push(value(loss));
+                net = optimizer.step(LR, net, grads)?;
+            }
+            Ok::<_, Error>((losses, weights(&net)))
+        })
+        .unwrap()
+    };
+    let whole = run(Stage::Parameters, false);
+    for stage in Stage::ALL {
+        let resumed = run(stage, true);
+        assert!(resumed[0].0 == whole[0].0[2..] && resumed[0].1 == whole[0].1, "stage {stage}");
+    }
+}
+
+/// One layer whose weight is larger than everything else.
+#[derive(Module, Debug)]
+struct Wide {
+    layer: Linear,
+}
+
+#[test]
+fn a_frozen_weight_is_gathered_for_each_pass_and_has_no_gradient() {
+    const FROM: usize = 64;
+    run_threads(2, &options(), |ranks| {
+        let device = device();
+        let net = Wide { layer: LinearConfig::new(FROM, FROM).init(&device) };
+        let (net, zero) =
+            shard_lora(filled(net), ranks, &common::unkept(Stage::Parameters), Filled(Lora::new(2, 4.0)))?;
+        let mut next = numbers(7);
+        let values: Vec<f32> = (0..ROWS * FROM).map(|_| next()).collect();
+        // Rows that need a gradient, as those of a deeper layer do.
+        let x = Tensor::<2>::from_data(TensorData::new(values, [ROWS, FROM]), &device).require_grad();
+        let layer = &net.layer;
+        let (_, grads) = zero.backward(|| dense(x, &layer.weight, layer.bias.as_ref(), None).square().mean())?;
+        let uses = zero.uses("layer.weight").unwrap();
+        assert_eq!((uses.gathered_forward, uses.gathered_backward, uses.reduced), (1, 1, 0));
+        assert!(grads.get("layer.weight").is_none());
+        Ok::<_, Error>(())
+    })
+    .unwrap();
+}
