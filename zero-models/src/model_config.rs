@@ -313,7 +313,12 @@ impl ModelConfig {
     /// # Errors
     /// If the checkpoint cannot be read, or is of another model.
     pub fn read(&self, dir: &Path, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
-        for (param, stored) in self.stored(&Checkpoint::open(dir)?)? {
+        self.read_from(&Checkpoint::open(dir)?, &mut each)
+    }
+
+    /// Same as [`ModelConfig::read`], from an open checkpoint.
+    pub(crate) fn read_from(&self, checkpoint: &Checkpoint, each: &mut dyn FnMut(ModelParam, Vec<f32>)) -> Result<()> {
+        for (param, stored) in self.stored(checkpoint)? {
             let all = 0..stored.numel();
             let values = if param.transposed { stored.elements_transposed(all) } else { stored.elements(all) };
             each(param, values?);

@@ -110,7 +110,7 @@ pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<
 ///
 /// # Errors
 ///
-/// Those of [`shard()`].
+/// The errors of [`shard()`].
 pub fn shard_lora<M: Module>(
     model: M,
     ranks: &Ranks,

@@ -148,7 +148,7 @@ impl Reparameterizer for Adapters {
     }
 }
 
-/// Refuses settings of an update that are not supported here.
+/// Refuses settings that are not supported here.
 fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));

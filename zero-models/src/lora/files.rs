@@ -41,12 +41,7 @@ pub fn load<B: FusedBackend, M: Adaptable<B>>(
 /// If the folder has no adapter, or one for another model.
 pub fn read(model: &ModelConfig, dir: &Path, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
     let (_, whole, checkpoint) = open(dir, model.clone(), None)?;
-    for (param, stored) in whole.stored(&checkpoint)? {
-        let all = 0..stored.numel();
-        let values = if param.transposed { stored.elements_transposed(all) } else { stored.elements(all) };
-        each(param, values?);
-    }
-    Ok(())
+    whole.read_from(&checkpoint, &mut each)
 }
 
 /// Returns the names of tables that an adapter's file holds in full although no key of its configuration names them. They are loaded,

@@ -208,7 +208,7 @@ impl AdaptedModel {
                     let bound = (param.shape[0] as f64).sqrt().recip();
                     // 24 bits, as Zero's draws have.
                     let unit = |i: usize| (stream.bits(i as u64) >> 40) as f64 * (1.0 / (1u64 << 24) as f64);
-                    all.map(|i| (-bound + (bound - -bound) * unit(i)) as f32).collect()
+                    all.map(|i| (2.0 * bound * unit(i) - bound) as f32).collect()
                 }
                 (false, true) => stream.normals(all, 0.0, 1.0, |x| x as f32),
                 _ => vec![0.0; all.len()],

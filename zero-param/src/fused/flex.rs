@@ -44,7 +44,7 @@ pub(crate) enum Op {
 #[derive(Debug, Clone)]
 pub(crate) struct Frozen {
     pub(crate) parameter: Arc<Parameter>,
-    /// What the module holds of it.
+    /// The base that the module holds.
     pub(crate) base: Raw,
 }
 
