@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares training with Burn 0.22 and with Burn 0.21: the same GPT-2, rows and AdamW, in alternating runs (old new old new ...).
 
-  cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features trainer --example gpt2)
+  cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features models)
   bench/fronts.py [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
 
 Needs numpy for the weights, which are created once, in --dir. --work is ranks:stage:rows, with the rows per step of all
@@ -25,7 +25,7 @@ parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--dir", type=Path, default=ROOT / "target/fronts")
 parser.add_argument("--old", type=Path, default=ROOT / "target/release/examples/gpt2_1_5b")
-parser.add_argument("--new", type=Path, default=ROOT / "zero-param/target/release/examples/gpt2")
+parser.add_argument("--new", type=Path, default=ROOT / "zero-param/target/release/zero-022")
 args = parser.parse_args()
 for program in (args.old, args.new):
     program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
@@ -67,14 +67,14 @@ def losses(program, ranks, stage, batch):
                     return
 
         at, memory, told = run([
-            program, "--weights", folder, "--data", folder / "batches.safetensors", "--batch", batch // ranks, "--steps", args.steps,
+            *program, "--weights", folder, "--data", folder / "batches.safetensors", "--batch", batch // ranks, "--steps", args.steps,
             "--ranks", ranks, "--threads", 2 // ranks, "--stage", stage, "--dtype", args.dtype, "--lr", "1e-3", "--decay-except", "nothing", "--shuffle", "false",
             "--out", out, "--json"], lines)
     return at, memory, [json.loads(line)["loss"] for line in told]
 
 
 def measure(program, work):
-    at, memory, told = losses(program, *work)
+    at, memory, told = losses([program] + (["train"] if program == args.new else []), *work)
     steps = [after - before for before, after in zip(at, at[1:])][WARMUP - 1:]
     return work[2] * SEQ / statistics.median(steps), memory, told
 

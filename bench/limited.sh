@@ -4,7 +4,7 @@
 #   bench/limited.sh [LIMIT_MIB [MODEL [STEPS [SWAP_DIR [OPTIONS...]]]]]       defaults: 6144 gpt2-xl 5 .
 #   bench/limited.sh 3072 gpt2-xl 5 /mnt/fast --lr 2e-6      MODEL may be a folder with a config.json
 #   bench/limited.sh 6144 gpt2-xl 1 /mnt/fast --seq 1024 --batch 8 --ranks 1 --memory 6GiB --lr 2e-6
-#   PROGRAM=zero-param/target/release/examples/gpt2 bench/limited.sh 3072 gpt2-xl 5      a program that is built already, as that for Burn 0.22
+#   PROGRAM='zero-param/target/release/zero-022 train' bench/limited.sh 3072 gpt2-xl 5      another program that is built already
 #   bench/limited.sh 2048 tiled_linear 3 /mnt/fast            one linear layer of 4 GiB in 64 tiles (the example tiled_linear)
 # The limit is set by a memory cgroup (version 1 or 2), which needs root. Exit codes: those of the run; 2 without a cgroup.
 set -euo pipefail
@@ -38,7 +38,8 @@ status=0
 (
   echo $BASHPID >"$group/cgroup.procs"
   [[ $example = tiled_linear ]] && exec target/release/examples/tiled_linear 32768 64 "$steps" "$swap"
-  exec "${PROGRAM:-target/release/examples/gpt2_1_5b}" --model "$model" "${defaults[@]}" --stage 3 --steps "$steps" \
+  # shellcheck disable=SC2086 # a program and its command
+  exec ${PROGRAM:-target/release/examples/gpt2_1_5b} --model "$model" "${defaults[@]}" --stage 3 --steps "$steps" \
     --offload all --swap "$swap" --out "$out" --json "$@" >"$out/summary.json"
 ) || status=$?
 python3 - "$out" "$limit" "$(cat "$group/$peak")" <<'PYTHON'

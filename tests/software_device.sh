@@ -49,12 +49,12 @@ laws)
   ;;
 param)
   cd zero-param
-  build=(--features wgpu,trainer)
+  build=(--features wgpu,models)
   cargo test "${build[@]}" --test device -- --test-threads 1 --nocapture
   out=$(mktemp -d)
   trap 'rm -rf "$out"' EXIT
   for backend in cpu vulkan; do
-    cargo run --quiet "${build[@]}" --example gpt2 -- --weights ../tests/fixtures/gpt2_tiny --data ../tests/fixtures/gpt2_tiny/batches.safetensors \
+    cargo run --quiet "${build[@]}" --bin zero-022 -- train --weights ../tests/fixtures/gpt2_tiny --data ../tests/fixtures/gpt2_tiny/batches.safetensors \
       --backend $backend --ranks 2 --stage 3 --batch 2 --steps 4 --out "$out/$backend"
   done
   python3 - "$out"/{cpu,vulkan}/metrics.jsonl <<'PYTHON'

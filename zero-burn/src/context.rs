@@ -16,7 +16,6 @@ use zero_core::window::WindowHost;
 use zero_ops::quantized::Format;
 
 use crate::abort::{stop, stop_foreign};
-use crate::activations::Offloader;
 use crate::current::{CURRENT, Installed, PLACES, RUNNING};
 use crate::device::ZeroDevice;
 use crate::engine::{Cell, Runtime, burn_dtype, burn_shape};
@@ -25,8 +24,6 @@ use crate::values::empty;
 
 pub(crate) struct Context<B: Backend> {
     runtime: Runtime<B>,
-    /// Moves inputs of checkpointed blocks out of memory and back.
-    pub(crate) offloader: Option<Arc<Offloader<B>>>,
     /// Loaded state that is still in use, by a hash of its content: equal states share one cell.
     pub(crate) loaded: Mutex<HashMap<u64, Weak<Cell<B>>>>,
 }
@@ -51,14 +48,12 @@ impl<B: Backend> Drop for InstallGuard<B> {
         CURRENT.set(None);
         RUNNING.lock().remove(place);
         context.runtime.end();
-        context.offloader.iter().for_each(|offloader| offloader.stop());
     }
 }
 
 impl<B: Backend> Context<B> {
     pub(crate) fn new(runtime: Runtime<B>) -> Arc<Self> {
-        let (offloader, loaded) = (Offloader::new(&runtime.rank), Mutex::default());
-        let context = Arc::new(Self { runtime, offloader, loaded });
+        let context = Arc::new(Self { runtime, loaded: Mutex::default() });
         let owner: Arc<dyn Any + Send + Sync> = context.clone();
         let _ = context.rank.owner.set(Arc::downgrade(&owner));
         context

@@ -22,7 +22,6 @@ use crate::values;
 
 pub(crate) use zero_engine::backend::DType as EngineDType;
 pub(crate) use zero_engine::cell::{Kind, Origin};
-pub(crate) use zero_engine::copier::Caller;
 pub(crate) use zero_engine::reduce::Phase;
 pub(crate) use zero_engine::tier::SwapDisk;
 
@@ -33,10 +32,7 @@ pub(crate) struct Inner<B>(PhantomData<fn() -> B>);
 pub(crate) type Cell<B> = zero_engine::cell::Cell<Inner<B>>;
 pub(crate) type Template<B> = zero_engine::cell::Template<Inner<B>>;
 pub(crate) type Slot<B> = zero_engine::cell::slot::Slot<Inner<B>>;
-pub(crate) type Rank<B> = zero_engine::cell::rank::Rank<Inner<B>>;
 pub(crate) type Runtime<B> = zero_engine::runtime::Runtime<Inner<B>>;
-pub(crate) type Shared<B> = backend::Shared<Inner<B>>;
-pub(crate) type Stored<B> = zero_engine::tier::Stored<Inner<B>>;
 pub(crate) type ParamState<B> = zero_engine::update::plan::ParamState<Inner<B>>;
 pub(crate) type Operand<B> = zero_engine::update::plan::Operand<Inner<B>>;
 pub(crate) type Step<B> = zero_engine::update::step::Step<Inner<B>>;

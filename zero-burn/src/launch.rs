@@ -146,6 +146,7 @@ fn check_states<B: Backend>(config: &ZeroConfig) -> Result<(), ConfigError> {
 
 /// Rejects several ranks of one process on several NVIDIA GPUs: CubeCL 0.10 copies between devices by NCCL calls in an order that two
 /// threads do not agree on, and lets the source's memory be reused before the copy.
+#[cfg_attr(not(feature = "cuda"), allow(clippy::extra_unused_type_parameters))]
 fn check_devices<B: Backend>(ranks: usize) -> Result<(), ConfigError> {
     #[cfg(feature = "cuda")]
     {
@@ -160,6 +161,7 @@ fn check_devices<B: Backend>(ranks: usize) -> Result<(), ConfigError> {
 }
 
 /// Makes this process cache the kernels that it compiles for CUDA devices.
+#[cfg_attr(not(feature = "cuda"), allow(clippy::extra_unused_type_parameters))]
 fn cache_kernels<B: Backend>(options: &LaunchOptions) {
     #[cfg(feature = "cuda")]
     if options.kernel_cache

@@ -64,7 +64,7 @@ mod values;
 mod view;
 mod walk;
 
-use zero_engine::{abort, current, worker};
+use zero_engine::{abort, current};
 
 pub use backend::Zero;
 pub use birth::{load_parameters, load_state};

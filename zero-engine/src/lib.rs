@@ -10,6 +10,7 @@
 //! Nothing here depends on Burn. `zero-burn` is the adapter for Burn 0.21, `zero-param` that for Burn 0.22.
 
 pub mod abort;
+pub mod activations;
 pub mod backend;
 pub mod cell;
 pub mod copier;

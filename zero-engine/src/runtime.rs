@@ -12,6 +12,7 @@ use zero_core::{Axes, Buffer, Collective, CommError, ReduceOp, Request};
 use zero_kernels::quantized::Format;
 
 use crate::abort::{or_stop, raise, stop};
+use crate::activations::Offloader;
 use crate::backend::{Backend, HostData};
 use crate::cell::rank::Rank;
 use crate::cell::slot::Slot;
@@ -35,6 +36,8 @@ pub struct Runtime<B: Backend> {
     pub reducer: Option<Reducer<B>>,
     /// Updates of state in host memory or on a disk.
     pub updates: Option<Arc<Updates<B>>>,
+    /// Moves inputs of checkpointed blocks out of memory and back.
+    pub offloader: Option<Arc<Offloader<B>>>,
     /// The random numbers of the rank.
     pub draws: Draws,
     /// Blocking collectives of the rank's own thread.
@@ -159,6 +162,7 @@ impl<B: Backend> Runtime<B> {
         Ok(Self {
             gatherer: Gatherer::new(rank.clone(), collectives.as_ref()),
             reducer: gradients.map(Reducer::new),
+            offloader: Offloader::new(&rank),
             updates: rank.overlaps_updates.then(|| Updates::new(rank.place.rank).into()),
             main: if world > 1 { comm.duplicate("parameters")? } else { alone() },
             groups,
@@ -181,6 +185,7 @@ impl<B: Backend> Runtime<B> {
         self.gatherer.stop();
         self.updates.iter().for_each(|updates| updates.stop());
         self.reducer.iter().for_each(Reducer::stop);
+        self.offloader.iter().for_each(|offloader| offloader.stop());
     }
 
     // ---- gathers ----

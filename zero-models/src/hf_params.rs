@@ -184,17 +184,18 @@ pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
 }
 
 /// Calls `each` with every parameter and its initial values, which are those of a module on ranks with this seed. Weights are drawn by
-/// the parameter's number, with the standard deviation that `std` returns for a path; factors of norms are one, and biases zero.
+/// the parameter's number, with the standard deviation that `std` returns for a path; vectors are one if `is_one` says so, and else zero.
 pub(crate) fn fresh<C: Family>(
     config: &C,
     seed: u64,
     std: impl Fn(&str) -> f64,
+    is_one: impl Fn(&str) -> bool,
     each: &mut dyn FnMut(ModelParam, Vec<f32>),
 ) {
     for (param, birth) in parameters(config).into_iter().zip(0..) {
         let (stream, all) = (Stream::of_parameter(seed, birth, None), 0..param.numel());
         let values = match param.shape.len() {
-            1 => vec![if param.path.ends_with("gamma") { 1.0 } else { 0.0 }; all.len()],
+            1 => vec![f32::from(u8::from(is_one(&param.path))); all.len()],
             _ => stream.normals(all, 0.0, std(&param.path), |x| x as f32),
         };
         each(param, values);

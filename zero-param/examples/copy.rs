@@ -1,13 +1,6 @@
-//! Loads a GPT-2 checkpoint into shards and saves them again: `cargo run --example copy -- MODEL CHECKPOINT OUT`.
+//! Loads a GPT-2 checkpoint into shards and saves them again: `cargo run --features models --example copy -- MODEL CHECKPOINT OUT`.
 //!
 //! MODEL is a Hugging Face folder with `config.json`. No parameter is updated: `tests/across.sh` compares the bits.
-
-// Nothing is trained.
-#[allow(dead_code)]
-#[path = "gpt2/model.rs"]
-mod model;
-#[allow(dead_code)]
-mod shared;
 
 use std::path::PathBuf;
 
@@ -17,13 +10,14 @@ use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
 use zero_core::collective::threads::ThreadOptions;
 use zero_models::Gpt2Config;
+use zero_param::models::Gpt2;
 use zero_param::{Error, ZeroConfig, run_threads, shard};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let paths: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
     let [folder, from, to] = &paths[..] else { return Err("expected the arguments MODEL CHECKPOINT OUT".into()) };
     let config = Gpt2Config::from_file(&folder.join("config.json"))?;
-    let model = model::init(&config, &Device::flex().autodiff())?;
+    let model = Gpt2::new(&config, &Device::flex().autodiff())?;
     let settings = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
     let from = Checkpoint::open(from)?;
     let options = SaveOptions { files: from.files()?, ..SaveOptions::default() };

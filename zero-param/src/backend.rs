@@ -19,6 +19,7 @@ use burn::backend::{
 };
 use burn::tensor::Tensor;
 
+use crate::activations::{self, Use};
 use crate::clock;
 use crate::device::{Target, moved};
 use crate::fused::Op;
@@ -32,12 +33,13 @@ fn load<B: Target>(
     parameter: &Arc<Parameter>,
     rows: Option<Arc<[i64]>>,
     device: &B::Device,
+    again: bool,
 ) -> FloatTensor<B> {
     match rows {
-        None => parameter.load::<B>(base, device, false),
+        None => parameter.load::<B>(base, device, again),
         // Rows are picked in the host's memory, and they alone go to the device.
         Some(ids) => {
-            let full = parameter.load::<Flex>(base, &Default::default(), false);
+            let full = parameter.load::<Flex>(base, &Default::default(), again);
             B::put(Op::Embedding { ids, rows: parameter.shape[0] }.forward(vec![full], &[false]).0, device)
         }
     }
@@ -87,17 +89,18 @@ fn record<B: Target>(
     let wanted = base.is_tracked() && !parameter.slot.partition.is_empty();
     // For rows the backward pass needs only their ids.
     let is_again = parameter.is_gathered_for_each_use() && rows.is_none();
-    if !wanted && !is_again {
-        return Autodiff::<B>::from_inner(load::<B>(&base.into_primitive(), parameter, rows, device));
-    }
+    let used = activations::begin_use(parameter, wanted);
+    let Some(Use { recorded, again }) = used.filter(|_| wanted || is_again) else {
+        let again = activations::runs_again();
+        return Autodiff::<B>::from_inner(load::<B>(&base.into_primitive(), parameter, rows, device, again));
+    };
     // With an untracked parent Burn would save the full parameter, so a frozen shard becomes a leaf whose gradient is dropped.
-    let base = match wanted {
+    let base = match wanted && !again {
         true => base,
         false => Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(base.into_primitive()), true),
     };
-    let recorded = wanted.then(|| Recorded::new(parameter));
     let token = clock::tick();
-    let again = GatherAgain::<B> {
+    let gather_again = GatherAgain::<B> {
         base: base.id(),
         token: token.as_ref().map(|token| token.id()),
         parameter: parameter.clone(),
@@ -107,10 +110,10 @@ fn record<B: Target>(
         ($($parent:expr),*) => {{
             let op = Gather::<B>(PhantomData).prepare::<BalancedCheckpointing>([$($parent.node()),*]);
             let op = match is_again {
-                true => op.memory_bound().retro_forward(again).parents([$(&$parent),*]),
+                true => op.memory_bound().retro_forward(gather_again).parents([$(&$parent),*]),
                 false => op.compute_bound(),
             };
-            let full = load::<B>(&base.into_primitive(), parameter, rows.clone(), device);
+            let full = load::<B>(&base.into_primitive(), parameter, rows.clone(), device, again);
             match op.stateful() {
                 OpsKind::Tracked(op) => op.finish((recorded, rows), full),
                 OpsKind::UnTracked(op) => op.finish(full),
@@ -134,7 +137,7 @@ pub(crate) fn gather<const D: usize>(
         ($backend:ident, $device:expr) => {
             match kind {
                 DispatchTensorKind::Flex(base) => {
-                    let full = load::<burn::backend::$backend>(&base.float(), parameter, rows, $device);
+                    let full = load::<burn::backend::$backend>(&base.float(), parameter, rows, $device, false);
                     DispatchTensorKind::$backend(BackendTensor::Float(full))
                 }
                 DispatchTensorKind::Autodiff(base) => {

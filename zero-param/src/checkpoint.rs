@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use burn::module::Module;
+use half::{bf16, f16};
 use serde_json::{Map, Value};
 use zero_core::Buffer;
 use zero_core::checkpoint::training::{
@@ -40,6 +41,9 @@ pub struct Resumed<M> {
     pub steps: usize,
     /// Number of steps that were skipped because their gradients were not finite.
     pub skipped: usize,
+    /// The trainer's loss scale with its history.
+    #[cfg_attr(not(feature = "trainer"), allow(dead_code))]
+    pub(crate) loss_scaler: Option<Value>,
     /// The program's own values, saved with the model.
     pub extra: Map<String, Value>,
 }
@@ -60,16 +64,17 @@ impl Zero {
         extra: Map<String, Value>,
         options: &SaveOptions,
     ) -> Result<Saved, Error> {
-        let (pieces, state) = self.pieces((model, optimizer), [steps, 0], extra, false)?;
+        let (pieces, state) = self.pieces((model, optimizer), ([steps, 0], None), extra, false)?;
         Ok(save(&*self.runtime().owners(), dir, steps as u64, &pieces, &state, options)?)
     }
 
-    /// Returns the tensors that this rank writes to a checkpoint after this many updates and skipped steps, and the state saved with them.
+    /// Returns the tensors that this rank writes to a checkpoint after this many updates and skipped steps, at this loss scale, and the state
+    /// saved with them.
     /// With `only_trained`, frozen parameters are left out. A collective.
     pub(crate) fn pieces<M: Module>(
         &self,
         (model, optimizer): (&M, &Optimizer),
-        [steps, skipped]: [usize; 2],
+        ([steps, skipped], loss_scaler): ([usize; 2], Option<Value>),
         mut extra: Map<String, Value>,
         only_trained: bool,
     ) -> Result<(Vec<Piece<'static>>, Value), Error> {
@@ -111,7 +116,7 @@ impl Zero {
             skipped,
             stage: config.stage.number(),
             param_dtype: format!("{:?}", config.param_dtype).to_uppercase(),
-            loss_scaler: None,
+            loss_scaler,
             optimizer: OptimizerState { name: rule.name().into(), times },
             random: RandomStates::gather(&*self.runtime().collective(), [seed, draws])?,
         };
@@ -185,19 +190,27 @@ impl Zero {
         let rank = &self.runtime().rank;
         let [seed, draws] = engine.random.of(rank.index, rank.world);
         self.runtime().draws.set_state(RandomState { seed, draws });
-        Ok(Resumed { model, optimizer, steps: engine.steps, skipped: engine.skipped, extra })
+        let EngineState { steps, skipped, loss_scaler, .. } = engine;
+        Ok(Resumed { model, optimizer, steps, skipped, loss_scaler, extra })
     }
 
     /// Reads this rank's elements of the tensor saved under `name`, flat; one filler element if there are none.
     fn read(&self, checkpoint: &Checkpoint, parameter: &Parameter, name: &str) -> Result<Raw, Error> {
         let (tensor, expected) = (checkpoint.tensor(name)?, parameter.shape.to_vec());
-        if (tensor.dtype, &tensor.shape) != (ElementType::F32, &expected) {
+        // On Burn 0.21 a parameter without a master, which the first update makes, is saved in the type that the model computes in.
+        let is_known = matches!(tensor.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16);
+        if !is_known || tensor.shape != expected {
             let what = format!("'{name}' is {} {:?} there, and F32 {expected:?} here", tensor.dtype, tensor.shape);
             return Err(Error::Mismatch { path: checkpoint.path().to_path_buf(), what });
         }
         let partition = parameter.slot.partition;
         let bytes = checkpoint.read(name, partition.range(self.runtime().rank.place(partition)))?;
-        let mut values: Vec<f32> = bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect();
+        let of_two = |number: fn([u8; 2]) -> f32| bytes.as_chunks::<2>().0.iter().map(|two| number(*two)).collect();
+        let mut values: Vec<f32> = match tensor.dtype {
+            ElementType::F16 => of_two(|two| f16::from_le_bytes(two).to_f32()),
+            ElementType::Bf16 => of_two(|two| bf16::from_le_bytes(two).to_f32()),
+            _ => bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect(),
+        };
         values.resize(values.len().max(1), 0.0);
         Ok(flat_tensor::<Host>(Buffer::F32(values), &()))
     }

@@ -35,7 +35,7 @@ thread_local! {
 }
 
 #[derive(Default)]
-struct Pass {
+pub(crate) struct Pass {
     /// The end of the chain, in host memory whatever device the pass runs on.
     token: Option<Token>,
     length: u64,
@@ -43,18 +43,17 @@ struct Pass {
     begin: u64,
 }
 
-/// Guard of a forward pass on this thread, which ends when it is dropped.
-pub(crate) struct Forward(());
+/// Guard of a forward pass on this thread, which ends when it is dropped. Holds the enclosing pass.
+pub(crate) struct Forward(Option<Pass>);
 
 /// Begins a pass in which gathers are ordered.
 pub(crate) fn forward() -> Forward {
-    PASS.set(Some(Pass::default()));
-    Forward(())
+    Forward(PASS.replace(Some(Pass::default())))
 }
 
 impl Drop for Forward {
     fn drop(&mut self) {
-        PASS.set(None);
+        PASS.set(self.0.take());
     }
 }
 

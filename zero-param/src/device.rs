@@ -17,6 +17,17 @@ pub(crate) trait Target: Backend {
     /// The backend's tensors are in host memory.
     const IS_HOST: bool = false;
 
+    /// Returns the tensor as it is dispatched.
+    fn kind(tensor: BackendTensor<Self>) -> DispatchTensorKind;
+
+    /// Inverts [`Target::kind`]; `None` for a tensor of another backend.
+    fn of_kind(kind: DispatchTensorKind) -> Option<BackendTensor<Self>>;
+
+    /// Returns a tensor in host memory, or the tensor if it is on a device.
+    fn hosted(tensor: FloatTensor<Self>) -> Result<Raw, FloatTensor<Self>> {
+        Err(tensor)
+    }
+
     /// Copies a full parameter to the device.
     fn put(full: Raw, device: &Self::Device) -> FloatTensor<Self> {
         Self::float_from_data(full.into_data(), device)
@@ -32,13 +43,41 @@ pub(crate) trait Target: Backend {
 impl Target for Flex {
     const IS_HOST: bool = true;
 
+    fn kind(tensor: BackendTensor<Self>) -> DispatchTensorKind {
+        DispatchTensorKind::Flex(tensor)
+    }
+
+    fn of_kind(kind: DispatchTensorKind) -> Option<BackendTensor<Self>> {
+        match kind {
+            DispatchTensorKind::Flex(tensor) => Some(tensor),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+
+    fn hosted(tensor: Raw) -> Result<Raw, Raw> {
+        Ok(tensor)
+    }
+
     fn put(full: Raw, _: &Self::Device) -> Raw {
         full
     }
 }
 
 #[cfg(feature = "cube")]
-impl Target for burn::backend::Cube {}
+impl Target for burn::backend::Cube {
+    fn kind(tensor: BackendTensor<Self>) -> DispatchTensorKind {
+        DispatchTensorKind::Cube(tensor)
+    }
+
+    fn of_kind(kind: DispatchTensorKind) -> Option<BackendTensor<Self>> {
+        match kind {
+            DispatchTensorKind::Cube(tensor) => Some(tensor),
+            #[allow(unreachable_patterns)]
+            _ => None,
+        }
+    }
+}
 
 /// Checks that a parameter may be on `device` and that the device supports `float`.
 pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Error> {
@@ -56,11 +95,14 @@ pub(crate) fn check(path: &str, device: &Device, float: Float) -> Result<(), Err
             return trouble("which this build of zero-param does not support", instead);
         }
     }
-    match float {
-        Float::Bf16 if !device.supports_dtype(DType::BF16) => {
-            trouble("which does not support bf16", "pass Float::F32 as ZeroConfig::param_dtype")
-        }
-        _ => Ok(()),
+    let (dtype, reason) = match float {
+        Float::Bf16 => (DType::BF16, "which does not support bf16"),
+        Float::F16 => (DType::F16, "which does not support fp16"),
+        Float::F32 => return Ok(()),
+    };
+    match device.supports_dtype(dtype) {
+        true => Ok(()),
+        false => trouble(reason, "pass Float::F32 as ZeroConfig::param_dtype"),
     }
 }
 

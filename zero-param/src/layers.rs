@@ -4,16 +4,18 @@
 //! parameter stays in memory. The same holds for `Linear` on sequences; use [`linear`](crate::linear) instead. Burn's layers of vectors
 //! (norms, biases) need no replacement: vectors are replicated on every rank.
 
+use std::sync::atomic::Ordering;
+
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
 
 use crate::backend;
 use crate::device::held;
-use crate::fused::{Frozen, Weight, linear, numbers, product, rows};
+use crate::fused::{Frozen, Weight, dropout, linear, numbers, product, rows};
 use crate::shard::Gathered;
 
 /// Computes `x weight + bias + residual` like [`linear`], with a parameter as the weight. If the weight has a LoRA adapter, its output
-/// `scale * (x a) b` is added, without a dense sum of weight and adapter. A weight that is not trained is gathered for each pass, and no
+/// `scale * (dropout(x) a) b` is added, without a dense sum of weight and adapter ([`Zero::set_adapter_dropout`](crate::Zero::set_adapter_dropout)). A weight that is not trained is gathered for each pass, and no
 /// gradient of it is computed.
 ///
 /// # Shapes
@@ -43,7 +45,8 @@ pub fn dense<const D: usize>(
     match gathered.adapter() {
         None => out,
         Some(adapter) => {
-            let low = linear(x, adapter.a.val(), None, None) * adapter.scale;
+            let dropped = f64::from_bits(parameter.shared.adapter_dropout.load(Ordering::Relaxed));
+            let low = linear(dropout(x, dropped), adapter.a.val(), None, None) * adapter.scale;
             linear(low, adapter.b.val(), None, Some(out))
         }
     }

@@ -5,6 +5,7 @@
 //!   ([`shard()`]).
 //! * Memory: at stage 3 a rank holds its shards, in memory or on a disk, and a full parameter only while an operation uses it. The backward
 //!   pass gathers again; a gradient is held in full until its bucket is reduced. Burn's `Linear` keeps the full weight for sequences `[b, t, d]`: use [`linear`].
+//!   Of activations, [`checkpoint()`] keeps only inputs of blocks.
 //! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; threads of the rank prefetch them, reduce gradients and
 //!   update state on a disk. Within a forward or backward pass, ranks do not wait for each other.
 //! * Speed: layers of Burn work unchanged; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
@@ -12,7 +13,8 @@
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
 //! * Devices: all shards stay in host memory. With the features `cuda`, `vulkan` and `wgpu` the model can compute on a device: full
 //!   parameters are copied there for each use, and gradients are copied back.
-//! * Features: `train` adds `ZeroStrategy` for the `Learner` of burn-train; `trainer` adds the trainer of `zero-train`; `mpi` lets
+//! * Features: `train` adds `ZeroStrategy` for the `Learner` of burn-train; `trainer` adds the trainer of `zero-train`; `models` adds language
+//!   models and the command `zero-022`; `mpi` lets
 //!   [`run_process`] run ranks of mpirun or srun.
 //!
 //! ```
@@ -41,6 +43,7 @@
 //! The paper: *ZeRO: Memory Optimizations Toward Training Trillion Parameter Models*, Rajbhandari et al. 2020,
 //! <https://arxiv.org/abs/1910.02054>.
 
+mod activations;
 mod backend;
 mod checkpoint;
 mod clock;
@@ -50,6 +53,8 @@ mod error;
 mod fused;
 mod grads;
 mod layers;
+#[cfg(feature = "models")]
+pub mod models;
 mod optim;
 mod parameter;
 mod random;
@@ -64,14 +69,18 @@ pub mod trainer;
 mod update;
 mod zero;
 
+pub use activations::{Inputs, checkpoint, checkpoint_block};
 pub use checkpoint::Resumed;
 pub use error::Error;
-pub use fused::{attention, dropout, gelu, layer_norm, linear, linear_cross_entropy, packed_attention};
+pub use fused::{
+    Angles, attention, dropout, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, rms_norm, rotary,
+    swiglu,
+};
 pub use grads::Grads;
 pub use layers::{dense, embedding, tied_head, without_adapter};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
 pub use parameter::Uses;
-pub use random::draw_dropout;
+pub use random::{draw_dropout, initialize};
 pub use ranks::{Ranks, run_process, run_threads};
 pub use shard::{Gathered, shard, shard_lora};
 #[cfg(feature = "train")]
@@ -87,3 +96,7 @@ struct Readme;
 #[cfg(doctest)]
 #[doc = include_str!("../../docs/book/src/burn-0-22.md")]
 struct Book;
+
+#[cfg(doctest)]
+#[doc = include_str!("../../docs/book/src/burn-0-22-features.md")]
+struct BookFeatures;

@@ -6,7 +6,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::tensor::FloatTensor;
@@ -33,6 +33,8 @@ use crate::tensors::Raw;
 pub(crate) struct Shared {
     pub(crate) runtime: Arc<Runtime>,
     pub(crate) passes: Passes,
+    /// Dropout of the inputs of adapters: the bits of an f64. Relaxed: a rank sets and reads it on its own thread.
+    pub(crate) adapter_dropout: AtomicU64,
 }
 
 impl core::fmt::Debug for Shared {
@@ -106,6 +108,11 @@ impl Recorded {
         // Relaxed: a rank's graph is built and run by one thread at a time.
         parameter.member.recorded.fetch_add(1, Ordering::Relaxed);
         Arc::new(Self(parameter.clone()))
+    }
+
+    /// Returns whether it is a use of this parameter.
+    pub(crate) fn is_of(&self, parameter: &Arc<Parameter>) -> bool {
+        Arc::ptr_eq(&self.0, parameter)
     }
 
     /// Takes the gradient of this use, or of the `rows` that it read. Reduces the sum after the parameter's last use.

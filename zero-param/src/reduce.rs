@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::tensor::TensorData;
-use half::bf16;
+use half::{bf16, f16};
 use parking_lot::Mutex;
 use zero_core::{Buffer, CommError, ReduceOp, Request};
 use zero_engine::abort::stop;
@@ -160,6 +160,7 @@ impl Passes {
 fn in_32(gradient: Buffer) -> Vec<f32> {
     match gradient {
         Buffer::Bf16(values) => widened(&values),
+        Buffer::F16(values) => widened(&values),
         other => other.into_f32(),
     }
 }
@@ -189,21 +190,24 @@ fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
         Buffer::F32(mut table) => added!(F32, table, |x: f32| x),
         // Each sum is rounded, as a separate table would be.
         Buffer::Bf16(mut table) => added!(Bf16, table, bf16::from_f32),
+        Buffer::F16(mut table) => added!(F16, table, f16::from_f32),
         _ => unreachable!("gradients are of these types"),
     }
 }
 
 /// Adds two gradients in the order of Burn's own sums: the later one first.
 fn sum(later: Buffer, before: &Buffer) -> Buffer {
+    macro_rules! added {
+        ($variant:ident, $sum:ident, $before:ident) => {{
+            let mut sum = $sum;
+            sum.iter_mut().zip($before).for_each(|(a, b)| *a += b);
+            Buffer::$variant(sum)
+        }};
+    }
     match (later, before) {
-        (Buffer::F32(mut sum), Buffer::F32(before)) => {
-            sum.iter_mut().zip(before).for_each(|(a, b)| *a += b);
-            Buffer::F32(sum)
-        }
-        (Buffer::Bf16(mut sum), Buffer::Bf16(before)) => {
-            sum.iter_mut().zip(before).for_each(|(a, b)| *a += b);
-            Buffer::Bf16(sum)
-        }
+        (Buffer::F32(sum), Buffer::F32(before)) => added!(F32, sum, before),
+        (Buffer::Bf16(sum), Buffer::Bf16(before)) => added!(Bf16, sum, before),
+        (Buffer::F16(sum), Buffer::F16(before)) => added!(F16, sum, before),
         _ => unreachable!("gradients have one type"),
     }
 }

@@ -4,13 +4,13 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::module::{LoraAdapter, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
 use burn::tensor::{Device, Tensor};
 use zero_core::Buffer;
 use zero_core::collective::agree;
-use zero_core::config::{Float, Gathers, Tier, ZeroConfig};
+use zero_core::config::{Gathers, ZeroConfig};
 use zero_engine::values::flat_tensor;
 
 use crate::backend;
@@ -54,9 +54,6 @@ impl Reparameterization for Gathered {
 pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
     let refused = [
         ("a mesh of several axes", !config.axes.foreign().is_empty()),
-        ("fp16", config.param_dtype == Float::F16),
-        ("activation checkpointing (checkpointed_blocks)", config.checkpointed_blocks > 0),
-        ("offload of activations", config.offload.activations != Tier::Memory),
         ("gathering by collectives", config.gathers == Gathers::Collective),
     ];
     refused.into_iter().find(|(_, is_set)| *is_set).map(|(setting, _)| setting)
@@ -168,7 +165,8 @@ fn shard_by<M: Module>(
     let runtime = Runtime::new(config.clone(), (), ranks.comm.duplicate("model")?, ranks.window.clone())?;
     let runtime = Arc::new(runtime);
     ranks.runtimes.add(&runtime);
-    let shared = Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default() });
+    let shared =
+        Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default(), adapter_dropout: AtomicU64::default() });
     let born = Rc::new(RefCell::new(Born::default()));
     let cut = Cut { shared: shared.clone(), born: born.clone(), lora, prefix: String::new() };
     let model = model.apply_reparameterization(cut);

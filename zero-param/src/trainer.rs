@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use burn::module::{LoraAdapter, Module, Param, Reparameterizer};
+use burn::module::{LoraAdapter, Module, ModuleVisitor, Param, Reparameterizer};
 #[cfg(feature = "wgpu")]
 use burn::tensor::DeviceKind;
 #[cfg(feature = "cube")]
@@ -23,10 +23,11 @@ use zero_core::checkpoint::{AsyncSaver, Checkpoint, SaveOptions, save};
 use zero_core::config::Float;
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
+use zero_train::loss_scale::LossScaler;
 use zero_train::metrics::RankMetrics;
 use zero_train::schedule::ONE_CYCLE_BETA2;
 use zero_train::step::{EngineError, Step, Times, Update, nonfinite_warning};
-use zero_train::trainer::{BackendChoice, InitialAdapter, Integration, Measured, RankEngine, Rows, Run, Task};
+use zero_train::trainer::{BackendChoice, InitialAdapter, Integration, Measured, Profile, RankEngine, Rows, Run, Task};
 use zero_train::{Result, TrainError};
 
 use crate::checkpoint::Resumed;
@@ -52,7 +53,7 @@ pub struct Burn022<T, M> {
 }
 
 impl<T, M> Burn022<T, M> {
-    /// Creates the integration. `model` builds a task's model with its initial values, from the run's seed. `loss` returns the mean loss
+    /// Creates the integration. Unless the task implements `Task::profile`, the plan of a run counts parameters, but no activations. `model` builds a task's model with its initial values, from the run's seed. `loss` returns the mean loss
     /// `[1]` of some of its rows, or the means `[terms]` whose sum it is (`Task::weights`), with autodiff and without.
     pub fn new(
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
@@ -148,30 +149,45 @@ impl Reparameterizer for Adapters {
     }
 }
 
+/// Elements of a module's parameters.
+#[derive(Default)]
+struct Sizes {
+    trained: Vec<usize>,
+    frozen: Vec<usize>,
+}
+
+impl ModuleVisitor for Sizes {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
+        let kind = if param.is_require_grad() { &mut self.trained } else { &mut self.frozen };
+        kind.push(param.lazy_shape().num_elements());
+    }
+}
+
 /// Refuses settings that are not supported here.
 fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
     }
-    let dropout = run.settings["lora"]["lora_dropout"].as_f64().unwrap_or(0.0);
-    if dropout > 0.0 {
-        return Err(refused("lora_dropout", dropout));
-    }
     if let Some(format) = run.settings["quantize"].as_str() {
         return Err(refused("quantize", format));
-    }
-    if run.zero.checkpointed_blocks > 0 {
-        let got = format!(
-            "{} blocks, by an option or by the plan that fits the run into memory",
-            run.zero.checkpointed_blocks
-        );
-        let expected = "not supported with Burn 0.22; set --checkpoint-activations 0, or use Burn 0.21".into();
-        return Err(EngineError::Setting { key: "checkpoint_activations", got, expected }.into());
     }
     shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, "requested")))
 }
 
 impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
+    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
+        let profile = task.profile(micro_batch)?;
+        if profile.num_params() > 0 {
+            return Ok(profile);
+        }
+        let mut sizes = Sizes::default();
+        (self.model)(task, 0, &Device::flex().autodiff())?.visit(&mut sizes);
+        let Sizes { trained: parameters, frozen } = sizes;
+        let number = parameters.iter().chain(&frozen).sum::<usize>();
+        // Each parameter is used once per row, at least.
+        Ok(Profile { parameters, frozen, flops_per_row: 6.0 * number as f64, ..profile })
+    }
+
     fn has(&self, backend: BackendChoice) -> Result<()> {
         devices(backend).map(drop)
     }
@@ -181,10 +197,14 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
         if self.adapter.is_none() && run.engine.exclude_frozen_parameters {
             return Err(refused("LoRA", "requested"));
         }
-        let has_bf16 = |device: &Device| device.supports_dtype(DType::BF16);
-        if run.zero.param_dtype == Float::Bf16 && !devices(run.backend)?.iter().all(has_bf16) {
-            let expected = "the device does not support bf16; remove the option".into();
-            return Err(TrainError::Option { option: "dtype", got: "bf16".into(), expected });
+        let (dtype, got) = match run.zero.param_dtype {
+            Float::F32 => return Ok(Vec::new()),
+            Float::Bf16 => (DType::BF16, "bf16"),
+            Float::F16 => (DType::F16, "fp16"),
+        };
+        if !devices(run.backend)?.iter().all(|device| device.supports_dtype(dtype)) {
+            let expected = format!("the device does not support {got}; remove the option");
+            return Err(TrainError::Option { option: "dtype", got: got.into(), expected });
         }
         Ok(Vec::new())
     }
@@ -206,6 +226,7 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
                 Some(adapter) => {
                     let trained = adapter.trained.clone();
                     let (model, zero) = shard_lora(model, ranks, run.zero, Adapters(adapter)).map_err(told)?;
+                    zero.set_adapter_dropout(run.settings["lora"]["lora_dropout"].as_f64().unwrap_or(0.0));
                     if let Some(path) = trained.iter().find(|path| !zero.paths().any(|known| known == *path)) {
                         return Err(TrainError::Run(format!(
                             "the model has no layer for the adapter's parameter {path}"
@@ -228,6 +249,7 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
                 sum: None,
                 micro_batches: 0,
                 losses: Vec::new(),
+                loss_scale: run.engine.loss_scale.clone(),
                 step: None,
                 done: [0; 2],
                 warned: false,
@@ -269,6 +291,8 @@ struct OnRank<'a, T, M> {
     micro_batches: usize,
     /// Losses of the micro-batches of this step, or of the last one.
     losses: Vec<f64>,
+    /// The loss scale of fp16.
+    loss_scale: Option<LossScaler>,
     /// The last step's result.
     step: Option<Step>,
     /// Number of updates, and of skipped steps.
@@ -286,16 +310,20 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
     /// Ends a step whose gradients are complete.
     fn update(&mut self, mut grads: Grads) -> Result<Step> {
         let engine = &self.run.engine;
-        if engine.sums_gradients {
-            grads.scale(self.comm.world() as f32);
-        }
+        let loss_scale = self.loss_scale();
+        let ranks = if engine.sums_gradients { self.comm.world() } else { 1 };
+        grads.scale((ranks as f64 / loss_scale) as f32);
         let norm = grads.norm().map_err(told)?;
         if !norm.is_finite() && engine.error_if_nonfinite {
             return Err(self.not_finite(&grads)?.into());
         }
-        if !norm.is_finite() && engine.skip_overflow {
+        // The same on every rank, as the norm is.
+        if let Some(scaler) = &mut self.loss_scale {
+            scaler.update(!norm.is_finite()).map_err(EngineError::LossScale)?;
+        }
+        if !norm.is_finite() && (engine.skip_overflow || self.loss_scale.is_some()) {
             self.done[1] += 1;
-            return Ok(Step::Skipped { loss_scale: 1.0, next_loss_scale: 1.0, skipped: self.done[1] });
+            return Ok(Step::Skipped { loss_scale, next_loss_scale: self.loss_scale(), skipped: self.done[1] });
         }
         let clip_factor = engine.clipping.map_or(1.0, |most| grads.clip(most, norm));
         let lr = self.lr();
@@ -309,7 +337,7 @@ impl<T: Task, M: Module> OnRank<'_, T, M> {
         if !norm.is_finite() && !std::mem::replace(&mut self.warned, true) && self.rank() == 0 {
             eprintln!("warning: {}", nonfinite_warning(self.done[0]));
         }
-        Ok(Step::Updated(Update { step: self.done[0], lr, grad_norm: norm, clip_factor, loss_scale: 1.0 }))
+        Ok(Step::Updated(Update { step: self.done[0], lr, grad_norm: norm, clip_factor, loss_scale }))
     }
 
     /// Returns the error for a non-finite update. It names the first rank with such a loss and the first parameter with such a gradient.
@@ -345,7 +373,7 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
             self.losses.clear();
         }
         let (begin, mut forward) = (Instant::now(), None);
-        let model = self.model();
+        let (model, factor) = (self.model(), self.loss_scale() / batches as f64);
         let (loss, grads) = self
             .zero
             .pass(|| {
@@ -357,7 +385,7 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
                 loss.map(|terms| {
                     let loss = sum_of_terms(terms, shares);
                     let value = loss.clone().inner();
-                    drop((loss / batches as f64).backward());
+                    drop((loss * factor).backward());
                     value
                 })
             })
@@ -396,7 +424,7 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     }
 
     fn loss_scale(&self) -> f64 {
-        1.0
+        self.loss_scale.as_ref().map_or(1.0, LossScaler::scale)
     }
 
     fn take_times(&mut self) -> Times {
@@ -431,10 +459,18 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
 
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>> {
         let (model, optimizer) = self.held.take().expect("it is absent only inside of an update");
-        let Resumed { model, optimizer, steps, skipped, extra } =
+        let Resumed { model, optimizer, steps, skipped, loss_scaler, extra } =
             self.zero.load(model, optimizer, checkpoint).map_err(told)?;
         self.held = Some((model, optimizer));
         self.done = [steps, skipped];
+        let saved = loss_scaler.map(serde_json::from_value::<LossScaler>).transpose();
+        let saved = saved.map_err(|error| Error::Mismatch {
+            path: checkpoint.path().to_path_buf(),
+            what: format!("its loss scale cannot be read: {error}"),
+        });
+        if let (Some(own), Some(saved)) = (&mut self.loss_scale, saved.map_err(told)?) {
+            own.resume(&saved);
+        }
         Ok(extra)
     }
 
@@ -445,7 +481,9 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
         }
         let (model, optimizer) = self.held.as_ref().expect("it is absent only inside of an update");
         let only_trained = self.run.engine.exclude_frozen_parameters;
-        let (pieces, state) = self.zero.pieces((model, optimizer), self.done, extra, only_trained).map_err(told)?;
+        let loss_scale = self.loss_scale.as_ref().map(|scale| serde_json::to_value(scale).expect("plain numbers"));
+        let (pieces, state) =
+            self.zero.pieces((model, optimizer), (self.done, loss_scale), extra, only_trained).map_err(told)?;
         if !self.run.async_save {
             let saved = save(&*self.zero.runtime().owners(), dir, step, &pieces, &state, options);
             return Ok(Some(saved.map_err(EngineError::Checkpoint)?.bytes));

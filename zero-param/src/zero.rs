@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use burn::module::{Module, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::Tensor;
@@ -50,6 +51,17 @@ impl Zero {
             self.rebase(model)
         })
         .map_err(Error::from)
+    }
+
+    /// Sets the dropout of the inputs of LoRA adapters in [`dense`](crate::dense), PEFT's `lora_dropout`; 0 by default. Adapters of tables have
+    /// none, as in PEFT. `param.val()` adds the adapter to the weight, and drops nothing.
+    ///
+    /// # Panics
+    ///
+    /// If the probability is not in `[0, 1)`.
+    pub fn set_adapter_dropout(&self, probability: f64) {
+        assert!((0.0..1.0).contains(&probability), "dropout: the probability is {probability}; pass one in [0, 1)");
+        self.shared.adapter_dropout.store(probability.to_bits(), Ordering::Relaxed);
     }
 
     pub(crate) fn runtime(&self) -> &Arc<Runtime> {

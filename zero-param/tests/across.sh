@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Both fronts do the same by the same options and files: losses on 1 to 4 ranks at all stages, schedules, clipping, micro-batches and
-# evaluation. And a run goes on from one to the other, with the same bits of parameters and moments: across.sh ZERO EXAMPLES, the binary
-# of `zero` (Burn 0.21) and the folder of zero-param's examples (Burn 0.22).
+# Compares training on Burn 0.22 with training on Burn 0.21, with the same options and files: losses on 1 to 4 ranks at all stages, and
+# most features. Each version also resumes the other's checkpoints. Usage: across.sh ZERO FOLDER, the binary of `zero` (Burn 0.21) and
+# the folder of zero-param's programs (Burn 0.22).
 set -euo pipefail
-zero=$(realpath "$1") examples=$(realpath "$2")
+zero=$(realpath "$1") programs=$(realpath "$2")
 fixture=$(cd "$(dirname "$0")/../../tests/fixtures/gpt2_tiny" && pwd)
 data=$fixture/batches.safetensors text=$(realpath "$(dirname "$0")/../../examples/data/tinyshakespeare.txt")
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-old=("$zero" train) new=("$examples/gpt2") new_bert=("$examples/bert")
+old=("$zero" train) new=("$programs/zero-022" train)
 
 on() { # FRONT STEPS FOLDER [options]: losses of a run that saves
   local -n front=$1
@@ -77,7 +77,7 @@ goes_on() { # NAME [options]: the same from the first step on, and from front to
 }
 goes_on AdamW
 echo 'AdamW: from 0.21 to 0.22 and back, without an update: every bit is the same'
-"$examples/copy" "$fixture" "$work/AdamW-old/step-00000003" "$work/copy"
+"$programs/examples/copy" "$fixture" "$work/AdamW-old/step-00000003" "$work/copy"
 python3 - "$work"/{AdamW-old,copy}/step-00000003/manifest.json <<'PYTHON'
 import json, sys
 # Tensors with their checksums.
@@ -127,6 +127,30 @@ assert len(old) > 1 and worst < 2e-3, (old, new)
 PYTHON
 }
 same "$work"/bf16-{new,old}.losses
+
+echo 'fp16 with a dynamic loss scale, which overflows at first; the scale goes on after a resume'
+echo '{"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+  "fp16": {"enabled": true, "initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 2}}' >"$work/fp16.json"
+for front in old new; do
+  config=fp16 on $front 9 "fp16-$front" "${weights[@]}" >"$work/$front.losses"
+  for key in loss_scale grad_norm; do values "$work/fp16-$front-out/metrics.jsonl" $key >>"$work/$front.losses"; done
+done
+same "$work/new.losses" "$work/old.losses"
+config=fp16 on new 9 fp16-on "${weights[@]}" --resume "$work/fp16-old/step-00000003" >"$work/on.losses"
+values "$work/fp16-on-out/metrics.jsonl" loss_scale >>"$work/on.losses"
+for key in loss loss_scale; do values "$work/fp16-old-out/metrics.jsonl" $key | tail -n 6; done >"$work/expected"
+same "$work/on.losses" "$work/expected"
+
+echo 'checkpointed blocks, with dropout: the losses of runs without'
+for options in '' '--checkpoint-activations 1' '--checkpoint-activations all' '--offload-activations --offload-to disk --swap '"$work"; do
+  for front in old new; do
+    # shellcheck disable=SC2086
+    config=none on $front 4 "blocks-$front" --weights "$work/dropping" $options >"$work/$front.losses"
+  done
+  [ -z "$options" ] && cp "$work/new.losses" "$work/expected"
+  same "$work/new.losses" "$work/old.losses"
+  diff "$work/new.losses" "$work/expected"
+done
 
 echo 'settings of the engine'
 ranks=4
@@ -198,15 +222,52 @@ mkdir "$work/bert"
 sed 's/_prob": 0.0/_prob": 0.1/; s/"vocab_size": .*/"vocab_size": 500/' "$fixture/../bert_tiny/config.json" >"$work/bert/config.json"
 bert=(--model "$work/bert" --task bert-pretraining --tokenizer "$work/words" --seq 32 --seed 3 --accumulation 2 --eval 8 --eval-every 3)
 config=none on old 6 old-bert "${bert[@]}" >"$work/old.losses"
-config=none on new_bert 6 new-bert "${bert[@]}" >"$work/new.losses"
+config=none on new 6 new-bert "${bert[@]}" >"$work/new.losses"
 for front in old new; do evaluated "$front-bert" >>"$work/$front.losses"; done
 same "$work/new.losses" "$work/old.losses"
-config=none on new_bert 6 new-bert "${bert[@]}" --resume "$work/old-bert/step-00000003" >"$work/new.losses"
-for front in old new_bert; do config=none on $front 6 "$front-half" "${bert[@]}" --dtype bf16 >"$work/$front.losses"; done
-near "$work"/{old,new_bert}.losses
+config=none on new 6 new-bert "${bert[@]}" --resume "$work/old-bert/step-00000003" | tail -n 3 >"$work/on.losses"
+for front in old new; do config=none on $front 6 "$front-half" "${bert[@]}" --dtype bf16 >"$work/$front.losses"; done
+near "$work"/{old,new}.losses
 values "$work/old-bert-out/metrics.jsonl" loss | tail -n 3 >"$work/expected"
-tail -n 3 "$work/new.losses" >"$work/on.losses"
 same "$work/on.losses" "$work/expected"
+
+echo 'Llama and its variants: from Hugging Face weights in fp32 and bf16, a resume, fresh weights, LoRA'
+for family in llama mistral qwen2 qwen3 gemma gemma3 phi3; do
+  echo "$family"
+  folder=$fixture/../${family}_tiny
+  data=$folder/batches.safetensors weights=(--weights "$folder" --decay-except nothing --shuffle false)
+  for front in old new; do on $front 6 "$family-$front" "${weights[@]}" >"$work/$front.losses"; done
+  same "$work"/{new,old}.losses
+  on new 6 "$family-on" "${weights[@]}" --resume "$work/$family-old/step-00000003" >"$work/on.losses"
+  tail -n 3 "$work/old.losses" >"$work/expected"
+  same "$work/on.losses" "$work/expected"
+  for front in old new; do config=half on $front 4 "$family-half-$front" "${weights[@]}" --checkpoint-activations all >"$work/$front.losses"; done
+  near "$work"/{old,new}.losses
+  for options in "--model $folder --seed 5" "--weights $folder --lora-r 2 --lora-targets all-linear"; do
+    # shellcheck disable=SC2086
+    for front in old new; do config=none on $front 4 "$family-more-$front" $options >"$work/$front.losses"; done
+    same "$work"/{new,old}.losses
+  done
+done
+code=0
+"${new[@]}" --weights "$fixture/../gemma2_tiny" --data "$data" --steps 1 >"$work/log" 2>&1 || code=$?
+[ $code = 2 ] && grep -q attn_logit_softcapping "$work/log" || { echo "Gemma 2: exit code $code"; cat "$work/log"; exit 1; }
+
+echo 'a convolutional net of Burn'"'"'s modules: from one version to the other'
+own=("$(dirname "$zero")/examples/own_model") new_own=("$programs/examples/own_model")
+convolve() { # FRONT FOLDER [options]
+  local -n front=$1
+  "${front[@]}" --ranks 2 --batch 16 --steps 6 --stage 3 --eval-every 3 --save "$work/$2" --save-every 3 --out "$work/$2-out" "${@:3}" >"$work/log" 2>&1 ||
+    { cat "$work/log" >&2; exit 1; }
+  values "$work/$2-out/metrics.jsonl" loss | tail -n 3 >"$work/$2.losses"
+  evaluated "$2" | tail -n 2 >>"$work/$2.losses"
+}
+for front in own new_own; do
+  other=$([ $front = own ] && echo new_own || echo own)
+  convolve $front $front
+  convolve $other $other-on --resume "$work/$front/step-00000003"
+  same "$work/$other-on.losses" "$work/$front.losses"
+done
 
 echo 'LoRA from the same weights, and its checkpoints on the other version'
 data=$fixture/batches.safetensors lora=(--weights "$fixture" --lora-r 2 --lora-alpha 4)
@@ -221,8 +282,17 @@ for front in old new; do
   same "$work/on.losses" "$work/expected"
 done
 
-echo 'what this front has not is named'
-for refused in '--dtype fp16' '--checkpoint-activations' '--lora-r 2 --lora-dropout 0.1' '--lora-r 2 --quantize nf4'; do
+echo 'LoRA with dropout, and with checkpointed blocks'
+for options in '' '--checkpoint-activations all'; do
+  for front in old new; do
+    # shellcheck disable=SC2086
+    config=none on $front 4 "lora-drop-$front" "${lora[@]}" --lora-targets all-linear --lora-dropout 0.2 $options >"$work/$front.losses"
+  done
+  same "$work"/{new,old}.losses
+done
+
+echo 'a setting that Burn 0.22 does not support is refused'
+for refused in '--lora-r 2 --quantize nf4'; do
   # shellcheck disable=SC2086
   code=0
   "${new[@]}" --weights "$fixture" --data "$data" --steps 3 --save "$work/refused" $refused >"$work/log" 2>&1 || code=$?

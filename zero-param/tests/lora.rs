@@ -4,11 +4,11 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use burn::module::{Lora, LoraAdapter, Module, Param, ParamGroup, Reparameterizer};
+use burn::module::{Lora, Module, ParamGroup};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::{AdamWConfig, GradientsParams};
-use common::{LR, Mlp, Net, ROWS, STEPS, config, device, filled, numbers, options, rows, seed, value, weights};
+use common::{Filled, LR, Mlp, Net, ROWS, STEPS, config, device, filled, numbers, options, rows, seed, value, weights};
 use serde_json::Map;
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
@@ -18,22 +18,6 @@ const WIDTH: usize = 12;
 const DEPTH: usize = 3;
 
 type Net3 = Mlp<WIDTH, DEPTH>;
-
-/// Burn's LoRA with values of A and B that are the same in every run. B is not zero, so that A has a gradient from the first step on.
-struct Filled(Lora);
-
-impl Reparameterizer for Filled {
-    type Reparam = LoraAdapter;
-
-    fn reparameterize<const D: usize>(
-        &mut self,
-        path: &str,
-        param: Param<Tensor<D>>,
-    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
-        let (param, adapter) = self.0.reparameterize(path, param);
-        (param, adapter.map(filled))
-    }
-}
 
 fn lora() -> Filled {
     let adapted = ParamGroup::from_paths(vec!["layers.0.weight", "layers.2.weight"]);

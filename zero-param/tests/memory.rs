@@ -15,7 +15,8 @@ use zero_core::accounting::StateBytes;
 use zero_core::config::{Disk, Offload, Tier};
 use zero_core::estimate::{Precision, model_state};
 use zero_param::{
-    Error, OptimizerConfig, Ranks, ZeroConfig, embedding, linear, linear_cross_entropy, run_threads, shard,
+    Error, OptimizerConfig, Ranks, ZeroConfig, checkpoint, checkpoint_block, embedding, linear, linear_cross_entropy,
+    run_threads, shard,
 };
 
 const WIDTH: usize = 256;
@@ -262,6 +263,34 @@ fn kept_of_sequences(device: Device, forward: fn(&Linear, Tensor<3>) -> Tensor<3
     kept.unwrap()[0]
 }
 
+/// Returns the number of activations of a weight's size that are kept on both ranks for the backward pass of `DEPTH` blocks.
+fn kept_of_blocks<const DEPTH: usize>(config: &ZeroConfig) -> isize {
+    let kept = run_threads(2, &options(), |ranks| {
+        let device = device();
+        let (net, zero) = shard(Mlp::<WIDTH, DEPTH>::build(&device), ranks, config)?;
+        ranks.comm().barrier()?;
+        let before = WHOLES.load(Relaxed);
+        ranks.comm().barrier()?;
+        let mut kept = 0;
+        zero.backward(|| {
+            let block = |x, layer: &Linear| {
+                let layer = layer.clone();
+                checkpoint_block(move |x: Tensor<2>| layer.forward(layer.forward(x).tanh()).tanh(), x)
+            };
+            let x = Tensor::<2>::ones([WIDTH, WIDTH], &device);
+            let out = net.layers.iter().fold(x, block);
+            // Inputs are moved out by another thread.
+            std::thread::sleep(std::time::Duration::from_millis(200));
+            ranks.comm().barrier().unwrap();
+            kept = WHOLES.load(Relaxed) - before;
+            ranks.comm().barrier().unwrap();
+            out.mean()
+        })?;
+        Ok::<_, Error>(kept)
+    });
+    kept.unwrap()[0]
+}
+
 #[test]
 fn memory_is_as_the_stage_has_it() {
     let sgd = SgdConfig::new();
@@ -298,8 +327,25 @@ fn memory_is_as_the_stage_has_it() {
     let ours = |layer: &Linear, x| linear(x, layer.weight.val(), layer.bias.as_ref().map(Param::val), None);
     assert_eq!(kept_of_sequences(device(), ours), 0);
     assert_eq!(kept_of_sequences(device().gradient_checkpointing(), |layer, x| layer.forward(x)), 0);
+    let block = |layer: &Linear, x| {
+        let layer = layer.clone();
+        checkpoint(move |x: Tensor<3>| layer.forward(x), x)
+    };
+    assert_eq!(kept_of_sequences(device(), block), 0, "of Burn's own layer in a checkpointed block");
     let burns = kept_of_sequences(device(), |layer, x| layer.forward(x));
     assert!(burns >= 3, "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for");
+
+    // Per rank: the output, the inputs of the blocks, and otherwise four results per block.
+    let blocks = |checkpointed_blocks| ZeroConfig { checkpointed_blocks, ..unkept(Stage::Parameters) };
+    let [all, half, none] = [8, 4, 0].map(|checkpointed| kept_of_blocks::<8>(&blocks(checkpointed)));
+    println!("{none} activations are kept of 8 blocks, {half} if 4 are checkpointed, {all} if all are");
+    assert!(all <= 2 * 9 && half >= all + 2 * 4 && none >= half + 2 * 4, "{all}, {half}, {none}");
+    let dir = tempfile::tempdir().unwrap();
+    let disk = Disk { path: dir.path().into(), buffer_bytes: Disk::SMALLEST_BUFFER, ..Disk::default() };
+    let offload = Offload { activations: Tier::Disk, disk, ..Offload::default() };
+    let moved = kept_of_blocks::<8>(&ZeroConfig { offload, ..blocks(8) });
+    println!("{moved} if their inputs are on a disk");
+    assert!(moved <= 2 * 2, "{moved}");
 
     let left = left_behind();
     println!("{left} bytes are left of a module that was dropped");

@@ -1,12 +1,5 @@
 //! GPT-2 and BERT with the weights and rows of `tests/fixtures`, compared with PyTorch and with `zero-burn` on Burn 0.21.
 
-#[path = "../examples/bert/model.rs"]
-mod bert;
-#[path = "../examples/gpt2/model.rs"]
-mod gpt2;
-#[path = "../examples/shared/mod.rs"]
-mod shared;
-
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -17,7 +10,8 @@ use safetensors::SafeTensors;
 use serde_json::Value;
 use zero_core::collective::threads::ThreadOptions;
 use zero_core::{Buffer, ReduceOp, Stage};
-use zero_models::{BertConfig, Gpt2Config, ModelError};
+use zero_models::{BertConfig, Gpt2Config};
+use zero_param::models::{Bert, BertBatch, CausalModel, Gpt2};
 use zero_param::{Error, Zero, ZeroConfig, run_threads, shard};
 
 const RANKS: usize = 2;
@@ -125,11 +119,8 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
     let references = [("PyTorch", folder.join("reference.json")), ("the front for Burn 0.21", own)];
     let ids = Rows::read(&folder, "input_ids");
     let config = Gpt2Config::from_file(&folder.join("config.json")).unwrap();
-    let load = |device: &Device| {
-        let model = gpt2::init(&config, device).unwrap();
-        shared::begin::<_, ModelError>(model, &config.clone().into(), Some(&folder), |_| {}).unwrap()
-    };
-    let loss = |model: &gpt2::Gpt2, first, device: &Device| {
+    let load = |device: &Device| Gpt2::build(&config, Some(&folder), 0, device).unwrap();
+    let loss = |model: &Gpt2, first, device: &Device| {
         let ids = ids.from(first, device);
         model.loss(ids.clone(), ids)
     };
@@ -148,18 +139,15 @@ fn bert_trains_as_in_pytorch() {
         ["input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label"]
             .map(|name| Rows::read(&folder, name));
     let config = BertConfig::from_file(&folder.join("config.json")).unwrap();
-    let load = |device: &Device| {
-        let model = bert::Bert::new(&config, device).unwrap();
-        shared::begin::<_, ModelError>(model, &config.clone().into(), Some(&folder), |_| {}).unwrap()
-    };
+    let load = |device: &Device| Bert::build(&config, Some(&folder), 0, device).unwrap();
     let batch = |first, device: &Device| {
         let of = |rows: &Rows| rows.from(first, device);
         let (ids_bt, types_bt, mask_bt) = (of(&ids), of(&types), of(&mask));
         let [labels_m, follows_b] = [&labels, &follows].map(|rows| of(rows).reshape([-1]));
         let predicted_m = Tensor::arange(0..labels_m.dims()[0] as i64, device);
-        bert::Batch { ids_bt, types_bt, mask_bt, predicted_m, labels_m, follows_b }
+        BertBatch { ids_bt, types_bt, mask_bt, predicted_m, labels_m, follows_b }
     };
-    let loss = |model: &bert::Bert, first, device: &Device| model.losses(batch(first, device)).sum();
+    let loss = |model: &Bert, first, device: &Device| model.losses(batch(first, device)).sum();
     let device = Device::flex();
     let [predicted, related, tokens, pairs] = load(&device).measure(batch(0, &device));
     assert_eq!(predicted as f32 + related as f32, loss(&load(&device), 0, &device).into_scalar::<f32>());

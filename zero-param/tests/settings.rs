@@ -13,7 +13,7 @@ use common::{
 };
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
-use zero_core::config::{Disk, Offload, Tier};
+use zero_core::config::{Disk, Gathers, Offload, Tier};
 use zero_kernels::quantized::Format;
 use zero_param::{Error, Float, OptimizerConfig, Ranks, ZeroConfig, run_threads, shard};
 
@@ -78,8 +78,8 @@ fn settings_that_are_missing_or_contradict_are_named() {
             .unwrap_err()
             .to_string()
     };
-    let error = refused(&ZeroConfig { checkpointed_blocks: 1, ..config(Stage::Parameters) });
-    assert!(error.contains("checkpointed_blocks") && error.contains("not supported with Burn 0.22"), "{error}");
+    let error = refused(&ZeroConfig { gathers: Gathers::Collective, ..config(Stage::Parameters) });
+    assert!(error.contains("gathering by collectives") && error.contains("not supported with Burn 0.22"), "{error}");
     let error = refused(&ZeroConfig { shard_size: Some(3), ..config(Stage::Parameters) });
     assert!(error.contains('3') && error.contains('2'), "{error}");
 }

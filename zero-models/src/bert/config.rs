@@ -284,7 +284,7 @@ impl BertConfig {
     /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
     /// `BertConfig::init` on ranks with this seed.
     pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
-        fresh(self, seed, |_| self.initializer_range, &mut each);
+        fresh(self, seed, |_| self.initializer_range, |path| path.ends_with("gamma"), &mut each);
     }
 
     /// Checks that a model can have these sizes.

@@ -161,7 +161,7 @@ impl<B: FusedBackend> KvCache<B> {
         let of = |&padding: &usize| keys.clone().map(move |at| if at < padding { MASKED as f32 } else { 0.0 });
         let hidden: Vec<f32> = self.padding.iter().flat_map(of).collect();
         let data = TensorData::new(hidden, [self.padding.len(), keys.len()]);
-        Some(Tensor::from_data(data.convert_dtype(like.dtype()), &like.device()))
+        Some(Tensor::from_data(data, (&like.device(), like.dtype())))
     }
 
     /// Adds the keys and values of new positions to layer `layer`, and computes the attention of these positions to all positions so

@@ -97,7 +97,7 @@ impl Gpt2Config {
             true => self.residual_std(),
             false => self.initializer_range,
         };
-        fresh(self, seed, std, &mut each);
+        fresh(self, seed, std, |path| path.ends_with("gamma"), &mut each);
     }
 
     /// Checks that a model can have these sizes.

@@ -6,7 +6,8 @@ use serde_json::{Map, Value};
 
 use super::RopeScaling;
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
-use crate::{ModelError, Result};
+use crate::hf_params::fresh;
+use crate::{ModelError, ModelParam, Result};
 
 /// A variant of Llama, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -270,6 +271,13 @@ impl LlamaConfig {
         check_count(Self::FAMILY, "num_hidden_layers", self)
     }
 
+    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
+    /// `LlamaConfig::init` on ranks with this seed.
+    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
+        let is_one = |path: &str| !self.is_gemma() && !path.ends_with(".bias");
+        fresh(self, seed, |_| self.initializer_range, is_one, &mut each);
+    }
+
     /// Returns the width of a head.
     pub fn head_width(&self) -> usize {
         self.head_dim.unwrap_or(match self.model_type {
@@ -352,7 +360,7 @@ impl LlamaConfig {
     }
 
     /// Returns `true` if norms multiply by `1 + weight`, embeddings are scaled, and the gate is a GELU.
-    pub(super) fn is_gemma(&self) -> bool {
+    pub fn is_gemma(&self) -> bool {
         matches!(self.model_type, LlamaKind::Gemma | LlamaKind::Gemma2 | LlamaKind::Gemma3)
     }
 
@@ -609,23 +617,22 @@ impl LlamaConfig {
     }
 }
 
-#[cfg(feature = "burn")]
 impl LlamaConfig {
     /// Returns the RoPE frequencies: the growth of each pair's angle from one position to the next.
-    pub(super) fn speeds(&self) -> Vec<f32> {
+    pub fn rope_frequencies(&self) -> Vec<f32> {
         self.speeds_by(self.rope_theta, self.rope_scaling.as_ref())
     }
 
     /// Returns the RoPE frequencies of sequences longer than those of pre-training, and that length, if there is a separate list for
     /// them.
-    pub(super) fn long_speeds(&self) -> Option<(usize, Vec<f32>)> {
+    pub fn long_rope_frequencies(&self) -> Option<(usize, Vec<f32>)> {
         let long = self.rope_scaling.as_ref()?.for_long()?;
         let RopeScaling::LongRope { original_max_position_embeddings: original, .. } = long else { return None };
         Some((original, self.speeds_by(self.rope_theta, Some(&long))))
     }
 
     /// Returns the RoPE frequencies of Gemma 3's layers with a window.
-    pub(super) fn local_speeds(&self) -> Option<Vec<f32>> {
+    pub fn local_rope_frequencies(&self) -> Option<Vec<f32>> {
         (self.model_type == LlamaKind::Gemma3).then(|| self.speeds_by(self.rope_local_base_freq, None))
     }
 
@@ -640,13 +647,13 @@ impl LlamaConfig {
     }
 
     /// Returns the scale of attention scores.
-    pub(super) fn attention_scale(&self) -> f64 {
+    pub fn attention_scale(&self) -> f64 {
         let width = if self.has_four_norms() { self.query_pre_attn_scalar } else { self.head_width() };
         (width as f64).sqrt().recip()
     }
 
     /// Returns the factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
-    pub(super) fn turn_factor(&self) -> f64 {
+    pub fn rope_factor(&self) -> f64 {
         self.rope_scaling.as_ref().map_or(1.0, |scaling| scaling.turn_factor(self.max_position_embeddings))
     }
 }

@@ -7,7 +7,6 @@
 mod config;
 #[cfg(feature = "burn")]
 mod model;
-#[cfg(feature = "burn")]
 mod rotary;
 mod scaling;
 pub mod weights;
@@ -15,4 +14,5 @@ pub mod weights;
 pub use config::{LayerType, LlamaConfig, LlamaKind};
 #[cfg(feature = "burn")]
 pub use model::{Llama, LlamaAttention, LlamaLayer, LlamaMlp};
+pub use rotary::rotary_angles;
 pub use scaling::RopeScaling;

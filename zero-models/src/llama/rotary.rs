@@ -1,15 +1,33 @@
 //! Rotary position embeddings (RoPE), <https://arxiv.org/abs/2104.09864>: cosines and sines of the angles of positions.
 
+#[cfg(feature = "burn")]
 use burn::tensor::{Tensor, TensorData, s};
+#[cfg(feature = "burn")]
 use zero_ops::FusedBackend;
 
+/// Returns the cosines and the sines, times `factor`, of the angles of pairs of elements at these positions: `[positions, pairs]`. The
+/// positions are those of as many texts of equal length as there are lists of `frequencies` `[pairs]`, one for each text.
+pub fn rotary_angles(frequencies: &[&[f32]], factor: f64, positions: impl Iterator<Item = i32>) -> [Vec<f32>; 2] {
+    let positions: Vec<_> = positions.collect();
+    let texts = positions.chunks(positions.len() / frequencies.len()).zip(frequencies);
+    // In 32 bits, as in transformers: at large positions, the rounding of an angle matters.
+    let turned = |(text, frequencies): (_, &&[f32])| -> Vec<f32> {
+        let text: &[i32] = text;
+        text.iter().flat_map(|at| frequencies.iter().map(move |frequency| *at as f32 * frequency)).collect()
+    };
+    let angles: Vec<f32> = texts.flat_map(turned).collect();
+    [f64::cos, f64::sin].map(|of| angles.iter().map(|&angle| (of(f64::from(angle)) * factor) as f32).collect())
+}
+
 /// Cosines and sines of the angles of rows, `[t, e / 2]` each, for all layers of a pass.
+#[cfg(feature = "burn")]
 #[derive(Clone)]
 pub(super) struct Angles<B: FusedBackend> {
     cos: Tensor<B, 2>,
     sin: Tensor<B, 2>,
 }
 
+#[cfg(feature = "burn")]
 impl<B: FusedBackend> Angles<B> {
     /// Computes cosines and sines at these positions, times `factor`, with frequencies `speeds` for each text. `like_nd` has the type of
     /// the activations.
@@ -19,18 +37,10 @@ impl<B: FusedBackend> Angles<B> {
         positions: impl Iterator<Item = i32>,
         like_nd: &Tensor<B, 2>,
     ) -> Self {
-        let (positions, pairs) = (positions.collect::<Vec<_>>(), speeds[0].len());
-        let texts = positions.chunks(positions.len() / speeds.len()).zip(speeds);
-        // In 32 bits, as in transformers: at large positions, the rounding of an angle matters.
-        let turned = |(text, speeds): (_, &&[f32])| -> Vec<f32> {
-            let text: &[i32] = text;
-            text.iter().flat_map(|at| speeds.iter().map(move |speed| *at as f32 * speed)).collect()
-        };
-        let angles: Vec<f32> = texts.flat_map(turned).collect();
-        let [cos, sin] = [f64::cos, f64::sin].map(|of| {
-            let values: Vec<f32> = angles.iter().map(|&angle| (of(f64::from(angle)) * factor) as f32).collect();
-            let data = TensorData::new(values, [angles.len() / pairs, pairs]);
-            Tensor::from_data(data.convert_dtype(like_nd.dtype()), &like_nd.device())
+        let pairs = speeds[0].len();
+        let [cos, sin] = rotary_angles(speeds, factor, positions).map(|values| {
+            let shape = [values.len() / pairs, pairs];
+            Tensor::from_data(TensorData::new(values, shape), (&like_nd.device(), like_nd.dtype()))
         });
         Self { cos, sin }
     }
@@ -57,8 +67,8 @@ mod tests {
     #[test]
     fn slow_angles_are_divided_and_fast_ones_kept() {
         let plain = LlamaConfig::preset("llama-3-8b").unwrap();
-        let of = |scaling| LlamaConfig { rope_scaling: Some(scaling), ..plain.clone() }.speeds();
-        let speeds = plain.speeds();
+        let of = |scaling| LlamaConfig { rope_scaling: Some(scaling), ..plain.clone() }.rope_frequencies();
+        let speeds = plain.rope_frequencies();
         assert_eq!(speeds[0], 1.0);
         assert_eq!(of(RopeScaling::Dynamic { factor: 4.0 }), speeds);
         let halves: Vec<f32> = speeds.iter().map(|speed| speed / 2.0).collect();

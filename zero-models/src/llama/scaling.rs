@@ -124,7 +124,6 @@ impl RopeScaling {
     }
 
     /// Returns the scaling of sequences longer than those of pre-training, if it differs.
-    #[cfg(feature = "burn")]
     pub(super) fn for_long(&self) -> Option<Self> {
         let mut long = self.clone();
         let Self::LongRope { short_factor, long_factor, .. } = &mut long else { return None };
@@ -142,7 +141,6 @@ impl RopeScaling {
     }
 
     /// Returns the factor of cosines and sines (`attention_factor` of YaRN and LongRoPE).
-    #[cfg(feature = "burn")]
     pub(super) fn turn_factor(&self, max_position_embeddings: usize) -> f64 {
         if let Self::LongRope { original_max_position_embeddings: original, factor, attention_factor, .. } = *self {
             let original = original as f64;
@@ -160,7 +158,6 @@ impl RopeScaling {
     }
 
     /// Scales the frequency `speed` of a pair, given its number in a head of this width and the RoPE base.
-    #[cfg(feature = "burn")]
     pub(super) fn scaled(&self, speed: f64, pair: usize, width: usize, base: f64) -> f64 {
         match *self {
             Self::Linear { factor } => speed / factor,

@@ -14,7 +14,9 @@ use zero_kernels::cpu::attention::{self, Inputs, Results, Rows, RowsMut};
 use zero_kernels::cpu::half::{Number, Plain};
 use zero_kernels::cpu::parallel::gemm_threads;
 use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
-use zero_kernels::cpu::{Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear};
+use zero_kernels::cpu::{
+    Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu,
+};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 use crate::parameter::Parameter;
@@ -27,8 +29,14 @@ pub(crate) enum Op {
     Linear { bias: bool, frozen: Option<Frozen> },
     /// Operands: x, gamma, beta if any.
     LayerNorm { epsilon: f32 },
+    /// Operands: x, gamma.
+    RmsNorm { epsilon: f32 },
     /// Operands: x, bias if any.
     Gelu(Gelu),
+    /// Operands: gate, up.
+    SwiGlu,
+    /// Operand: x. Cosines and sines of the angles of rows, each `[t, pairs]`.
+    Rotary { angles: [Arc<[f32]>; 2], pairs: usize },
     /// Operands: packed rows, or queries, keys and values. `mask`, if any, is added to the scores of keys.
     Attention { options: AttentionOptions, mask: Option<Arc<[f32]>> },
     /// Operand: a table of `rows` rows.
@@ -127,7 +135,10 @@ impl Op {
         match self {
             Op::Linear { .. } => "linear",
             Op::LayerNorm { .. } => "layer norm",
+            Op::RmsNorm { .. } => "RMS norm",
             Op::Gelu(_) => "gelu",
+            Op::SwiGlu => "swiglu",
+            Op::Rotary { .. } => "rotary",
             Op::Attention { .. } => "attention",
             Op::Embedding { .. } => "embedding",
             Op::CrossEntropy { .. } => "cross-entropy",
@@ -156,7 +167,8 @@ impl Op {
         match (self, index) {
             (Op::Linear { .. }, 0) => wanted[1],
             (Op::Linear { .. }, 1) => wanted[0],
-            (Op::LayerNorm { .. }, 0 | 1) | (Op::Gelu(_) | Op::Attention { .. }, _) => true,
+            (Op::LayerNorm { .. } | Op::RmsNorm { .. }, 0 | 1) => true,
+            (Op::Gelu(_) | Op::SwiGlu | Op::Attention { .. }, _) => true,
             _ => false,
         }
     }
@@ -219,7 +231,20 @@ impl Op {
                 layer_norm::forward(x, gamma, optional(2), *epsilon, &mut out, &mut mean, &mut rstd);
                 (tensor(out, [n, d]), vec![tensor(mean, [n]), tensor(rstd, [n])])
             }
+            Op::RmsNorm { epsilon } => {
+                let [n, d] = dims(&x[0]);
+                let (mut out, mut rrms) = (buffer(n * d), buffer(n));
+                rms_norm::forward(values(&x[0]), values(&x[1]), *epsilon, &mut out, &mut rrms);
+                (tensor(out, [n, d]), vec![tensor(rrms, [n])])
+            }
             Op::Gelu(kind) => (gelu_of::<f32>(*kind, &x[0], optional(1)), Vec::new()),
+            Op::SwiGlu => {
+                let [n, f] = dims(&x[0]);
+                let mut out = buffer(n * f);
+                swiglu::forward(values(&x[0]), values(&x[1]), &mut out);
+                (tensor(out, [n, f]), Vec::new())
+            }
+            Op::Rotary { angles, pairs } => (turned(&x[0], angles, *pairs, false), Vec::new()),
             Op::Attention { options, mask } => {
                 let [n, _] = dims(&x[0]);
                 let parts: Vec<_> = x.iter().collect();
@@ -331,23 +356,40 @@ impl Op {
                 layer_norm::backward(x, gamma, mean, rstd, g, &mut dx, &mut d_gamma, Some(&mut d_beta));
                 vec![Some(tensor(dx, [n, d])), Some(tensor(d_gamma, [d])), Some(tensor(d_beta, [d]))]
             }
+            Op::RmsNorm { .. } => {
+                let [n, d] = dims(&gradient);
+                let (mut dx, mut d_gamma) = (buffer(n * d), buffer(d));
+                let [x, gamma] = [0, 1].map(|index| values(operand(index)));
+                rms_norm::backward(x, gamma, values(&kept[0]), g, &mut dx, &mut d_gamma);
+                vec![Some(tensor(dx, [n, d])), Some(tensor(d_gamma, [d]))]
+            }
             Op::Gelu(kind) => {
                 let bias = read.get(1).map(|_| values(operand(1)));
                 gelu_backward_of::<f32>(*kind, operand(0), bias, &gradient).into()
             }
+            Op::SwiGlu => {
+                let [n, f] = dims(&gradient);
+                let (mut d_gate, mut d_up) = (buffer(n * f), buffer(n * f));
+                let [gate, up] = [0, 1].map(|index| values(operand(index)));
+                swiglu::backward(gate, up, g, &mut d_gate, &mut d_up);
+                [d_gate, d_up].map(|part| Some(tensor(part, [n, f]))).into()
+            }
+            Op::Rotary { angles, pairs } => vec![Some(turned(&gradient, angles, *pairs, true))],
             Op::Attention { options, mask } => {
-                let [n, width] = dims(operand(0));
                 let parts: Vec<_> = (0..read.len()).map(operand).collect();
+                let sizes: Vec<[usize; 2]> = parts.iter().map(|part| dims(part)).collect();
                 let inputs = inputs(&parts, mask.as_deref(), options);
                 let [lse, out] = [0, 1].map(|index| values(&kept[index]));
-                let mut gradients: Vec<_> = parts.iter().map(|_| buffer(n * width)).collect();
+                let mut gradients: Vec<_> = sizes.iter().map(|[n, width]| buffer(n * width)).collect();
                 let grads = match &mut gradients[..] {
-                    [packed] => RowsMut::split_qkv(packed, width / 3),
-                    [dq, dk, dv] => [dq, dk, dv].map(|part| RowsMut::new(part, width)),
+                    [packed] => RowsMut::split_qkv(packed, sizes[0][1] / 3),
+                    [dq, dk, dv] => {
+                        [RowsMut::new(dq, sizes[0][1]), RowsMut::new(dk, sizes[1][1]), RowsMut::new(dv, sizes[2][1])]
+                    }
                     _ => unreachable!("packed rows are one part, others three"),
                 };
                 attention::backward(inputs, Results { out, lse, g }, grads);
-                gradients.into_iter().map(|part| Some(tensor(part, [n, width]))).collect()
+                gradients.into_iter().zip(sizes).map(|(part, sizes)| Some(tensor(part, sizes))).collect()
             }
             Op::Embedding { ids, rows } => {
                 let [_, d] = dims(&gradient);
@@ -364,6 +406,13 @@ impl Op {
             Op::Dropout(dropout) => vec![Some(dropped(*dropout, &gradient))],
         }
     }
+}
+
+fn turned(x: &FlexTensor, [cos, sin]: &[Arc<[f32]>; 2], pairs: usize, back: bool) -> FlexTensor {
+    let [n, d] = dims(x);
+    let mut out = buffer(n * d);
+    rotary::turn(values(x), [cos, sin], pairs, d, back, &mut out);
+    tensor(out, [n, d])
 }
 
 fn sum_of_rows(x: &FlexTensor) -> FlexTensor {
@@ -385,10 +434,11 @@ fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &A
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
     let [n, width] = dims(parts[0]);
     let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);
+    let c = parts.get(1).map_or(d, |keys| dims::<2>(keys)[1]);
     let shape = attention::Shape {
         batch,
         heads,
-        kv_heads: heads,
+        kv_heads: c / (d / heads),
         head_width: d / heads,
         queries: length,
         keys: length,
@@ -396,10 +446,9 @@ fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &A
         window: window.filter(|&window| window < length),
         scale: scale as f32,
     };
-    let data = |index: usize| match parts {
-        [packed] => values(packed).get(index * d..).unwrap_or_default(),
-        parts => values(parts[index]),
-    };
-    let [q, k, v] = [0, 1, 2].map(|index| Rows { data: data(index), stride: width });
+    let [q, k, v] = [0, 1, 2].map(|index| match parts {
+        [packed] => Rows { data: values(packed).get(index * d..).unwrap_or_default(), stride: width },
+        parts => Rows { data: values(parts[index]), stride: dims::<2>(parts[index])[1] },
+    });
     Inputs { shape, q, k, v, key_mask }
 }

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::tensor::{DType, Int, Tensor};
+use half::{bf16, f16};
 use zero_kernels::options::{AttentionOptions, Gelu};
 
 use crate::device::is_host;
@@ -117,6 +118,81 @@ pub fn layer_norm(x: Tensor<2>, gamma: Tensor<1>, beta: Option<Tensor<1>>, epsil
     run(Op::LayerNorm { epsilon: epsilon as f32 }, operands)
 }
 
+/// Divides rows by their root mean square and multiplies them by `gamma`, <https://arxiv.org/abs/1910.07467>:
+/// `x / sqrt(mean(x^2) + epsilon) * gamma`.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `gamma`: `[d]`
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn rms_norm(x: Tensor<2>, gamma: Tensor<1>, epsilon: f64) -> Tensor<2> {
+    run(Op::RmsNorm { epsilon: epsilon as f32 }, vec![x.into_dispatch(), gamma.into_dispatch()])
+}
+
+/// Computes `silu(gate) * up`, <https://arxiv.org/abs/2002.05202>.
+///
+/// # Shapes
+/// - `gate`, `up`: `[n, f]`
+/// - returns `[n, f]`
+///
+/// # Panics
+/// If the shapes do not fit, or the operands differ in type.
+pub fn swiglu(gate: Tensor<2>, up: Tensor<2>) -> Tensor<2> {
+    assert_eq!(gate.dims(), up.dims(), "swiglu: gate and up must have one shape");
+    run(Op::SwiGlu, vec![gate.into_dispatch(), up.into_dispatch()])
+}
+
+/// Cosines and sines of the angles by which [`rotary`] rotates the rows of a sequence.
+#[derive(Debug, Clone)]
+pub struct Angles {
+    angles: [Arc<[f32]>; 2],
+    pairs: usize,
+}
+
+impl Angles {
+    /// Takes cosines and sines `[t, pairs]`.
+    ///
+    /// # Panics
+    /// If the lengths differ, or are no multiple of `pairs`.
+    pub fn new(cos: Vec<f32>, sin: Vec<f32>, pairs: usize) -> Self {
+        assert_eq!(cos.len(), sin.len(), "rotary: there must be as many sines as cosines");
+        assert!(pairs > 0 && cos.len().is_multiple_of(pairs), "rotary: {} angles are no rows of {pairs}", cos.len());
+        Self { angles: [cos.into(), sin.into()], pairs }
+    }
+
+    /// Returns the number of pairs of elements that are rotated in each head.
+    pub fn pairs(&self) -> usize {
+        self.pairs
+    }
+}
+
+/// Rotates pairs of elements, half a head apart, by the angles of their row (rotary position embedding),
+/// <https://arxiv.org/abs/2104.09864>. Row `r` has the angles of row `r % t`. Heads have `2 * pairs` elements.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, sequence after sequence
+/// - returns `[n, d]`
+///
+/// # Panics
+/// If `t` does not divide `n`, or `2 * pairs` does not divide `d`.
+pub fn rotary(x: Tensor<2>, angles: &Angles) -> Tensor<2> {
+    let [n, d] = x.dims();
+    let Angles { angles, pairs } = angles;
+    let t = angles[0].len() / pairs;
+    assert!(n.is_multiple_of(t.max(1)), "rotary: angles of {t} rows do not divide {n} rows");
+    assert!(d.is_multiple_of(2 * pairs), "rotary: {pairs} pairs do not divide a width of {d}");
+    // In the type of x, as every operand.
+    let round: fn(f32) -> f32 = match x.dtype() {
+        DType::BF16 => |angle| bf16::from_f32(angle).to_f32(),
+        DType::F16 => |angle| f16::from_f32(angle).to_f32(),
+        _ => |angle| angle,
+    };
+    let angles = angles.each_ref().map(|values| values.iter().map(|&value| round(value)).collect());
+    run(Op::Rotary { angles, pairs: *pairs }, vec![x.into_dispatch()])
+}
+
 /// Computes `gelu(x + bias)`, <https://arxiv.org/abs/1606.08415>.
 ///
 /// # Shapes
@@ -135,7 +211,9 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 /// <https://arxiv.org/abs/2307.08691>. With dropout of probabilities ([`draw_dropout`]) it runs Burn's own operations, which store them.
 ///
 /// # Shapes
-/// - `q`, `k`, `v`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
+/// - `q`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
+/// - `k`, `v`: `[n, c]`: as many heads of that width as there are columns. Neighbouring query heads share one,
+///   <https://arxiv.org/abs/2305.13245>.
 /// - `mask`: `[batch, n / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. No gradient flows
 ///   into it.
 /// - returns `[n, d]`
@@ -149,9 +227,14 @@ pub fn attention(
     mask: Option<Tensor<2>>,
     options: AttentionOptions,
 ) -> Tensor<2> {
-    let sizes = q.dims();
-    assert_eq!([k.dims(), v.dims()], [sizes; 2], "attention: keys and values must have the shape of the queries");
+    let (sizes, keys) = (q.dims(), k.dims());
+    assert_eq!(v.dims(), keys, "attention: keys and values must have the same shape");
     let op = attention_of(sizes, mask, options);
+    let ([n, d], [m, c], heads) = (sizes, keys, options.heads);
+    assert!(
+        m == n && c > 0 && c.is_multiple_of(d / heads) && d.is_multiple_of(c),
+        "attention: keys {keys:?} do not fit queries {sizes:?} of {heads} heads: expected as many rows, and heads that divide {heads}"
+    );
     run(op, [q, k, v].map(Tensor::into_dispatch).into())
 }
 

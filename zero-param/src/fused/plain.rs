@@ -2,9 +2,10 @@
 //! fp32 and round once at the end.
 
 use std::f64::consts::FRAC_1_SQRT_2;
+use std::sync::Arc;
 
 use burn::backend::TensorMetadata;
-use burn::tensor::activation::{gelu_approximate, log_softmax, softmax};
+use burn::tensor::activation::{gelu_approximate, log_softmax, silu, softmax};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
@@ -27,6 +28,13 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
             let out = (x - mean) / (variance + epsilon).sqrt() * gamma;
             next().map(column).into_iter().fold(out, |out, beta| out + beta)
         }
+        Op::RmsNorm { epsilon } => {
+            let (x, gamma) = (first(), column(next().expect("it is there")));
+            let mean = x.clone().square().mean_dim(1);
+            x / (mean + epsilon).sqrt() * gamma
+        }
+        Op::SwiGlu => silu(first()) * first(),
+        Op::Rotary { angles, pairs } => turned(first(), &angles, pairs),
         Op::Gelu(kind) => {
             let x = first();
             let x = next().map(column).into_iter().fold(x, |x, bias| x + bias);
@@ -73,11 +81,34 @@ fn check(name: &str, ids: &[i64], count: usize) {
     assert!(wrong.is_none(), "{name}: expected ids in 0..{count}, got {wrong:?}");
 }
 
+fn turned(x: Tensor<2>, angles: &[Arc<[f32]>; 2], pairs: usize) -> Tensor<2> {
+    let ([n, d], device) = (x.dims(), x.device());
+    let (rows, heads) = (angles[0].len() / pairs, d / (2 * pairs));
+    let [cos, sin] = angles.each_ref().map(|values| {
+        let data = TensorData::new(values.to_vec(), [1, rows, 1, pairs]);
+        Tensor::<4>::from_data(data, &device)
+    });
+    let halves: Vec<Tensor<4>> = x.reshape([n / rows, rows, heads, 2 * pairs]).chunk(2, 3);
+    let [a, b]: [Tensor<4>; 2] = halves.try_into().expect("two halves");
+    let first = a.clone() * cos.clone() - b.clone() * sin.clone();
+    Tensor::cat(vec![first, b * cos + a * sin], 3).reshape([n, d])
+}
+
 fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {
     let AttentionOptions { batch, heads, causal, window, scale, dropout } = options;
     let [n, d] = parts[0].dims();
     let (t, device) = (n / batch, parts[0].device());
-    let [q, k, v] = parts.map(|part| part.reshape([batch, t, heads, d / heads]).swap_dims(1, 2));
+    let width = d / heads;
+    let [q, k, v] = parts.map(|part| {
+        let own = part.dims()[1] / width;
+        let part = part.reshape([batch, t, own, width]).swap_dims(1, 2);
+        if own == heads {
+            return part;
+        }
+        // Neighbouring query heads share a key head.
+        let shared = part.reshape([batch, own, 1, t, width]).repeat_dim(2, heads / own);
+        shared.reshape([batch, heads, t, width])
+    });
     let mut scores = (q * scale).matmul(k.transpose());
     if let Some(mask) = mask {
         scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, t]), &device);

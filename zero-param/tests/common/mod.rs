@@ -6,14 +6,17 @@ pub mod processes;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use burn::module::{Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{Lora, LoraAdapter, Module, ModuleMapper, ModuleVisitor, Param, Reparameterizer};
 use burn::tensor::activation::{gelu, log_softmax, relu, softmax};
 use burn::tensor::{DType, Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use burn_optim::{GradientsParams, ModuleOptimizer};
 use zero_core::Stage;
 use zero_core::collective::threads::ThreadOptions;
-use zero_param::{Error, OptimizerConfig, Ranks, Zero, ZeroConfig, dropout, embedding, run_threads, shard, tied_head};
+use zero_param::{
+    Error, OptimizerConfig, Ranks, Zero, ZeroConfig, checkpoint_block, dropout, embedding, run_threads, shard,
+    tied_head,
+};
 
 /// Pseudo-random numbers in [-1, 1) that are the same in every run.
 pub fn numbers(seed: u64) -> impl FnMut() -> f32 {
@@ -42,6 +45,22 @@ impl ModuleMapper for Fill {
 
 pub fn filled<M: Module>(module: M) -> M {
     module.map(&mut Fill(0))
+}
+
+/// Burn's LoRA with values of A and B that are the same in every run. B is not zero, so that A has a gradient from the first step on.
+pub struct Filled(pub Lora);
+
+impl Reparameterizer for Filled {
+    type Reparam = LoraAdapter;
+
+    fn reparameterize<const D: usize>(
+        &mut self,
+        path: &str,
+        param: Param<Tensor<D>>,
+    ) -> (Param<Tensor<D>>, Option<LoraAdapter>) {
+        let (param, adapter) = self.0.reparameterize(path, param);
+        (param, adapter.map(filled))
+    }
 }
 
 pub fn device() -> Device {
@@ -167,7 +186,8 @@ impl<const DEPTH: usize, const DROPPED: usize> Net for Gpt<DEPTH, DROPPED> {
         let dropped = DROPPED as f64 / 100.0;
         let mut x = dropout(embedding(&self.wte, ids) + embedding(&self.wpe, places), dropped);
         for block in &self.blocks {
-            x = block.forward(x, dropped);
+            let block = block.clone();
+            x = checkpoint_block(move |x| block.forward(x, dropped), x);
         }
         let logits = tied_head(self.ln_f.forward(x), &self.wte);
         let likelihoods = log_softmax(logits.reshape([ROWS * LENGTH, VOCABULARY]), 1);

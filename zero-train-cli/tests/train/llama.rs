@@ -60,3 +60,43 @@ fn presets_are_known_and_what_does_not_fit_is_told() {
         String::from_utf8_lossy(&sized.stdout)
     );
 }
+
+/// Losses in 16 bit are near those in fp32, for every family that reads the same rows.
+#[test]
+fn each_family_trains_and_generates_in_sixteen_bit() {
+    let dir = tempfile::tempdir().unwrap();
+    let (dir, fixtures) = (dir.path(), Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures"));
+    for family in ["llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "phi3", "gpt2"] {
+        let folder = fixtures.join(format!("{family}_tiny"));
+        let (folder, rows) = (folder.to_str().unwrap(), folder.join("batches.safetensors"));
+        let loss = |dtype: &str| {
+            let args = ["train", "--data", rows.to_str().unwrap(), "--weights", folder, "--batch", "2", "--steps", "3"];
+            let more = ["--threads", "1", "--ranks", "2", "--dtype", dtype, "--json", "--out", "out", "--clip", "1"];
+            let ran = zero(&[&args[..], &more].concat(), dir);
+            assert!(ran.status.success(), "{family} in {dtype}: {}", String::from_utf8_lossy(&ran.stderr));
+            let summary: Value = serde_json::from_slice(&ran.stdout).unwrap();
+            summary["loss_first"].as_f64().unwrap()
+        };
+        let exact = loss("fp32");
+        for dtype in ["bf16", "fp16"] {
+            let apart = (loss(dtype) - exact).abs() / exact;
+            assert!(apart < 2e-2, "{family} in {dtype}: the first loss differs by {apart:e} from fp32's");
+        }
+        // Prompts of different lengths are padded.
+        std::fs::write(dir.join("prompts.txt"), "1 2 3 4 5\n6 7\n").unwrap();
+        let tokenizer = json!({
+            "version": "1.0", "added_tokens": [], "normalizer": null, "pre_tokenizer": { "type": "Whitespace" },
+            "post_processor": null, "decoder": null, "truncation": null, "padding": null,
+            "model": { "type": "WordLevel", "unk_token": "0",
+                "vocab": (0..61).map(|id| (id.to_string(), id.into())).collect::<serde_json::Map<_, _>>() }
+        });
+        std::fs::write(dir.join("tokenizer.json"), tokenizer.to_string()).unwrap();
+        for dtype in ["bf16", "fp16"] {
+            let args =
+                ["generate", folder, "--tokenizer", "tokenizer.json", "--prompts", "prompts.txt", "--dtype", dtype];
+            let ran = zero(&[&args[..], &["--max-new-tokens", "3", "--json"]].concat(), dir);
+            assert!(ran.status.success(), "{family} in {dtype}: {}", String::from_utf8_lossy(&ran.stderr));
+            assert_eq!(String::from_utf8_lossy(&ran.stdout).lines().count(), 2, "{family} in {dtype}");
+        }
+    }
+}

@@ -245,8 +245,8 @@ impl Options {
         }
     }
 
-    #[cfg(feature = "burn")]
-    fn is_llama(&self, program: &Program<'_>) -> bool {
+    /// Returns whether the model to train is a Llama or one of its variants.
+    pub fn is_llama(&self, program: &Program<'_>) -> bool {
         match self.chosen() {
             Ok(Some((_, config))) => matches!(config, ModelConfig::Llama(_)),
             Ok(None) => LlamaConfig::PRESETS.contains(&program.model),

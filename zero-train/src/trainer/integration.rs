@@ -11,8 +11,9 @@ use zero_core::config::ZeroConfig;
 use zero_models::ModelConfig;
 use zero_models::hf_export::ExportOptions;
 
+use super::profile::Profile;
 use super::rows::Rows;
-use super::task::Measured;
+use super::task::{Measured, Task};
 use super::{BackendChoice, DecayExcept};
 use crate::Result;
 use crate::config::ZeroPlan;
@@ -53,7 +54,16 @@ pub struct InitialAdapter {
 }
 
 /// The integration of a version of Burn, which trains tasks `T`.
-pub trait Integration<T>: Sync {
+pub trait Integration<T: Task>: Sync {
+    /// Returns the model's parameters, and the memory and compute of training on `micro_batch` rows: [`Task::profile`], unless the
+    /// integration counts them itself.
+    ///
+    /// # Errors
+    /// Same as [`Task::profile`].
+    fn profile(&self, task: &T, micro_batch: usize) -> Result<Profile> {
+        task.profile(micro_batch)
+    }
+
     /// Checks that it supports the backend, and that this machine has the device.
     ///
     /// # Errors

@@ -292,7 +292,8 @@ impl<'a, F> Trainer<'a, F> {
         self.integration.has(options.backend)?;
         let budget = &Budget::new(options, ranks)?;
         let task = task(&Setup { options, budget, ranks })?;
-        let mut plan = Plan::new(options, task.borrow(), budget, ranks)?;
+        let profile = |micro_batch| self.integration.profile(task.borrow(), micro_batch);
+        let mut plan = Plan::new(options, (task.borrow(), &profile), budget, ranks)?;
         let unheeded = self.integration.check(&plan.run(ranks)?)?;
         ranks.agree(&plan.fingerprint())?;
         let trace = options.trace.as_deref().filter(|_| ranks.is_main());

@@ -64,19 +64,24 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// Checks the options and everything that they name, before anything is written.
+    /// Checks the options and everything that they name, before anything is written. `profile` returns that of a micro-batch.
     ///
     /// # Errors
     ///
     /// [`TrainError`] for the first problem.
-    pub(super) fn new<T: Task>(options: &Options, task: &T, budget: &Budget, here: &Ranks<'_>) -> Result<Self> {
+    pub(super) fn new<T: Task>(
+        options: &Options,
+        (task, profile): (&T, &dyn Fn(usize) -> Result<Profile>),
+        budget: &Budget,
+        here: &Ranks<'_>,
+    ) -> Result<Self> {
         // Of each micro-batch once: every tier is asked for.
         let known: RefCell<HashMap<usize, Profile>> = RefCell::default();
         let taken = |micro_batch: usize| -> Result<Profile> {
             if let Some(profile) = known.borrow().get(&micro_batch) {
                 return Ok(profile.clone());
             }
-            let counted = task.profile(micro_batch)?;
+            let counted = profile(micro_batch)?;
             known.borrow_mut().insert(micro_batch, counted.clone());
             Ok(counted)
         };
@@ -536,7 +541,8 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, &Wide { blocks }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            let (task, budget) = (Wide { blocks }, Budget::new(&options, &ranks).unwrap());
+            Plan::new(&options, (&task, &|batch| task.profile(batch)), &budget, &ranks).unwrap()
         };
         let memory = plan(0, 1, u64::MAX / 2).need.total();
         assert!(plan(0, 1, memory).notice.is_none());
@@ -568,7 +574,8 @@ mod tests {
                 ..Options::default()
             };
             let ranks = Ranks::threads();
-            Plan::new(&options, &Wide { blocks: 64 }, &Budget::new(&options, &ranks).unwrap(), &ranks).unwrap()
+            let (task, budget) = (Wide { blocks: 64 }, Budget::new(&options, &ranks).unwrap());
+            Plan::new(&options, (&task, &|batch| task.profile(batch)), &budget, &ranks).unwrap()
         };
         let one = plan(u64::MAX / 2, false, false).need.total();
         let memory = one + (256 << 20);

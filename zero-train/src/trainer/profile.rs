@@ -3,7 +3,7 @@
 use zero_models::{ModelConfig, ModelParam};
 
 /// Properties of a model that a plan needs.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Default)]
 pub struct Profile {
     /// Sizes of the trained parameters, in elements.
     pub parameters: Vec<usize>,

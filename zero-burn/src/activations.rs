@@ -7,9 +7,8 @@
 //! The graph is not aware of it, so no backward pass runs within another, and the load need not be part of a backward pass. (ADR 21)
 //!
 //! Tensors that are not recorded (integers, masks, rare operations) stay in memory, and are inputs of the block where they are used. A
-//! tensor that one block has computed and another has used may be kept outside of memory until it is needed again ([`offload`]).
-
-mod offload;
+//! tensor that one block has computed and another has used may be kept outside of memory until it is needed again
+//! (`zero_engine::activations`).
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -21,8 +20,9 @@ use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, Shape};
 use parking_lot::Mutex;
 
-use offload::Content;
-pub(crate) use offload::Offloader;
+use zero_engine::activations::{Movable, Offloader};
+
+use crate::engine::Inner;
 
 type Float<B> = <B as burn_backend::BackendTypes>::FloatTensorPrimitive;
 
@@ -43,13 +43,13 @@ struct Slot<B: Backend> {
     shape: Shape,
     dtype: DType,
     device: B::Device,
-    content: Arc<Mutex<Content<B>>>,
+    content: Arc<Movable<Inner<B>>>,
 }
 
 struct Block<B: Backend> {
     log: Mutex<Log<B>>,
     /// Moves the block's inputs out of memory, if configured.
-    offloader: Option<Arc<Offloader<B>>>,
+    offloader: Option<Arc<Offloader<Inner<B>>>>,
 }
 
 /// The operations of a block, in order.
@@ -88,7 +88,7 @@ pub(crate) fn is_recording() -> bool {
 }
 
 /// Begins a block on this thread.
-pub(crate) fn begin<B: Backend>(offloader: Option<Arc<Offloader<B>>>) {
+pub(crate) fn begin<B: Backend>(offloader: Option<Arc<Offloader<Inner<B>>>>) {
     let log = Mutex::new(Log::<B> { operations: Vec::new(), made: Vec::new(), inputs: Vec::new() });
     RECORDING.set(Some(Arc::new(Block { log, offloader })));
 }
@@ -104,31 +104,22 @@ pub(crate) fn end<B: Backend>(outputs: &[Activation<B>]) {
         (made, std::mem::take(&mut log.inputs))
     };
     let is_output = |slot: &Arc<Slot<B>>| outputs.iter().any(|output| Arc::ptr_eq(&output.0, slot));
-    made.iter().filter(|slot| !is_output(slot)).for_each(|slot| *slot.content.lock() = Content::Gone);
+    made.iter().filter(|slot| !is_output(slot)).for_each(|slot| slot.content.drop_tensor());
     for slot in inputs.iter().filter_map(Weak::upgrade) {
         if let Some(offloader) = &block.offloader {
-            offloader.move_out(&slot.content, &slot.shape, slot.dtype, &slot.device);
+            offloader.move_out(&slot.content);
         }
     }
 }
 
 impl<B: Backend> Slot<B> {
     fn is_gone(&self) -> bool {
-        matches!(*self.content.lock(), Content::Gone)
+        self.content.is_gone()
     }
 
     /// Returns the tensor, which must be available, without keeping a handle if `is_last`.
     fn tensor(&self, is_last: bool) -> Float<B> {
-        let mut content = self.content.lock();
-        if let (Content::Leaving(_) | Content::Stored(_) | Content::Back(_), Some(offloader)) =
-            (&*content, &self.block.offloader)
-        {
-            offloader.is_loaded(&self.content);
-            if let Content::Stored(stored) = &*content {
-                *content = Content::Back(offloader.fetch(stored, &self.shape, self.dtype, &self.device));
-            }
-        }
-        content.tensor(is_last).expect("a replay recomputes all held tensors")
+        self.content.tensor(self.block.offloader.as_deref(), is_last)
     }
 }
 
@@ -215,7 +206,7 @@ impl<B: Backend> Recording<B> {
         let first = log.made.len();
         let slot = |(i, content): (usize, Float<B>)| {
             let (shape, dtype, device) = (content.shape(), content.dtype(), B::float_device(&content));
-            let content = Arc::new(Mutex::new(Content::Here(content)));
+            let content = Movable::new(content, shape.as_slice());
             Activation(Arc::new(Slot { block: block.clone(), index: first + i, shape, dtype, device, content }))
         };
         let made: Vec<_> = floats.into_iter().enumerate().map(slot).collect();
@@ -262,10 +253,7 @@ impl<B: Backend> Block<B> {
             let made = (operation.run)(&mut operands.into_iter());
             for (index, value) in operation.made.clone().zip(made) {
                 if let Some(slot) = held[index].as_ref().filter(|_| wanted[index]) {
-                    let mut content = slot.content.lock();
-                    if let Content::Gone = *content {
-                        *content = Content::Here(value.clone());
-                    }
+                    slot.content.refill(value.clone());
                 }
                 if readers[index] > 0 {
                     values[index] = Some(value);

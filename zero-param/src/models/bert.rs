@@ -8,11 +8,17 @@ use burn::module::{Module, Param};
 use burn::tensor::activation::log_softmax;
 use burn::tensor::{DType, Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use zero_kernels::options::{AttentionOptions, Gelu};
 use zero_models::{Activation, BertConfig, ModelError};
-use zero_param::{AttentionOptions, Gelu, attention, draw_dropout, dropout, embedding, gelu, tied_head};
 
-use crate::shared::{self, dense, dense_onto, norm};
+use super::build::check;
+use super::layers::{dense, dense_onto, norm};
+use crate::activations::checkpoint_block;
+use crate::fused::{attention, dropout, gelu};
+use crate::layers::{self, embedding, tied_head};
+use crate::random::draw_dropout;
 
+/// A BERT with the heads of its pre-training.
 #[derive(Module, Debug)]
 pub struct Bert {
     embeddings: Embeddings,
@@ -52,7 +58,7 @@ struct Layer {
 }
 
 /// A batch of inputs and labels.
-pub struct Batch {
+pub struct BertBatch {
     /// Token ids, some of them replaced by the mask token, `[b, t]`.
     pub ids_bt: Tensor<2, Int>,
     /// 0 in the first segment and 1 in the second, `[b, t]`.
@@ -81,7 +87,7 @@ impl Bert {
             ("tie_word_embeddings", config.tie_word_embeddings, "true"),
             ("hidden_act", config.hidden_act == Activation::GeluErf, "gelu"),
         ];
-        shared::check("BERT on Burn 0.22", &has)?;
+        check("BERT on Burn 0.22", &has)?;
         let (d, f) = (config.hidden_size, config.intermediate_size);
         let dense = |from, to| LinearConfig::new(from, to).init(device);
         let norm = || LayerNormConfig::new(d).with_epsilon(config.layer_norm_eps).init(device);
@@ -119,12 +125,12 @@ impl Bert {
     }
 
     /// Returns the mean cross-entropies in nats over the labelled tokens and of the next-sentence prediction, `[2]`.
-    pub fn losses(&self, batch: Batch) -> Tensor<1> {
+    pub fn losses(&self, batch: BertBatch) -> Tensor<1> {
         Tensor::cat(self.predict(batch).map(|(logits, labels)| cross_entropy(logits, labels)).to_vec(), 0)
     }
 
     /// Returns both losses, and the accuracies over the labelled tokens and over the pairs of segments.
-    pub fn measure(&self, batch: Batch) -> [f64; 4] {
+    pub fn measure(&self, batch: BertBatch) -> [f64; 4] {
         let [tokens, pairs] = self.predict(batch);
         let rights =
             [&tokens, &pairs].map(|(logits, labels)| accuracy(logits.clone(), labels.clone()).into_scalar::<f64>());
@@ -133,18 +139,19 @@ impl Bert {
     }
 
     /// Returns logits in fp32, `[m, v]` of tokens and `[b, 2]` of the next-sentence prediction, each with its labels.
-    fn predict(&self, batch: Batch) -> [(Tensor<2>, Tensor<1, Int>); 2] {
+    fn predict(&self, batch: BertBatch) -> [(Tensor<2>, Tensor<1, Int>); 2] {
         let [b, t] = batch.ids_bt.dims();
         let mut x_nd = self.embeddings.forward(batch.ids_bt, batch.types_bt, self.epsilon);
         let mask_bt = (batch.mask_bt.float() - 1.0) * -MASKED;
         for layer in &self.layers {
-            x_nd = layer.forward(x_nd, mask_bt.clone());
+            let (layer, mask_bt) = (layer.clone(), mask_bt.clone());
+            x_nd = checkpoint_block(move |x_nd| layer.forward(x_nd, mask_bt.clone()), x_nd);
         }
         let [_, d] = x_nd.dims();
         let first_bd = x_nd.clone().reshape([b, t, d]).narrow(1, 0, 1).reshape([b, d]);
         let follows_b2 = dense(&self.seq_relationship, dense(&self.pooler, first_bd, None).tanh(), None);
 
-        let wide_md = zero_param::dense(x_nd.select(0, batch.predicted_m), &self.transform.weight, None, None);
+        let wide_md = layers::dense(x_nd.select(0, batch.predicted_m), &self.transform.weight, None, None);
         let x_md = gelu(Gelu::Erf, wide_md, self.transform.bias.as_ref().map(Param::val));
         let x_1md = norm(&self.transform_norm, self.epsilon, x_md).unsqueeze::<3>();
         let logits_mv = tied_head(x_1md, &self.embeddings.word_embeddings).squeeze_dim::<2>(0)
@@ -192,7 +199,7 @@ impl Layer {
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, self.hidden_dropout, x_nd);
         let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);
         // The activation adds the bias.
-        let wide_nf = zero_param::dense(x_nd.clone(), &self.intermediate.weight, None, None);
+        let wide_nf = layers::dense(x_nd.clone(), &self.intermediate.weight, None, None);
         let wide_nf = gelu(Gelu::Erf, wide_nf, self.intermediate.bias.as_ref().map(Param::val));
         norm(&self.output_norm, self.epsilon, dense_onto(&self.output, wide_nf, self.hidden_dropout, x_nd))
     }

@@ -7,13 +7,15 @@
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use zero_kernels::options::{AttentionOptions, Gelu};
 use zero_models::{Activation, Gpt2Config, ModelError};
-use zero_param::{
-    AttentionOptions, Gelu, draw_dropout, dropout, embedding, gelu, linear_cross_entropy, packed_attention,
-    without_adapter,
-};
 
-use crate::shared::{self, dense, dense_onto, norm};
+use super::build::check;
+use super::layers::{dense, dense_onto, next_token_loss, norm};
+use crate::activations::checkpoint_block;
+use crate::fused::{dropout, gelu, packed_attention};
+use crate::layers::{self, embedding};
+use crate::random::draw_dropout;
 
 /// A GPT-2 whose head is tied to its token embedding.
 #[derive(Module, Debug)]
@@ -51,46 +53,46 @@ struct Mlp {
     c_proj: Linear,
 }
 
-/// Builds a GPT-2 of this configuration with placeholder values.
-///
-/// # Errors
-///
-/// For a configuration with features that this model lacks.
-pub fn init(config: &Gpt2Config, device: &Device) -> Result<Gpt2, ModelError> {
-    let has = [
-        ("tie_word_embeddings", config.tie_word_embeddings, "true"),
-        ("scale_attn_weights", config.scale_attn_weights, "true"),
-        ("activation_function", config.activation == Activation::GeluTanh, "gelu_new"),
-    ];
-    shared::check("GPT-2 on Burn 0.22", &has)?;
-    let (d, f, epsilon) = (config.n_embd, config.inner_width(), config.layer_norm_epsilon);
-    let linear = |from, to| LinearConfig::new(from, to).init(device);
-    let norm = || LayerNormConfig::new(d).with_epsilon(epsilon).init(device);
-    let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
-    let block = |_| Block {
-        ln_1: norm(),
-        attn: Attention {
-            c_attn: linear(d, 3 * d),
-            c_proj: linear(d, d),
-            heads: config.n_head,
-            attn_pdrop: config.attn_pdrop,
-        },
-        ln_2: norm(),
-        mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d) },
-        epsilon,
-        resid_pdrop: config.resid_pdrop,
-    };
-    Ok(Gpt2 {
-        wte: table(config.vocab_size),
-        wpe: table(config.n_positions),
-        h: (0..config.n_layer).map(block).collect(),
-        ln_f: norm(),
-        epsilon,
-        embd_pdrop: config.embd_pdrop,
-    })
-}
-
 impl Gpt2 {
+    /// Builds a GPT-2 of this configuration with placeholder values.
+    ///
+    /// # Errors
+    ///
+    /// For a configuration with features that this model lacks.
+    pub fn new(config: &Gpt2Config, device: &Device) -> Result<Self, ModelError> {
+        let has = [
+            ("tie_word_embeddings", config.tie_word_embeddings, "true"),
+            ("scale_attn_weights", config.scale_attn_weights, "true"),
+            ("activation_function", config.activation == Activation::GeluTanh, "gelu_new"),
+        ];
+        check("GPT-2 on Burn 0.22", &has)?;
+        let (d, f, epsilon) = (config.n_embd, config.inner_width(), config.layer_norm_epsilon);
+        let linear = |from, to| LinearConfig::new(from, to).init(device);
+        let norm = || LayerNormConfig::new(d).with_epsilon(epsilon).init(device);
+        let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
+        let block = |_| Block {
+            ln_1: norm(),
+            attn: Attention {
+                c_attn: linear(d, 3 * d),
+                c_proj: linear(d, d),
+                heads: config.n_head,
+                attn_pdrop: config.attn_pdrop,
+            },
+            ln_2: norm(),
+            mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d) },
+            epsilon,
+            resid_pdrop: config.resid_pdrop,
+        };
+        Ok(Self {
+            wte: table(config.vocab_size),
+            wpe: table(config.n_positions),
+            h: (0..config.n_layer).map(block).collect(),
+            ln_f: norm(),
+            epsilon,
+            embd_pdrop: config.embd_pdrop,
+        })
+    }
+
     /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
     pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         let [b, t] = ids_bt.dims();
@@ -100,17 +102,12 @@ impl Gpt2 {
         let [_, _, d] = x_btd.dims();
         let mut x_nd = dropout(x_btd.reshape([b * t, d]), self.embd_pdrop);
         for block in &self.h {
-            x_nd = block.forward(x_nd, b);
+            let block = block.clone();
+            x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, b), x_nd);
         }
-        // A row's last position predicts nothing: ignoring it costs less than copying all others.
-        let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
-        let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
-        linear_cross_entropy(norm(&self.ln_f, self.epsilon, x_nd), without_adapter(&self.wte), next_n, Some(IGNORED))
+        next_token_loss(norm(&self.ln_f, self.epsilon, x_nd), &self.wte, labels_bt)
     }
 }
-
-/// Label of a position that is ignored.
-const IGNORED: i64 = -100;
 
 impl Block {
     fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
@@ -118,7 +115,7 @@ impl Block {
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
         // The activation adds the bias.
-        let wide_nf = zero_param::dense(norm(&self.ln_2, self.epsilon, x_nd.clone()), &c_fc.weight, None, None);
+        let wide_nf = layers::dense(norm(&self.ln_2, self.epsilon, x_nd.clone()), &c_fc.weight, None, None);
         let wide_nf = gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val));
         dense_onto(c_proj, wide_nf, self.resid_pdrop, x_nd)
     }

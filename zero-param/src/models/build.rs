@@ -1,4 +1,4 @@
-//! Helpers that the models share: setting parameters by path, and layers of fused operations.
+//! Building a model: parameters are set by path, one at a time, and configurations are checked.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,9 +7,7 @@ use std::sync::{Arc, Mutex};
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
-use burn_nn::{LayerNorm, Linear};
 use zero_models::{ModelConfig, ModelError, ModelParam};
-use zero_param::{dropout, layer_norm};
 
 /// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates. A thread reads or
 /// generates them, and each parameter takes its values when it is initialized: `shard` holds one at a time.
@@ -17,7 +15,7 @@ use zero_param::{dropout, layer_norm};
 /// # Errors
 ///
 /// If the folder is of another model.
-pub fn begin<M: Module, E: From<ModelError>>(
+pub(super) fn begin<M: Module, E: From<ModelError>>(
     model: M,
     config: &ModelConfig,
     folder: Option<&Path>,
@@ -39,7 +37,7 @@ pub fn begin<M: Module, E: From<ModelError>>(
 }
 
 /// Returns an error for the first key of a configuration whose value the model does not support.
-pub fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result<(), ModelError> {
+pub(super) fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result<(), ModelError> {
     let other = keys.iter().find(|(_, is_so, _)| !is_so);
     other.map_or(Ok(()), |&(key, _, supported)| {
         let (got, supported) = ("another value".into(), supported.into());
@@ -89,22 +87,5 @@ impl ModuleMapper for Fill {
             Tensor::from_data(TensorData::new(values, of), device).set_require_grad(train)
         };
         Param::uninitialized(id, init, device, true, shape)
-    }
-}
-
-pub fn norm(norm: &LayerNorm, epsilon: f64, x_nd: Tensor<2>) -> Tensor<2> {
-    layer_norm(x_nd, norm.gamma.val(), norm.beta.as_ref().map(Param::val), epsilon)
-}
-
-/// Applies `layer` to rows, and adds `residual_nf` if there is one.
-pub fn dense(layer: &Linear, x_nd: Tensor<2>, residual_nf: Option<Tensor<2>>) -> Tensor<2> {
-    zero_param::dense(x_nd, &layer.weight, layer.bias.as_ref(), residual_nf)
-}
-
-/// Applies `layer` to rows, then dropout with `probability`, and adds `residual_nf`.
-pub fn dense_onto(layer: &Linear, x_nd: Tensor<2>, probability: f64, residual_nf: Tensor<2>) -> Tensor<2> {
-    match probability {
-        0.0 => dense(layer, x_nd, Some(residual_nf)),
-        _ => residual_nf + dropout(dense(layer, x_nd, None), probability),
     }
 }
