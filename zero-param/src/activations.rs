@@ -93,7 +93,8 @@ inputs!(
 /// Pass other tensors as `inputs`. It must compute the same bits each time, so use this crate's `dropout` instead of Burn's. Within another
 /// block, outside of [`Zero::backward`](crate::Zero::backward), and without autodiff the call just runs `block`.
 ///
-/// If an input is used outside of the block too, its gradients are added in another order than without checkpointing.
+/// If an input is used outside of the block too, its gradients are added in another order than without checkpointing. A batch norm within a
+/// block updates its running statistics in both runs.
 ///
 /// ```
 /// use burn::tensor::{Device, Tensor};

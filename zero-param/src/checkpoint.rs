@@ -6,10 +6,12 @@
 //!   different number of ranks draws different dropout masks.
 //! * Memory: a save copies this rank's state, and a load holds the new state beside the old.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::path::Path;
 
 use burn::module::Module;
+use burn::tensor::Shape;
 use half::{bf16, f16};
 use serde_json::{Map, Value};
 use zero_core::Buffer;
@@ -23,6 +25,7 @@ use zero_engine::update::plan::{EMA, MASTER};
 use zero_engine::values::{flat_tensor, of_type};
 use zero_kernels::Rule;
 
+use crate::buffers::{self, LayerState};
 use crate::engine::{Host, ParamState, caught};
 use crate::error::Error;
 use crate::optim::Optimizer;
@@ -108,6 +111,13 @@ impl Zero {
                 }
             }
         });
+        let layer_state = buffers::read(model, &self.layer_state);
+        for LayerState { id, path, shape } in self.layer_state.iter() {
+            let values = caught(|| self.runtime().broadcast(Buffer::F32(layer_state[id].clone()), 0))?.into_f32();
+            let (owners, place) = self.runtime().rank.owners(values.len());
+            let bytes: Vec<u8> = values[owners.range(place)].iter().flat_map(|value| value.to_le_bytes()).collect();
+            pieces.push(Piece::new(parameter_name(path), ElementType::F32, shape.to_vec(), bytes));
+        }
         let config = &self.runtime().rank.config;
         let RandomState { seed, draws } = self.runtime().draws.state();
         let state = EngineState::<Value> {
@@ -147,7 +157,8 @@ impl Zero {
             return Err(mismatch(what));
         }
         for tensor in checkpoint.tensors().keys().filter_map(|tensor| tensor.strip_prefix("model.")) {
-            if !self.paths().any(|path| path == tensor) {
+            let mut layer_state = self.layer_state.iter().map(|state| &*state.path);
+            if !self.paths().any(|path| path == tensor) && !layer_state.any(|path| path == tensor) {
                 return Err(mismatch(format!(
                     "its parameter '{tensor}' is not in this model: configure the same model"
                 )));
@@ -181,6 +192,12 @@ impl Zero {
             states.push(state);
             values.push((parameter, saved));
         }
+        let mut layer_state = HashMap::new();
+        for LayerState { id, path, shape } in self.layer_state.iter() {
+            let values = self.read_range(checkpoint, &parameter_name(path), shape, 0..shape.num_elements())?;
+            layer_state.insert(*id, values);
+        }
+        let model = buffers::write(model, layer_state);
         let model = caught(|| {
             self.fence("parameters are loaded");
             values.into_iter().for_each(|(parameter, values)| drop(parameter.replace(values)));
@@ -196,23 +213,35 @@ impl Zero {
 
     /// Reads this rank's elements of the tensor saved under `name`, flat; one filler element if there are none.
     fn read(&self, checkpoint: &Checkpoint, parameter: &Parameter, name: &str) -> Result<Raw, Error> {
-        let (tensor, expected) = (checkpoint.tensor(name)?, parameter.shape.to_vec());
+        let partition = parameter.slot.partition;
+        let range = partition.range(self.runtime().rank.place(partition));
+        let mut values = self.read_range(checkpoint, name, &parameter.shape, range)?;
+        values.resize(values.len().max(1), 0.0);
+        Ok(flat_tensor::<Host>(Buffer::F32(values), &()))
+    }
+
+    /// Reads these elements of the tensor saved under `name`.
+    fn read_range(
+        &self,
+        checkpoint: &Checkpoint,
+        name: &str,
+        shape: &Shape,
+        range: Range<usize>,
+    ) -> Result<Vec<f32>, Error> {
+        let (tensor, expected) = (checkpoint.tensor(name)?, shape.to_vec());
         // On Burn 0.21 a parameter without a master, which the first update makes, is saved in the type that the model computes in.
         let is_known = matches!(tensor.dtype, ElementType::F32 | ElementType::F16 | ElementType::Bf16);
         if !is_known || tensor.shape != expected {
             let what = format!("'{name}' is {} {:?} there, and F32 {expected:?} here", tensor.dtype, tensor.shape);
             return Err(Error::Mismatch { path: checkpoint.path().to_path_buf(), what });
         }
-        let partition = parameter.slot.partition;
-        let bytes = checkpoint.read(name, partition.range(self.runtime().rank.place(partition)))?;
+        let bytes = checkpoint.read(name, range)?;
         let of_two = |number: fn([u8; 2]) -> f32| bytes.as_chunks::<2>().0.iter().map(|two| number(*two)).collect();
-        let mut values: Vec<f32> = match tensor.dtype {
+        Ok(match tensor.dtype {
             ElementType::F16 => of_two(|two| f16::from_le_bytes(two).to_f32()),
             ElementType::Bf16 => of_two(|two| bf16::from_le_bytes(two).to_f32()),
             _ => bytes.as_chunks::<4>().0.iter().map(|float| f32::from_le_bytes(*float)).collect(),
-        };
-        values.resize(values.len().max(1), 0.0);
-        Ok(flat_tensor::<Host>(Buffer::F32(values), &()))
+        })
     }
 }
 

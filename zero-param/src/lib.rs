@@ -45,6 +45,7 @@
 
 mod activations;
 mod backend;
+mod buffers;
 mod checkpoint;
 mod clock;
 mod device;

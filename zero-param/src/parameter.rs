@@ -140,13 +140,21 @@ pub(crate) fn address(x: &Raw) -> Address {
 }
 
 impl Parameter {
-    pub(crate) fn new((index, path): (usize, &str), shape: Shape, device: Device, shared: &Arc<Shared>) -> Self {
+    /// Creates a parameter of this shape. If `is_measured`, a layer of Burn reads its number of rows from what the module holds.
+    pub(crate) fn new(
+        (index, path): (usize, &str),
+        (shape, is_measured): (Shape, bool),
+        device: Device,
+        shared: &Arc<Shared>,
+    ) -> Self {
         let rank = &shared.runtime.rank;
-        let (sizes, dtype) = (shape.as_slice().into(), rank.config.param_dtype.wire_dtype());
-        // Layers of Burn read the shape of a vector from what the module holds.
-        let slot = match shape.num_dims() {
-            1 => rank.new_replicated_slot(sizes, dtype),
-            _ => rank.new_slot(sizes, dtype),
+        let (sizes, dtype) = (shape.as_slice(), rank.config.param_dtype.wire_dtype());
+        // Layers of Burn read the shape of a vector too.
+        let partition = rank.mesh.partition(shape.num_elements());
+        let has_rows = |place| partition.len(place).is_multiple_of(shape[0]);
+        let slot = match shape.num_dims() == 1 || is_measured && !(0..partition.world()).all(has_rows) {
+            true => rank.new_replicated_slot(sizes.into(), dtype),
+            false => rank.new_slot(sizes.into(), dtype),
         };
         let [recorded, reduced] = [0; 2].map(AtomicUsize::new);
         let member = Arc::new(Member { index, slot: slot.clone(), recorded, reduced });
@@ -189,14 +197,22 @@ impl Parameter {
         Template::of(&self.shared.runtime.rank, &self.slot, kind, origin)
     }
 
-    /// Returns the shape of the base: that of the parameter if nothing is sharded, otherwise a row of the shard's length, at least 1.
+    /// Returns the shape of the base: that of the parameter if nothing is sharded. Otherwise a shard has the parameter's first dimension if
+    /// that divides its length, and is a row if not; its length is at least 1.
     fn base_shape(&self) -> Shape {
         let partition = self.slot.partition;
         if partition.is_whole() {
             return self.shape.clone();
         }
-        let place = self.shared.runtime.rank.place(partition);
-        row(self.shape.num_dims(), partition.len(place).max(1))
+        let len = partition.len(self.shared.runtime.rank.place(partition)).max(1);
+        let (dimensions, first) = (self.shape.num_dims(), self.shape[0]);
+        let mut shape = vec![1; dimensions];
+        if dimensions > 1 && len.is_multiple_of(first) {
+            (shape[0], shape[dimensions - 1]) = (first, len / first);
+        } else {
+            shape[dimensions - 1] = len;
+        }
+        burn_shape(&shape)
     }
 
     /// Returns a tensor of this rank's elements in the base's shape.
@@ -204,14 +220,10 @@ impl Parameter {
         flat.reshape(self.base_shape())
     }
 
-    /// Returns a base that is no shard: one element, in the shape of the parameter if that is a vector, which layers of Burn read.
+    /// Returns a base that is no shard: one element, in the shape of the parameter, which layers of Burn may read.
     pub(crate) fn placeholder(&self) -> Raw {
-        match self.shape.num_dims() {
-            1 => {
-                FlexTensor::new(Bytes::from_elems(vec![0f32]), Layout::new(self.shape.clone(), vec![0], 0), DType::F32)
-            }
-            dimensions => FlexTensor::zeros(row(dimensions, 1), DType::F32),
-        }
+        let layout = Layout::new(self.shape.clone(), vec![0; self.shape.num_dims()], 0);
+        FlexTensor::new(Bytes::from_elems(vec![0f32]), layout, DType::F32)
     }
 
     /// Sets the first version: the full parameter's `values`. Returns the base.
@@ -377,13 +389,6 @@ impl Parameter {
         let full = if cell.partition.is_whole() { cell.local() } else { self.shared.runtime.load(&cell, None) };
         numbers_of(&Host::read(full)).map(|number| number as f32).collect()
     }
-}
-
-/// Returns the shape of a row of this many dimensions.
-fn row(dimensions: usize, len: usize) -> Shape {
-    let mut shape = vec![1; dimensions];
-    shape[dimensions - 1] = len;
-    burn_shape(&shape)
 }
 
 /// Returns a copy in memory of its own.

@@ -1,19 +1,20 @@
 //! Sharding a module: each parameter is partitioned, and from then on gathers itself.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::module::{LoraAdapter, Module, ModuleVisitor, Param, ParamId, Reparameterization, Reparameterizer};
-use burn::tensor::{Device, Tensor};
+use burn::tensor::{DType, Device, Tensor};
 use zero_core::Buffer;
 use zero_core::collective::agree;
 use zero_core::config::{Gathers, ZeroConfig};
 use zero_engine::values::flat_tensor;
 
 use crate::backend;
+use crate::buffers::{self, LayerState};
 use crate::device::{self, hold_as};
 use crate::engine::{Host, Runtime, Slot, caught};
 use crate::error::Error;
@@ -152,7 +153,7 @@ fn shard_by<M: Module>(
     }
     let mut survey = Survey::default();
     model.visit(&mut survey);
-    if let Some(trouble) = survey.trouble {
+    if let Some(trouble) = survey.trouble.take() {
         return Err(trouble);
     }
     // Ranks may keep their disk files in different places.
@@ -168,7 +169,15 @@ fn shard_by<M: Module>(
     let shared =
         Arc::new(Shared { runtime: runtime.clone(), passes: Passes::default(), adapter_dropout: AtomicU64::default() });
     let born = Rc::new(RefCell::new(Born::default()));
-    let cut = Cut { shared: shared.clone(), born: born.clone(), lora, prefix: String::new() };
+    let layer_state: Arc<[LayerState]> = buffers::find(&model).into();
+    let cut = Cut {
+        shared: shared.clone(),
+        layer_state: layer_state.clone(),
+        measured: Rc::new(survey.measured),
+        born: born.clone(),
+        lora,
+        prefix: String::new(),
+    };
     let model = model.apply_reparameterization(cut);
     let Born { parameters, trained, ids, trouble } = born.take();
     if let Some(error) = trouble {
@@ -178,7 +187,7 @@ fn shard_by<M: Module>(
     runtime.end_building();
     let runtimes = ranks.runtimes.clone();
     let members = parameters.iter().map(|parameter| parameter.member.clone()).collect();
-    let zero = Zero { shared, parameters: parameters.into(), members, ids: Arc::new(ids), runtimes };
+    let zero = Zero { shared, parameters: parameters.into(), members, ids: Arc::new(ids), layer_state, runtimes };
     let model = caught(|| {
         zero.fence("a module is sharded");
         zero.rebase(model)
@@ -186,12 +195,18 @@ fn shard_by<M: Module>(
     Ok((model, zero))
 }
 
+/// Burn's layer that reads the number of rows of its first weight.
+const FEED_FORWARD: &str = "PositionWiseFeedForward";
+
 /// Examines a module before anything is changed.
 #[derive(Default)]
 struct Survey {
     path: Vec<String>,
+    types: Vec<String>,
     seen: HashMap<ParamId, String>,
     lines: Vec<String>,
+    /// Parameters whose number of rows a layer of Burn reads from what the module holds.
+    measured: HashSet<ParamId>,
     trouble: Option<Error>,
 }
 
@@ -202,15 +217,21 @@ impl ModuleVisitor for Survey {
             self.trouble.get_or_insert(Error::Reparameterized { path, name });
         }
         self.path.push(name.to_string());
+        self.types.push(container_type.to_string());
     }
 
     fn exit_module(&mut self, _: &str, _: &str) {
         self.path.pop();
+        self.types.pop();
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let path = self.path.join(".");
         self.lines.push(format!("parameter '{path}' of {:?}", param.lazy_shape()));
+        let is_inner = path.ends_with("linear_inner.weight");
+        if is_inner && self.types.iter().rev().take(2).any(|of| of.ends_with(FEED_FORWARD)) {
+            self.measured.insert(param.id);
+        }
         if let Some(first) = self.seen.insert(param.id, path.clone()) {
             self.trouble.get_or_insert(Error::Twice { first, second: path });
         }
@@ -229,6 +250,8 @@ struct Born {
 /// Shards parameters, one after the other, with the adapters that `lora` makes for them.
 struct Cut<L> {
     shared: Arc<Shared>,
+    layer_state: Arc<[LayerState]>,
+    measured: Rc<HashSet<ParamId>>,
     born: Rc<RefCell<Born>>,
     lora: L,
     /// Beginning of the paths.
@@ -243,6 +266,20 @@ impl<L> Cut<L> {
         let values = data.try_into_vec().map_err(|_| Error::Dtype { path: path.into(), got })?;
         Ok(caught(|| self.shared.runtime.broadcast(Buffer::F32(values), 0))?)
     }
+
+    /// Gives layer state rank 0's values.
+    fn broadcast<const D: usize>(&self, path: &str, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        let (id, tensor, mapper) = param.consume();
+        let values = self.values(path, tensor.clone().cast(DType::F32));
+        let tensor = match values {
+            Ok(values) => buffers::like(&tensor, values.into_f32()),
+            Err(error) => {
+                self.born.borrow_mut().trouble = Some(error);
+                tensor
+            }
+        };
+        Param::from_mapped_value(id, tensor, mapper)
+    }
 }
 
 impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
@@ -255,6 +292,9 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
     ) -> (Param<Tensor<D>>, Option<Gathered>) {
         if self.born.borrow().trouble.is_some() {
             return (param, None);
+        }
+        if self.layer_state.iter().any(|state| state.id == param.id) {
+            return (self.broadcast(path, param), None);
         }
         let (param, adapter) = self.lora.reparameterize(path, param);
         let path = &format!("{}{path}", self.prefix);
@@ -273,6 +313,7 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
         };
         let mut born = self.born.borrow_mut();
         let index = born.parameters.len();
+        let shape = (shape, self.measured.contains(&id));
         let parameter = Arc::new(Parameter::new((index, path), shape, device, &self.shared));
         let slot = &parameter.slot;
         slot.reduction.layout.store(index as u64 + 1, Ordering::Relaxed);
@@ -288,8 +329,9 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
         drop(born);
         let adapter = adapter.map(|adapter| {
             let prefix = format!("{}.", adapter_path(path));
-            let (shared, born) = (self.shared.clone(), self.born.clone());
-            adapter.apply_reparameterization(Cut { shared, born, lora: NoAdapters, prefix })
+            let (shared, born, layer_state) = (self.shared.clone(), self.born.clone(), Arc::default());
+            let measured = Rc::default();
+            adapter.apply_reparameterization(Cut { shared, layer_state, measured, born, lora: NoAdapters, prefix })
         });
         (
             Param::from_mapped_value(id, base, mapper),

@@ -30,6 +30,7 @@ use zero_train::step::{EngineError, Step, Times, Update, nonfinite_warning};
 use zero_train::trainer::{BackendChoice, InitialAdapter, Integration, Measured, Profile, RankEngine, Rows, Run, Task};
 use zero_train::{Result, TrainError};
 
+use crate::buffers;
 use crate::checkpoint::Resumed;
 use crate::clock;
 use crate::error::Error;
@@ -504,10 +505,15 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     fn export(&self, config: Option<&ModelConfig>, out: &Path, options: &ExportOptions) -> Result<()> {
         // Gathers are one-sided: rank 0 reads the other ranks' shards, and they wait until it is done.
         let written = (self.rank() == 0).then(|| {
-            let shapes = self.zero.parameters.iter().map(|each| (each.path.clone(), each.shape.to_vec()));
+            let layer_state = buffers::read(self.model(), &self.zero.layer_state);
+            let others = self.zero.layer_state.iter().map(|each| (each.path.clone(), each.shape.to_vec()));
+            let shapes = self.zero.parameters.iter().map(|each| (each.path.clone(), each.shape.to_vec())).chain(others);
             let mut last: Option<(usize, Vec<f32>)> = None;
             let config = config.cloned().unwrap_or_else(|| ModuleConfig::new(shapes).into());
             export(&config, out, options, |parameter, range| {
+                if let Some(state) = self.zero.layer_state.iter().find(|each| each.path == parameter.path) {
+                    return Ok(layer_state[&state.id][range].to_vec());
+                }
                 let missing = || format!("the model has no parameter {}", parameter.path);
                 let found = self.zero.parameters.iter().find(|each| each.path == parameter.path).ok_or_else(missing)?;
                 // Ranges of one parameter come one after the other.

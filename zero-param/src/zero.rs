@@ -9,6 +9,7 @@ use burn::tensor::Tensor;
 use zero_core::ReduceOp;
 use zero_engine::replicas::{compare, hash_of};
 
+use crate::buffers::LayerState;
 use crate::device::{held, hold_as};
 use crate::engine::{Runtime, caught};
 use crate::error::Error;
@@ -24,6 +25,7 @@ pub struct Zero {
     pub(crate) parameters: Arc<[Arc<Parameter>]>,
     pub(crate) members: Arc<[Arc<Member>]>,
     pub(crate) ids: Arc<HashMap<ParamId, usize>>,
+    pub(crate) layer_state: Arc<[LayerState]>,
     pub(crate) runtimes: Arc<Runtimes>,
 }
 
