@@ -293,6 +293,8 @@ fn kept_of_blocks<const DEPTH: usize>(config: &ZeroConfig) -> isize {
 
 #[test]
 fn memory_is_as_the_stage_has_it() {
+    // Of a patched Burn: docs/upstream/check.sh.
+    let is_patched = std::env::var_os("ZERO_PATCHED_BURN").is_some();
     let sgd = SgdConfig::new();
     let deep = [
         seen::<2>(Stage::Parameters, &sgd),
@@ -318,7 +320,8 @@ fn memory_is_as_the_stage_has_it() {
     // Without an order all gradients wait, and the count shows it.
     let unordered =
         run_threads(2, &options(), |ranks| steps::<16>(ranks, &unkept(Stage::Parameters), &sgd, false)).unwrap();
-    assert!(unordered[0].as_ref().unwrap().most_backward > 20, "{unordered:?}");
+    let most = unordered[0].as_ref().unwrap().most_backward;
+    assert!(if is_patched { most <= 8 } else { most > 20 }, "{unordered:?}");
 
     assert_eq!(in_use_at_a_time(), 1, "ranks of a process borrow the whole that one of them has joined");
 
@@ -333,7 +336,12 @@ fn memory_is_as_the_stage_has_it() {
     };
     assert_eq!(kept_of_sequences(device(), block), 0, "of Burn's own layer in a checkpointed block");
     let burns = kept_of_sequences(device(), |layer, x| layer.forward(x));
-    assert!(burns >= 3, "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for");
+    match is_patched {
+        true => assert_eq!(burns, 0, "with docs/upstream/views.patch"),
+        false => {
+            assert!(burns >= 3, "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for");
+        }
+    }
 
     // Per rank: the output, the inputs of the blocks, and otherwise four results per block.
     let blocks = |checkpointed_blocks| ZeroConfig { checkpointed_blocks, ..unkept(Stage::Parameters) };
