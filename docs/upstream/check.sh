@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Applies the patches of this folder to the released sources of burn-autodiff, runs that crate's tests, and runs on the patched crate what
+# Applies the patches of this folder to the released sources of burn-autodiff, which contain no tests, and runs on the patched crate what
 # the patches change (the example `upstream` of zero-param) and zero-param's laws. Needs the network or a filled Cargo cache.
 #   docs/upstream/check.sh
 set -euo pipefail
@@ -30,8 +30,6 @@ expect() { grep -q -- "$1" <<<"$shown" || { echo "expected: $1"; exit 1; }; }
 expect ': 0 by embedding, 0 by select'
 expect ': 0 by cast, 0 by mul_scalar'
 expect '16 layers: 2 additional'
-echo "== burn-autodiff's tests"
-(cd "$crate" && cargo test --quiet)
 echo '== laws of zero-param on the patched crate'
 export ZERO_PATCHED_BURN=1
 (cd "$copy" && cargo test --quiet --test laws --test memory --test lora --test checkpointing --test burn_modules)

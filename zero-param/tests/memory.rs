@@ -339,7 +339,10 @@ fn memory_is_as_the_stage_has_it() {
     match is_patched {
         true => assert_eq!(burns, 0, "with docs/upstream/views.patch"),
         false => {
-            assert!(burns >= 3, "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for");
+            assert!(
+                burns >= 3,
+                "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for"
+            );
         }
     }
 
