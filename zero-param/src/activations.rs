@@ -27,7 +27,6 @@ use parking_lot::Mutex;
 use zero_core::config::Tier;
 use zero_engine::abort::stop;
 use zero_engine::activations::Movable;
-use zero_engine::backend::HostData;
 use zero_engine::random::sign_bytes;
 
 use crate::clock;
@@ -177,7 +176,7 @@ struct First {
     keys: Vec<u64>,
 }
 
-/// What a block has used, in order.
+/// The uses of parameters in a block, in order.
 enum Tape {
     /// The first run: the uses of parameters whose gradients are wanted.
     First(VecDeque<Arc<Recorded>>),
@@ -292,8 +291,7 @@ impl<B: Target> Ran<B> {
         let Self { function, uses, keys, context, .. } = self;
         let _ordered = clock::forward();
         let inputs = inputs.into_iter().map(|input| wrapped::<B>(input, context)).collect();
-        let run = || random::given(keys, || within(Tape::Again(uses), || function(inputs)));
-        let ((out, left), drawn) = run();
+        let ((out, left), drawn) = random::given(keys, || within(Tape::Again(uses), || function(inputs)));
         let Some(out) = unwrapped::<B>(out.kind).filter(|_| left.is_empty() && drawn) else {
             changed("it uses fewer parameters or random numbers")
         };
@@ -304,9 +302,12 @@ impl<B: Target> Ran<B> {
     }
 }
 
+/// Returns the hash of a tensor in host memory. Copies nothing if the tensor has no gaps.
 fn hash<B: Target>(out: &FloatTensor<Autodiff<B>>) -> Option<u64> {
-    let raw = B::hosted(out.clone().into_primitive()).ok()?;
-    Some(sign_bytes(<Host as zero_engine::backend::Backend>::read(raw).bytes()))
+    let raw = B::hosted(out.clone().into_primitive()).ok()?.to_contiguous();
+    let size = raw.dtype().size();
+    let begin = raw.layout().start_offset() * size;
+    Some(sign_bytes(&raw.bytes()[begin..][..raw.shape().num_elements() * size]))
 }
 
 fn wrapped<B: Target>(tensor: FloatTensor<Autodiff<B>>, autodiff: DispatchAutodiffContext) -> DispatchTensor {

@@ -22,7 +22,7 @@ enum Keys {
     Drawn,
     /// Drawn, for a block that will run again.
     Noted(Vec<u64>),
-    /// Those of the block's first run.
+    /// Drawn in the block's first run.
     Given(std::vec::IntoIter<u64>),
 }
 

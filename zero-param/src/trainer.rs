@@ -54,7 +54,9 @@ pub struct Burn022<T, M> {
 }
 
 impl<T, M> Burn022<T, M> {
-    /// Creates the integration. Unless the task implements `Task::profile`, the plan of a run counts parameters, but no activations. `model` builds a task's model with its initial values, from the run's seed. `loss` returns the mean loss
+    /// Creates the integration. Unless the task implements `Task::profile`, the plan of a run counts parameters, but no activations.
+    ///
+    /// `model` builds a task's model with its initial values, from the run's seed. `loss` returns the mean loss
     /// `[1]` of some of its rows, or the means `[terms]` whose sum it is (`Task::weights`), with autodiff and without.
     pub fn new(
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,

@@ -36,7 +36,7 @@ pub struct Llama {
 #[derive(Debug, Clone)]
 struct Frequencies {
     all: Vec<f32>,
-    /// Those of layers with a window, if they differ.
+    /// Frequencies of layers with a window, if they differ.
     local: Option<Vec<f32>>,
     /// The length above which sequences have other frequencies, and these.
     long: Option<(usize, Vec<f32>)>,
