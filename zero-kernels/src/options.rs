@@ -9,6 +9,10 @@ pub enum Gelu {
     Erf,
 }
 
+/// The value added to a masked score, whose probability is then exactly zero in 32 bits. It is finite in 16 bits too, so that a row with
+/// only masked positions gives no NaN.
+pub const MASKED: f64 = -3.0e4;
+
 /// Options of attention among rows.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionOptions {

@@ -8,11 +8,8 @@ use std::cell::OnceCell;
 
 use burn::nn::Dropout;
 use burn::tensor::{Bool, Int, Tensor, activation};
+use zero_kernels::options::MASKED;
 use zero_ops::{AttentionDropout, AttentionOptions, FusedBackend};
-
-/// The value added to a masked score, whose probability is then exactly zero in 32 bits. It is finite in 16 bits too, so that a row with
-/// only masked positions gives no NaN.
-pub(crate) const MASKED: f64 = -3.0e4;
 
 /// The masks of one forward pass, shared by all layers; all layers with a window have the same window. Masks are added to the scores:
 /// unlike filling, an addition costs nothing in the backward pass.

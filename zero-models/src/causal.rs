@@ -16,8 +16,8 @@ use crate::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]
 use crate::seq2seq::{self, Seq2SeqLm};
 #[cfg(feature = "burn")]
-use crate::{Bart, BartHead, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
-use crate::{BartConfig, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
+use crate::{Bart, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
+use crate::{BartConfig, BartHead, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
 /// A family of models that generate text, by its configuration.
 pub trait TextFamily: Clone + Debug + Send + Sync + Into<ModelConfig> + 'static {
@@ -112,7 +112,6 @@ pub struct CausalSizes {
 }
 
 /// A family of sequence-to-sequence models.
-#[cfg(feature = "burn")]
 pub trait Seq2SeqFamily: TextFamily {
     /// The preset to train if none is named.
     const DEFAULT: &'static str;
@@ -133,6 +132,7 @@ pub trait Seq2SeqFamily: TextFamily {
     ///
     /// # Panics
     /// If rows are longer than the model's positions.
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(
         model: &Self::Model<B>,
         ids_bu: Ids<B>,
@@ -145,7 +145,6 @@ pub trait Seq2SeqFamily: TextFamily {
 }
 
 /// Sizes of a sequence-to-sequence model.
-#[cfg(feature = "burn")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seq2SeqSizes {
     /// Number of tokens in the vocabulary.
@@ -200,7 +199,6 @@ macro_rules! seq2seq_family {
     ($config:ident, $model:ident, $family:ident, $default:literal, |$of:ident| $with_head:expr, |$c:ident| $sizes:expr) => {
         text_family!($config, $model, $family, seq2seq::generate_with);
 
-        #[cfg(feature = "burn")]
         impl Seq2SeqFamily for $config {
             const DEFAULT: &'static str = $default;
             const PRESETS: &'static [&'static str] = $config::PRESETS;
@@ -213,6 +211,7 @@ macro_rules! seq2seq_family {
                 if let ModelConfig::$model($of) = config { Some($with_head) } else { None }
             }
 
+            #[cfg(feature = "burn")]
             fn loss<B: FusedBackend>(
                 model: &$model<B>,
                 ids_bu: Ids<B>,

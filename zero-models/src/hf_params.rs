@@ -39,6 +39,12 @@ impl ModelParam {
         }
         shape
     }
+
+    /// Returns the elements of its tensor in a checkpoint, in the module's layout.
+    pub(crate) fn elements(&self, stored: &StoredTensor<'_>) -> Result<Vec<f32>> {
+        let all = 0..stored.numel();
+        if self.transposed { stored.elements_transposed(all) } else { stored.elements(all) }
+    }
 }
 
 /// A family of models, by its configuration: its parameters in the module and in a Hugging Face checkpoint.
@@ -77,6 +83,14 @@ pub(crate) trait Family: Sized + 'static {
     /// Checks that the tensors that are not loaded have the values that the model assumes.
     fn check(_checkpoint: &Checkpoint) -> Result<()> {
         Ok(())
+    }
+
+    /// Returns the standard deviation of the initial weights of a matrix, by its path.
+    fn initial_std(&self, path: &str) -> f64;
+
+    /// Returns the initial value of a vector's elements, by its path.
+    fn initial_value(&self, path: &str) -> f64 {
+        f64::from(u8::from(path.ends_with("gamma")))
     }
 
     /// Returns the `state_dict` name of a checkpoint's tensor, whether the model has it or not; `None` for one that is never loaded,
@@ -183,22 +197,14 @@ pub(crate) fn by_table<C: Family>(config: &C) -> Vec<ModelParam> {
     found
 }
 
-/// Calls `each` with every parameter and its initial values, which are those of a module on ranks with this seed. Weights are drawn by
-/// the parameter's number, with the standard deviation that `std` returns for a path; vectors are one if `is_one` says so, and else zero.
-pub(crate) fn fresh<C: Family>(
-    config: &C,
-    seed: u64,
-    std: impl Fn(&str) -> f64,
-    is_one: impl Fn(&str) -> bool,
-    each: &mut dyn FnMut(ModelParam, Vec<f32>),
-) {
-    for (param, birth) in parameters(config).into_iter().zip(0..) {
-        let (stream, all) = (Stream::of_parameter(seed, birth, None), 0..param.numel());
-        let values = match param.shape.len() {
-            1 => vec![f32::from(u8::from(is_one(&param.path))); all.len()],
-            _ => stream.normals(all, 0.0, std(&param.path), |x| x as f32),
-        };
-        each(param, values);
+/// Returns the initial values of the parameter with this number: those of a module on ranks with this seed.
+pub(crate) fn initial<C: Family>(config: &C, param: &ModelParam, number: u64, seed: u64) -> Vec<f32> {
+    match param.shape.len() {
+        1 => vec![config.initial_value(&param.path) as f32; param.numel()],
+        _ => {
+            let stream = Stream::of_parameter(seed, number, None);
+            stream.normals(0..param.numel(), 0.0, config.initial_std(&param.path), |x| x as f32)
+        }
     }
 }
 
@@ -211,6 +217,16 @@ pub(crate) fn stored<'a>(
     let named: Vec<_> = params.iter().map(|param| (param.name.clone(), param.hf_shape())).collect();
     let sources = sources(&named, checkpoint, rules)?.into_iter().map(|stored| stored.expect("none may be missing"));
     Ok(params.into_iter().zip(sources).collect())
+}
+
+/// Same as [`stored`], but parameters of the head may be missing.
+pub(crate) fn stored_without_head<'a>(
+    params: &[ModelParam],
+    checkpoint: &'a Checkpoint,
+    rules: Rules<'_>,
+) -> Result<Vec<Option<StoredTensor<'a>>>> {
+    let named: Vec<_> = params.iter().map(|param| (param.name.clone(), param.hf_shape())).collect();
+    sources(&named, checkpoint, Rules { fresh_head: true, ..rules })
 }
 
 /// Returns the tensor of each parameter, given by name and shape; `None` if it is missing and may be.

@@ -29,7 +29,6 @@ pub mod bart;
 pub mod bert;
 mod causal;
 mod error;
-#[cfg(feature = "burn")]
 pub mod generate;
 pub mod gpt2;
 mod hf_config;
@@ -68,9 +67,7 @@ pub use bart::{BartConfig, BartHead};
 #[cfg(feature = "burn")]
 pub use bert::{Bert, BertBatch, BertPredictions};
 pub use bert::{BertConfig, BertHead, BertKind};
-pub use causal::{CausalFamily, CausalSizes, TextFamily};
-#[cfg(feature = "burn")]
-pub use causal::{Seq2SeqFamily, Seq2SeqSizes};
+pub use causal::{CausalFamily, CausalSizes, Seq2SeqFamily, Seq2SeqSizes, TextFamily};
 pub use error::{ModelError, Result, ShapeMismatch, describe_name_differences, listed};
 #[cfg(feature = "burn")]
 pub use gpt2::Gpt2;

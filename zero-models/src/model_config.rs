@@ -10,9 +10,8 @@ use serde_json::Value;
 pub use self::adapted::AdaptedModel;
 use crate::bert::weights::{DECODER_BIAS, PREDICTION_BIAS};
 use crate::error::io_at;
-#[cfg(feature = "burn")]
 use crate::generate::Sampling;
-use crate::hf_params::{AS_NAMED, Family, Rules, parameters, rules, stored};
+use crate::hf_params::{AS_NAMED, Family, Rules, initial, parameters, rules, stored, stored_without_head};
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
 use crate::{
     BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result,
@@ -189,7 +188,6 @@ impl ModelConfig {
     }
 
     /// Returns the settings of greedy generation in the configuration: the end token and forced tokens.
-    #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         match self {
             Self::Bart(config) => config.sampling(),
@@ -316,12 +314,59 @@ impl ModelConfig {
         self.read_from(&Checkpoint::open(dir)?, &mut each)
     }
 
+    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of the family's module
+    /// on ranks with this seed.
+    ///
+    /// # Panics
+    /// For a module of one's own, or an adapter.
+    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
+        for (param, number) in self.parameters().into_iter().zip(0..) {
+            let values = self.initial(&param, number, seed);
+            each(param, values);
+        }
+    }
+
+    fn initial(&self, param: &ModelParam, number: u64, seed: u64) -> Vec<f32> {
+        match self {
+            Self::Gpt2(config) => initial(config, param, number, seed),
+            Self::Bert(config) => initial(config, param, number, seed),
+            Self::Llama(config) => initial(config, param, number, seed),
+            Self::Bart(config) => initial(config, param, number, seed),
+            Self::T5(config) => initial(config, param, number, seed),
+            Self::Module(_) | Self::Adapted(_) => panic!("only a family of this crate knows its initial values"),
+        }
+    }
+
+    /// Same as [`ModelConfig::check`], but the folder may lack parameters of the head.
+    ///
+    /// # Errors
+    /// Same as [`ModelConfig::check`].
+    pub fn check_without_head(&self, dir: &Path) -> Result<()> {
+        stored_without_head(&self.parameters(), &Checkpoint::open(dir)?, self.rules()).map(drop)
+    }
+
+    /// Same as [`ModelConfig::read`], but parameters of the head that the folder lacks get initial values, those of [`ModelConfig::fresh`].
+    ///
+    /// # Errors
+    /// Same as [`ModelConfig::read`].
+    pub fn read_without_head(&self, dir: &Path, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) -> Result<()> {
+        let (checkpoint, params) = (Checkpoint::open(dir)?, self.parameters());
+        let found = stored_without_head(&params, &checkpoint, self.rules())?;
+        for ((param, stored), number) in params.into_iter().zip(found).zip(0..) {
+            let values = match stored {
+                Some(stored) => param.elements(&stored)?,
+                None => self.initial(&param, number, seed),
+            };
+            each(param, values);
+        }
+        Ok(())
+    }
+
     /// Same as [`ModelConfig::read`], from an open checkpoint.
     pub(crate) fn read_from(&self, checkpoint: &Checkpoint, each: &mut dyn FnMut(ModelParam, Vec<f32>)) -> Result<()> {
         for (param, stored) in self.stored(checkpoint)? {
-            let all = 0..stored.numel();
-            let values = if param.transposed { stored.elements_transposed(all) } else { stored.elements(all) };
-            each(param, values?);
+            let values = param.elements(&stored)?;
+            each(param, values);
         }
         Ok(())
     }

@@ -84,7 +84,7 @@ impl Zero {
         let (updates, rule) = saved(optimizer)?;
         let (mut pieces, mut times) = (Vec::new(), BTreeMap::new());
         self.visit(model, |parameter, base| {
-            if only_trained && parameter.is_frozen() {
+            if only_trained && parameter.is_frozen() || parameter.quantized.is_some() {
                 return;
             }
             let state = updates.state(parameter.index);
@@ -95,7 +95,7 @@ impl Zero {
             let master = state.cells.iter().find(|(name, _)| name == MASTER).map_or(&cell, |(_, master)| master);
             add(
                 parameter_name(&parameter.path),
-                match self.shared.holds_shards() {
+                match parameter.holds_shard() {
                     // The base is the master.
                     true => {
                         let own = cell.own();
@@ -169,7 +169,8 @@ impl Zero {
             let mut state = ParamState::default();
             let name = parameter_name(&parameter.path);
             // A checkpoint of an adapter has no frozen parameters.
-            let is_left_out = parameter.is_frozen() && checkpoint.tensor(&name).is_err();
+            let is_left_out =
+                parameter.is_frozen() && (parameter.quantized.is_some() || checkpoint.tensor(&name).is_err());
             if parameter.slot.partition.is_empty() || is_left_out {
                 states.push(state);
                 continue;

@@ -69,6 +69,14 @@ pub enum Error {
         /// Name of that reparameterization.
         name: String,
     },
+    /// A weight to quantize has an element that is not finite.
+    #[error(
+        "parameter '{path}' has an infinity or a NaN, which cannot be quantized: check the weights' files, or do not quantize"
+    )]
+    NotFinite {
+        /// The parameter.
+        path: String,
+    },
     /// An optimizer that needs full parameters.
     #[error("{optimizer} {reason}, which is not possible on sharded parameters: {instead}")]
     Optimizer {

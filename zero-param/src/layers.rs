@@ -11,7 +11,7 @@ use burn::tensor::{Int, Tensor};
 
 use crate::backend;
 use crate::device::held;
-use crate::fused::{Frozen, Weight, dropout, linear, numbers, product, rows};
+use crate::fused::{Frozen, Weight, cross_entropy, dropout, linear, numbers, product, rows};
 use crate::shard::Gathered;
 
 /// Computes `x weight + bias + residual` like [`linear`], with a parameter as the weight. If the weight has a LoRA adapter, its output
@@ -30,18 +30,12 @@ pub fn dense<const D: usize>(
     bias: Option<&Param<Tensor<1>>>,
     residual: Option<Tensor<D>>,
 ) -> Tensor<D> {
-    let (base, bias) = (weight.base(), bias.map(Param::val));
+    let bias = bias.map(Param::val);
     let Some(gathered) = weight.reparameterization::<Gathered>() else {
         return linear(x, weight.val(), bias, residual);
     };
     let parameter = &gathered.parameter;
-    let is_operand = !parameter.is_frozen() || !parameter.is_on_host() || parameter.slot.partition.is_empty();
-    let columns = parameter.shape[1];
-    let from = match is_operand {
-        true => Weight::Operand(backend::gather(base, parameter, None)),
-        false => Weight::Frozen(Frozen { parameter: parameter.clone(), base: held(base) }),
-    };
-    let out = product(x.clone(), from, columns, bias, residual);
+    let out = product(x.clone(), of(weight), parameter.shape[1], bias, residual);
     match gathered.adapter() {
         None => out,
         Some(adapter) => {
@@ -50,6 +44,35 @@ pub fn dense<const D: usize>(
             linear(low, adapter.b.val(), None, Some(out))
         }
     }
+}
+
+/// Returns a weight without its adapter, as an operand unless it is sharded and not trained.
+fn of(weight: &Param<Tensor<2>>) -> Weight {
+    let Some(gathered) = weight.reparameterization::<Gathered>() else { return Weight::Operand(weight.val()) };
+    let (base, parameter) = (weight.base(), &gathered.parameter);
+    let is_operand = !parameter.is_frozen() || !parameter.is_on_host() || parameter.slot.partition.is_empty();
+    match is_operand {
+        true => Weight::Operand(backend::gather(base, parameter, None)),
+        false => Weight::Frozen(Frozen { parameter: parameter.clone(), base: held(base) }),
+    }
+}
+
+/// Computes [`linear_cross_entropy`](crate::linear_cross_entropy) with a parameter as the weight `[v, d]`, without its LoRA adapter. A
+/// weight that is not trained is gathered for the pass, and no gradient of it is computed.
+///
+/// # Shapes
+/// - `x`: `[n, d]`, `targets`: `[n]`, each in `0..v` or `ignored`
+/// - returns `[1]`, in fp32
+///
+/// # Panics
+/// Same as [`linear_cross_entropy`](crate::linear_cross_entropy).
+pub fn head_cross_entropy(
+    x: Tensor<2>,
+    weight: &Param<Tensor<2>>,
+    targets: Tensor<1, Int>,
+    ignored: Option<i64>,
+) -> Tensor<1> {
+    cross_entropy(x, of(weight), targets, ignored)
 }
 
 /// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`, with the output

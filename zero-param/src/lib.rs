@@ -78,17 +78,18 @@ pub use fused::{
     swiglu,
 };
 pub use grads::Grads;
-pub use layers::{dense, embedding, tied_head, without_adapter};
+pub use layers::{dense, embedding, head_cross_entropy, tied_head, without_adapter};
 pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
 pub use parameter::Uses;
 pub use random::{draw_dropout, initialize};
 pub use ranks::{Ranks, run_process, run_threads};
-pub use shard::{Gathered, shard, shard_lora};
+pub use shard::{Gathered, shard, shard_lora, shard_qlora};
 #[cfg(feature = "train")]
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;
 pub use zero_core::config::{self, Float, ZeroConfig};
 pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+pub use zero_kernels::quantized::Format;
 
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]

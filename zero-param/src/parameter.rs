@@ -2,7 +2,8 @@
 //!
 //! The module holds the parameter's *base*: this rank's shard in fp32, or the full parameter where nothing is sharded. The engine holds the
 //! same values as a cell, in the type that the model computes in, which the other ranks read. Both share memory in fp32. In 16 bit the base
-//! is the master. If model state is kept on a disk, the base is a placeholder that only identifies the version.
+//! is the master. If model state is kept on a disk, and for a frozen parameter in 16 bit or quantized, the base is a placeholder that only
+//! identifies the version.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -12,6 +13,7 @@ use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{DispatchDevice, TensorMetadata};
 use burn::tensor::{Bytes, DType, Device, Shape};
+use half::f16;
 use parking_lot::Mutex;
 use zero_core::config::Tier;
 use zero_engine::abort::{raise, stop};
@@ -23,11 +25,13 @@ use zero_engine::gather::read_exact;
 #[cfg(feature = "trainer")]
 use zero_engine::values::numbers_of;
 use zero_engine::values::of_type;
+use zero_kernels::cpu::{buffer, quantized};
+use zero_kernels::quantized::{Format, Quantized};
 
 use crate::device::Target;
 use crate::engine::{Cell, Host, Runtime, Slot, burn_shape};
 use crate::reduce::{Member, Passes};
-use crate::tensors::Raw;
+use crate::tensors::{Raw, packed_of, tensor, values as elements};
 
 /// State that all parameters of a sharded module share on one rank.
 pub(crate) struct Shared {
@@ -79,6 +83,8 @@ pub struct Parameter {
     pub(crate) index: usize,
     pub(crate) path: String,
     pub(crate) shape: Shape,
+    /// Its form if it is frozen and has 8 or 4 bits: the engine then holds rows of codes.
+    pub(crate) quantized: Option<Quantized>,
     /// The device on which the model computes.
     pub(crate) device: Device,
     pub(crate) shared: Arc<Shared>,
@@ -143,18 +149,20 @@ impl Parameter {
     /// Creates a parameter of this shape. If `is_measured`, a layer of Burn reads its number of rows from what the module holds.
     pub(crate) fn new(
         (index, path): (usize, &str),
-        (shape, is_measured): (Shape, bool),
+        (shape, is_measured, format): (Shape, bool, Option<Format>),
         device: Device,
         shared: &Arc<Shared>,
     ) -> Self {
         let rank = &shared.runtime.rank;
+        let quantized = format.map(|format| Quantized { format, width: shape[1] });
         let (sizes, dtype) = (shape.as_slice(), rank.config.param_dtype.wire_dtype());
         // Layers of Burn read the shape of a vector too.
         let partition = rank.mesh.partition(shape.num_elements());
         let has_rows = |place| partition.len(place).is_multiple_of(shape[0]);
-        let slot = match shape.num_dims() == 1 || is_measured && !(0..partition.world()).all(has_rows) {
-            true => rank.new_replicated_slot(sizes.into(), dtype),
-            false => rank.new_slot(sizes.into(), dtype),
+        let slot = match (quantized, shape.num_dims() == 1 || is_measured && !(0..partition.world()).all(has_rows)) {
+            (Some(how), _) => rank.new_slot([shape[0], how.format.words(how.width)].into(), EngineDType::F16),
+            (None, true) => rank.new_replicated_slot(sizes.into(), dtype),
+            (None, false) => rank.new_slot(sizes.into(), dtype),
         };
         let [recorded, reduced] = [0; 2].map(AtomicUsize::new);
         let member = Arc::new(Member { index, slot: slot.clone(), recorded, reduced });
@@ -162,6 +170,7 @@ impl Parameter {
             index,
             path: path.to_string(),
             shape,
+            quantized,
             device,
             shared: shared.clone(),
             slot,
@@ -182,6 +191,11 @@ impl Parameter {
     /// Returns whether it is not trained.
     pub(crate) fn is_frozen(&self) -> bool {
         self.slot.quantization.is_frozen.load(Ordering::Relaxed)
+    }
+
+    /// Returns whether the base is the shard itself, and not a placeholder.
+    pub(crate) fn holds_shard(&self) -> bool {
+        self.shared.holds_shards() && (self.slot.dtype == EngineDType::F32 || !self.is_frozen())
     }
 
     pub(crate) fn is_on_host(&self) -> bool {
@@ -230,6 +244,15 @@ impl Parameter {
     pub(crate) fn begin(&self, values: Raw) -> Raw {
         let rank = &self.shared.runtime.rank;
         let partition = self.slot.partition;
+        if let Some(how) = self.quantized {
+            let own =
+                how.encode(partition.range(rank.place(partition)), |part| elements::<f32>(&values)[part].to_vec());
+            let codes = own.as_chunks::<2>().0.iter().map(|bytes| f16::from_le_bytes(*bytes)).chain([f16::ZERO]);
+            let codes: Vec<f16> = codes.take((own.len() / 2).max(1)).collect();
+            let (len, base) = (codes.len(), self.placeholder());
+            self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), tensor(codes, [len])), base.clone());
+            return base;
+        }
         let own = match partition.is_whole() {
             true => values,
             // A copy, as a view would keep the full parameter alive.
@@ -242,7 +265,7 @@ impl Parameter {
 
     /// Makes this rank's elements `own`, in fp32, the next version. Returns the base.
     pub(crate) fn replace(&self, own: Raw) -> Raw {
-        let base = match self.shared.holds_shards() {
+        let base = match self.holds_shard() {
             true => self.shaped(own.clone()),
             false => self.placeholder(),
         };
@@ -302,10 +325,11 @@ impl Parameter {
     /// Makes `base` the next version.
     pub(crate) fn publish(&self, base: Raw) {
         let (got, expected) = (base.shape().num_elements(), self.base_shape().num_elements());
-        if !self.shared.holds_shards() || got != expected {
+        if !self.holds_shard() || got != expected {
             stop(format!(
-                "{self} was changed to {got} elements, but this rank holds {expected} of it: change a shard elementwise; with model state \
-                 on a disk a module holds no shards, and can only be changed by an optimizer or a checkpoint"
+                "{self} was changed to {got} elements, but this rank holds {expected} of it: change a shard elementwise; a module holds no \
+                 shards of model state on a disk, or of a parameter that is frozen in 16 bit or quantized: an optimizer or a checkpoint \
+                 can change the former"
             ));
         }
         self.set_next(base.clone(), base);
@@ -350,11 +374,25 @@ impl Parameter {
         }
         let cell = state.cell.clone().expect("a version in use has a cell");
         drop(state);
-        let full = B::put(self.full(&cell, again), device);
+        let full = B::put(self.dequantized(self.full(&cell, again)), device);
         if !B::IS_HOST && !self.is_gathered_for_each_use() {
             self.state.lock().on_device = Some(Box::new(full.clone()));
         }
         full
+    }
+
+    /// Gathers the rows of codes `[d, words]` of a quantized parameter, for a forward pass.
+    pub(crate) fn load_codes(&self) -> Raw {
+        self.full(&self.cell(), false)
+    }
+
+    /// Decodes a full parameter if it is quantized, to the type that the model computes in.
+    fn dequantized(&self, full: Raw) -> Raw {
+        let Some(how) = self.quantized else { return full };
+        let full = packed_of::<f16>(full);
+        let mut out = buffer(self.shape.num_elements());
+        quantized::dequantized(how, bytemuck::cast_slice(elements::<f16>(&full)), &mut out);
+        of_type::<Host>(tensor(out, self.shape.clone()), self.shared.runtime.rank.config.param_dtype.wire_dtype())
     }
 
     fn full(&self, cell: &Arc<Cell>, again: bool) -> Raw {
@@ -362,7 +400,7 @@ impl Parameter {
             return Host::zeros(&cell.shape, &(), cell.dtype);
         }
         if cell.partition.is_whole() {
-            return cell.local().reshape(self.shape.clone());
+            return cell.local().reshape(burn_shape(&cell.shape));
         }
         let (is_there, is_ahead) = {
             let state = cell.state.lock();
@@ -387,7 +425,7 @@ impl Parameter {
     pub(crate) fn exact(&self) -> Vec<f32> {
         let cell = self.cell();
         let full = if cell.partition.is_whole() { cell.local() } else { self.shared.runtime.load(&cell, None) };
-        numbers_of(&Host::read(full)).map(|number| number as f32).collect()
+        numbers_of(&Host::read(self.dequantized(full))).map(|number| number as f32).collect()
     }
 }
 

@@ -12,6 +12,7 @@ use zero_core::Buffer;
 use zero_core::collective::agree;
 use zero_core::config::{Gathers, ZeroConfig};
 use zero_engine::values::flat_tensor;
+use zero_kernels::quantized::Format;
 
 use crate::backend;
 use crate::buffers::{self, LayerState};
@@ -21,6 +22,7 @@ use crate::error::Error;
 use crate::parameter::{Parameter, Shared};
 use crate::ranks::Ranks;
 use crate::reduce::Passes;
+use crate::tensors::values as elements;
 use crate::zero::Zero;
 
 /// The reparameterization that gathers a full parameter from the shard that the module holds, and adds its LoRA adapter, if it has one.
@@ -71,7 +73,7 @@ pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
 /// [`Error`]: settings that are not supported, ranks with different modules or settings, or parameters that are not fp32, have a
 /// reparameterization or occur twice.
 pub fn shard<M: Module>(model: M, ranks: &Ranks, config: &ZeroConfig) -> Result<(M, Zero), Error> {
-    shard_by(model, ranks, config, NoAdapters)
+    shard_by(model, ranks, config, NoAdapters, None)
 }
 
 /// Shards `model` like [`shard()`], after `lora` has frozen its parameters and given some of them adapters: Burn's
@@ -115,7 +117,26 @@ pub fn shard_lora<M: Module>(
     config: &ZeroConfig,
     lora: impl Reparameterizer<Reparam = LoraAdapter>,
 ) -> Result<(M, Zero), Error> {
-    shard_by(model, ranks, config, lora)
+    shard_by(model, ranks, config, lora, None)
+}
+
+/// Shards `model` like [`shard_lora`], with the frozen weights of its `Linear` layers in 8 or 4 bits: *QLoRA*, Dettmers et al. 2023,
+/// <https://arxiv.org/abs/2305.14314>. Embeddings, norms and biases keep their type.
+///
+/// Shards are quantized: they are stored, kept on a disk and gathered in this form, and decoded for each use. Checkpoints do not hold
+/// quantized weights: start from the same weights again, and load the adapter.
+///
+/// # Errors
+///
+/// The errors of [`shard()`], and [`Error::NotFinite`].
+pub fn shard_qlora<M: Module>(
+    model: M,
+    ranks: &Ranks,
+    config: &ZeroConfig,
+    lora: impl Reparameterizer<Reparam = LoraAdapter>,
+    format: Format,
+) -> Result<(M, Zero), Error> {
+    shard_by(model, ranks, config, lora, Some(format))
 }
 
 /// Returns the path of the adapter of the parameter at `path`, as in `zero-models`.
@@ -127,7 +148,7 @@ pub(crate) fn adapter_path(path: &str) -> String {
 }
 
 /// A reparameterizer that changes nothing.
-struct NoAdapters;
+pub(crate) struct NoAdapters;
 
 impl Reparameterizer for NoAdapters {
     type Reparam = LoraAdapter;
@@ -141,11 +162,13 @@ impl Reparameterizer for NoAdapters {
     }
 }
 
-fn shard_by<M: Module>(
+/// Shards `model` with the adapters that `lora` makes, and the frozen weights of linear layers in this format.
+pub(crate) fn shard_by<M: Module>(
     model: M,
     ranks: &Ranks,
     config: &ZeroConfig,
     lora: impl Reparameterizer<Reparam = LoraAdapter>,
+    format: Option<Format>,
 ) -> Result<(M, Zero), Error> {
     config.validate(ranks.comm.world())?;
     if let Some(setting) = unsupported(config) {
@@ -159,7 +182,7 @@ fn shard_by<M: Module>(
     // Ranks may keep their disk files in different places.
     let mut compared = config.clone();
     compared.offload.disk = Default::default();
-    survey.lines.push(format!("{compared:?}"));
+    survey.lines.push(format!("{compared:?} {format:?}"));
     if let Some(difference) = agree(&*ranks.comm, &survey.lines)? {
         return Err(difference.into());
     }
@@ -174,6 +197,7 @@ fn shard_by<M: Module>(
         shared: shared.clone(),
         layer_state: layer_state.clone(),
         measured: Rc::new(survey.measured),
+        quantized: format.map(|format| (format, Rc::new(survey.linears))),
         born: born.clone(),
         lora,
         prefix: String::new(),
@@ -207,6 +231,8 @@ struct Survey {
     lines: Vec<String>,
     /// Parameters whose number of rows a layer of Burn reads from what the module holds.
     measured: HashSet<ParamId>,
+    /// Weights of linear layers.
+    linears: HashSet<ParamId>,
     trouble: Option<Error>,
 }
 
@@ -228,6 +254,9 @@ impl ModuleVisitor for Survey {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let path = self.path.join(".");
         self.lines.push(format!("parameter '{path}' of {:?}", param.lazy_shape()));
+        if path.ends_with("weight") && self.types.iter().rev().take(2).any(|of| of.ends_with(":Linear")) {
+            self.linears.insert(param.id);
+        }
         let is_inner = path.ends_with("linear_inner.weight");
         if is_inner && self.types.iter().rev().take(2).any(|of| of.ends_with(FEED_FORWARD)) {
             self.measured.insert(param.id);
@@ -252,6 +281,8 @@ struct Cut<L> {
     shared: Arc<Shared>,
     layer_state: Arc<[LayerState]>,
     measured: Rc<HashSet<ParamId>>,
+    /// The format of frozen weights of linear layers, and these layers' weights.
+    quantized: Option<(Format, Rc<HashSet<ParamId>>)>,
     born: Rc<RefCell<Born>>,
     lora: L,
     /// Beginning of the paths.
@@ -313,7 +344,12 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
         };
         let mut born = self.born.borrow_mut();
         let index = born.parameters.len();
-        let shape = (shape, self.measured.contains(&id));
+        let format = self.quantized.as_ref().filter(|(_, linears)| !train && linears.contains(&id));
+        let format = format.map(|(format, _)| *format);
+        if format.is_some() && !elements::<f32>(&values).iter().all(|x| x.is_finite()) {
+            born.trouble = Some(Error::NotFinite { path: path.clone() });
+        }
+        let shape = (shape, self.measured.contains(&id), format);
         let parameter = Arc::new(Parameter::new((index, path), shape, device, &self.shared));
         let slot = &parameter.slot;
         slot.reduction.layout.store(index as u64 + 1, Ordering::Relaxed);
@@ -331,7 +367,8 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
             let prefix = format!("{}.", adapter_path(path));
             let (shared, born, layer_state) = (self.shared.clone(), self.born.clone(), Arc::default());
             let measured = Rc::default();
-            adapter.apply_reparameterization(Cut { shared, layer_state, measured, born, lora: NoAdapters, prefix })
+            let (lora, quantized) = (NoAdapters, None);
+            adapter.apply_reparameterization(Cut { shared, layer_state, measured, quantized, born, lora, prefix })
         });
         (
             Param::from_mapped_value(id, base, mapper),

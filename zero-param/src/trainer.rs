@@ -21,6 +21,7 @@ use zero_core::Collective;
 use zero_core::accounting::{Gauge, StateBytes};
 use zero_core::checkpoint::{AsyncSaver, Checkpoint, SaveOptions, save};
 use zero_core::config::Float;
+use zero_kernels::quantized::Format;
 use zero_models::hf_export::{ExportOptions, export};
 use zero_models::{ModelConfig, ModuleConfig};
 use zero_train::loss_scale::LossScaler;
@@ -37,12 +38,14 @@ use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::Optimizer;
 use crate::ranks::{Ranks, run_process, run_threads};
-use crate::shard::{self, adapter_path, shard, shard_lora};
+use crate::shard::{self, adapter_path, shard, shard_by};
 use crate::zero::Zero;
 
 type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
 type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync;
 type Adapter<T> = dyn Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync;
+type Sample<T, M> = dyn Fn(&T, &M, &Device) -> Result<Option<String>> + Send + Sync;
+type Predict<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Vec<Value>> + Send + Sync;
 type Evaluate<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync;
 
 /// Trains tasks `T` with models `M` of Burn 0.22, for `zero_train::trainer::Trainer::on`.
@@ -51,6 +54,8 @@ pub struct Burn022<T, M> {
     loss: Arc<Loss<T, M>>,
     evaluate: Option<Arc<Evaluate<T, M>>>,
     adapter: Option<Arc<Adapter<T>>>,
+    sample: Option<Arc<Sample<T, M>>>,
+    predict: Option<Arc<Predict<T, M>>>,
 }
 
 impl<T, M> Burn022<T, M> {
@@ -62,7 +67,14 @@ impl<T, M> Burn022<T, M> {
         model: impl Fn(&T, u64, &Device) -> Result<M> + Send + Sync + 'static,
         loss: impl Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync + 'static,
     ) -> Self {
-        Self { model: Arc::new(model), loss: Arc::new(loss), evaluate: None, adapter: None }
+        Self {
+            model: Arc::new(model),
+            loss: Arc::new(loss),
+            evaluate: None,
+            adapter: None,
+            sample: None,
+            predict: None,
+        }
     }
 
     /// Sets the evaluation of held-out rows. It returns means by name, the first of which is the loss; the default returns the loss alone.
@@ -74,6 +86,15 @@ impl<T, M> Burn022<T, M> {
         Self { evaluate: Some(Arc::new(evaluate)), ..self }
     }
 
+    /// Sets what `--predictions` writes of held-out rows: an object for each.
+    #[must_use]
+    pub fn predicted_by(
+        self,
+        predict: impl Fn(&T, &M, &Rows, &Device) -> Result<Vec<Value>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { predict: Some(Arc::new(predict)), ..self }
+    }
+
     /// Sets the LoRA adapter of a task, from the run's seed: `CausalTask::initial_adapter` or your own. The model applies adapted layers by
     /// [`dense`](crate::dense) or `param.val()`.
     #[must_use]
@@ -82,6 +103,15 @@ impl<T, M> Burn022<T, M> {
         adapter: impl Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync + 'static,
     ) -> Self {
         Self { adapter: Some(Arc::new(adapter)), ..self }
+    }
+
+    /// Sets the text that a run shows of its trained model, on all ranks alike: `CausalTask::sample_by` or your own.
+    #[must_use]
+    pub fn sampled_by(
+        self,
+        sample: impl Fn(&T, &M, &Device) -> Result<Option<String>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { sample: Some(Arc::new(sample)), ..self }
     }
 }
 
@@ -97,7 +127,7 @@ fn no_device(backend: BackendChoice, expected: &str) -> TrainError {
 
 /// Returns this machine's devices on which ranks can compute: every NVIDIA GPU; with Vulkan only wgpu's default device, as wgpu also lists
 /// software devices that run on the CPU.
-fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
+pub(crate) fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
     let devices = match backend {
         BackendChoice::Cpu => vec![Device::flex()],
         #[cfg(feature = "cuda")]
@@ -122,7 +152,7 @@ fn devices(backend: BackendChoice) -> Result<Vec<Device>> {
 }
 
 /// Adds a task's adapter to a model.
-struct Adapters(InitialAdapter);
+pub(crate) struct Adapters(pub(crate) InitialAdapter);
 
 impl Reparameterizer for Adapters {
     type Reparam = LoraAdapter;
@@ -170,9 +200,6 @@ impl ModuleVisitor for Sizes {
 fn check_steps(run: &Run<'_>) -> Result<()> {
     if run.engine.sync_each_batch == Some(false) {
         return Err(refused("sync_each_batch", false));
-    }
-    if let Some(format) = run.settings["quantize"].as_str() {
-        return Err(refused("quantize", format));
     }
     shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, "requested")))
 }
@@ -228,7 +255,9 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
                 None => shard(model, ranks, run.zero).map_err(told)?,
                 Some(adapter) => {
                     let trained = adapter.trained.clone();
-                    let (model, zero) = shard_lora(model, ranks, run.zero, Adapters(adapter)).map_err(told)?;
+                    let format = run.settings["quantize"].as_str().map(str::parse::<Format>).transpose();
+                    let format = format.map_err(|error| TrainError::Run(error.to_string()))?;
+                    let (model, zero) = shard_by(model, ranks, run.zero, Adapters(adapter), format).map_err(told)?;
                     zero.set_adapter_dropout(run.settings["lora"]["lora_dropout"].as_f64().unwrap_or(0.0));
                     if let Some(path) = trained.iter().find(|path| !zero.paths().any(|known| known == *path)) {
                         return Err(TrainError::Run(format!(
@@ -267,7 +296,7 @@ impl<T: Task, M: Module> Integration<T> for Burn022<T, M> {
 }
 
 /// Converts an error of this crate to the trainer's, which keeps its kind.
-fn told(error: Error) -> TrainError {
+pub(crate) fn told(error: Error) -> TrainError {
     match error {
         Error::Comm(error) => error.into(),
         Error::Different(error) => EngineError::Ranks(error).into(),
@@ -452,12 +481,15 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
         }
     }
 
-    fn predict(&self, _: &Rows) -> Result<Option<Vec<Value>>> {
-        Ok(None)
+    fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>> {
+        let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
+        let predict = self.integration.predict.as_ref();
+        predict.map(|predict| predict(self.task, &model, rows, &device)).transpose()
     }
 
     fn sample(&self) -> Result<Option<String>> {
-        Ok(None)
+        let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
+        self.integration.sample.as_ref().map_or(Ok(None), |sample| sample(self.task, &model, &device))
     }
 
     fn load(&mut self, checkpoint: &Checkpoint) -> Result<Map<String, Value>> {

@@ -4,7 +4,7 @@ mod common;
 
 use std::collections::BTreeMap;
 
-use burn::module::{Lora, Module, ParamGroup};
+use burn::module::{Lora, Module, ModuleMapper, Param, ParamGroup};
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::{AdamWConfig, GradientsParams};
@@ -12,7 +12,8 @@ use common::{Filled, LR, Mlp, Net, ROWS, STEPS, config, device, filled, numbers,
 use serde_json::Map;
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
-use zero_param::{Error, Float, OptimizerConfig, Ranks, ZeroConfig, dense, run_threads, shard_lora};
+use zero_kernels::quantized::Format;
+use zero_param::{Error, Float, OptimizerConfig, Ranks, ZeroConfig, dense, run_threads, shard_lora, shard_qlora};
 
 const WIDTH: usize = 12;
 const DEPTH: usize = 3;
@@ -69,8 +70,12 @@ fn train(ranks: &Ranks, config: &ZeroConfig, loss_of: Loss) -> Result<Seen, Erro
 
 /// Plain Burn on the mean of the ranks' losses.
 fn train_plain(world: usize) -> Seen {
+    train_plain_from(world, |net| net)
+}
+
+fn train_plain_from(world: usize, begin: impl FnOnce(Net3) -> Net3) -> Seen {
     let device = device();
-    let mut net = Net3::build(&device).apply_reparameterization(lora());
+    let mut net = begin(Net3::build(&device)).apply_reparameterization(lora());
     let mut optimizer = AdamWConfig::new().elementwise().unwrap();
     let mut seen = Seen::default();
     for step in 0..STEPS {
@@ -169,6 +174,81 @@ fn adapters_resume_from_a_checkpoint() {
         let resumed = run(stage, true);
         assert!(resumed[0].0 == whole[0].0[2..] && resumed[0].1 == whole[0].1, "stage {stage}");
     }
+}
+
+/// Rounds the weights of linear layers to what `format` decodes to.
+struct Rounded(Format);
+
+impl ModuleMapper for Rounded {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<D>>) -> Param<Tensor<D>> {
+        if D != 2 {
+            return param;
+        }
+        let format = self.0;
+        param.map(|weight| {
+            let (shape, device) = (weight.dims(), weight.device());
+            let mut values = numbers_in(weight);
+            for row in values.chunks_mut(shape[1]) {
+                let mut codes = Vec::new();
+                format.encode_row(row, &mut codes);
+                format.decode_row(&codes, row);
+            }
+            Tensor::from_data(TensorData::new(values, shape), &device)
+        })
+    }
+}
+
+fn numbers_in<const D: usize>(tensor: Tensor<D>) -> Vec<f32> {
+    tensor.into_data().try_into_vec().unwrap()
+}
+
+#[test]
+fn adapters_train_on_quantized_weights() {
+    for (format, world) in [(Format::Nf4, 1), (Format::Int8, 2), (Format::Int4, 3)] {
+        let run = |stage, few: bool| {
+            run_threads(world, &options(), |ranks| {
+                let device = device();
+                let (mut net, zero) = shard_qlora(Net3::build(&device), ranks, &config(stage), lora(), format)?;
+                let rounded = Net3::build(&device).map(&mut Rounded(format));
+                for (layer, expected) in net.layers.iter().zip(&rounded.layers).skip(1).take(1) {
+                    assert!(numbers_in(layer.weight.val()) == numbers_in(expected.weight.val()), "{format}");
+                }
+                let mut optimizer = zero.optimizer(&AdamWConfig::new())?;
+                let loss_of = if few { loss_by_dense } else { Net3::loss };
+                let mut losses = Vec::new();
+                for step in 0..STEPS {
+                    let (loss, grads) = zero.backward(|| loss_of(&net, seed(step, ranks.comm().rank()), &device))?;
+                    losses.push(value(loss));
+                    net = optimizer.step(LR, net, grads)?;
+                }
+                Ok::<_, Error>(losses)
+            })
+            .unwrap()
+        };
+        let plain = train_plain_from(world, |net| net.map(&mut Rounded(format)));
+        for few in [true, false] {
+            let first = run(Stage::DataParallel, few);
+            assert!(apart(&first[0], &plain.losses) < 1e-6, "{format}: {:?} {:?}", first[0], plain.losses);
+            for stage in &Stage::ALL[1..] {
+                assert!(
+                    run(*stage, few) == first,
+                    "{format}, {world} ranks at stage {stage}: other bits than at stage 0"
+                );
+            }
+        }
+        assert!(apart(&plain.losses, &train_plain(world).losses) > 1e-4, "{format} changes the weights");
+    }
+}
+
+#[test]
+fn a_weight_that_is_not_finite_is_not_quantized() {
+    let sharded = run_threads(1, &options(), |ranks| {
+        let mut net = Net3::build(&device());
+        net.layers[1].weight = net.layers[1].weight.clone().map(|weight| weight * f32::NAN);
+        shard_qlora(net, ranks, &config(Stage::Parameters), lora(), Format::Nf4).map(drop)
+    });
+    let error = sharded.unwrap_err().to_string();
+    assert!(error.contains("layers.1.weight") && error.contains("cannot be quantized"), "{error}");
 }
 
 /// One layer whose weight is larger than everything else.

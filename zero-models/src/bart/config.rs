@@ -2,14 +2,13 @@
 
 use serde_json::{Map, Value};
 
-#[cfg(feature = "burn")]
 use crate::generate::Sampling;
 use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
 use crate::labels::{HeadKeys, check_labels};
 use crate::{Activation, ModelError, ProblemType, Result};
 
 /// Number of rows in a position table before the row of the first position.
-pub(super) const OFFSET: usize = 2;
+pub const OFFSET: usize = 2;
 
 hf_config! {
     /// The configuration of BART.
@@ -193,7 +192,6 @@ impl BartConfig {
     }
 
     /// Returns the settings of greedy generation: the end token and the forced first and last tokens.
-    #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling {
             stop: vec![self.eos_token_id],

@@ -11,6 +11,6 @@ pub mod weights;
 
 #[cfg(feature = "burn")]
 pub use crate::seq2seq::{generate, generate_with};
-pub use config::{BartConfig, BartHead};
+pub use config::{BartConfig, BartHead, OFFSET};
 #[cfg(feature = "burn")]
 pub use model::{Bart, BartAttention, BartClassificationHead, BartLayer, BartStack};

@@ -261,7 +261,7 @@ impl<B: FusedBackend> Seq2SeqLm<B> for Bart<B> {
     fn decode_next(&self, encoded: &Encoded<B>, decoder_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = decoder_ids_bt.dims();
         let decoder = &self.decoder;
-        let positions: Vec<i32> = cache.numbers(t).map(|at| at + OFFSET as i32).collect();
+        let positions: Vec<i32> = cache.rows().numbers(t).map(|at| at + OFFSET as i32).collect();
         let positions_n = Tensor::from_ints(&*positions, &decoder_ids_bt.device());
         let tokens_nd = self.tokens(decoder_ids_bt.reshape([b * t]));
         let mut x_nd = decoder.norm(tokens_nd + embedding(decoder.embed_positions.val(), positions_n));

@@ -89,6 +89,10 @@ impl Family for BartConfig {
         true
     }
 
+    fn initial_std(&self, _: &str) -> f64 {
+        self.init_std
+    }
+
     fn has(&self, layer: &str) -> bool {
         !layer.starts_with(CLASSIFIER) || !self.classes().is_empty()
     }

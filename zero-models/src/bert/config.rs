@@ -4,9 +4,8 @@
 use serde_json::{Map, Value, json};
 
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
-use crate::hf_params::fresh;
 use crate::labels::{CLASSIFIER, HeadKeys, check_labels};
-use crate::{Activation, ModelError, ModelParam, ProblemType, Result};
+use crate::{Activation, ModelError, ProblemType, Result};
 
 /// A variant of BERT, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -151,7 +150,7 @@ impl BertKind {
     }
 
     /// Returns `true` for RoBERTa, XLM-RoBERTa and CamemBERT.
-    pub(crate) fn is_roberta(self) -> bool {
+    pub fn is_roberta(self) -> bool {
         matches!(self, Self::Roberta | Self::XlmRoberta | Self::Camembert)
     }
 }
@@ -279,12 +278,6 @@ impl BertConfig {
             attention_probs_dropout_prob: 0.0,
             ..Self::published()
         })
-    }
-
-    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
-    /// `BertConfig::init` on ranks with this seed.
-    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
-        fresh(self, seed, |_| self.initializer_range, |path| path.ends_with("gamma"), &mut each);
     }
 
     /// Checks that a model can have these sizes.

@@ -127,6 +127,10 @@ impl Family for BertConfig {
         self.tie_word_embeddings
     }
 
+    fn initial_std(&self, _: &str) -> f64 {
+        self.initializer_range
+    }
+
     fn has(&self, layer: &str) -> bool {
         match layer {
             "embeddings.token_type_embeddings" => self.model_type != BertKind::DistilBert,
@@ -185,6 +189,10 @@ macro_rules! as_bert {
 
         fn is_tied(&self) -> bool {
             self.0.is_tied()
+        }
+
+        fn initial_std(&self, path: &str) -> f64 {
+            self.0.initial_std(path)
         }
 
         fn has(&self, layer: &str) -> bool {

@@ -1,9 +1,7 @@
 //! Beam search, as in transformers: of each prompt's continuations, those with the highest sums of log-probabilities are continued.
 
-use zero_ops::FusedBackend;
-
 use super::choose::process;
-use super::{CausalLm, EarlyStopping, Hooks, Pass, Sampling};
+use super::{EarlyStopping, Hooks, Pass, Sampling};
 
 /// A sequence and its score.
 #[derive(Debug, Clone)]
@@ -21,8 +19,8 @@ struct Search {
     open: bool,
 }
 
-impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
-    pub(super) fn search(mut self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
+impl Pass<'_> {
+    pub(super) fn search(self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
         let (prompts, how) = (self.prompts, self.how);
         let beams = how.beams;
         let width = logits.len() / prompts.len();
@@ -50,9 +48,9 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
             if !(hooks.goes_on)(needs) {
                 break;
             }
-            self.cache.take(&from, self.device);
+            self.model.take(&from);
             rows = beams;
-            logits = self.read(next, from.len());
+            logits = self.model.read(next, from.len());
         }
         let mut texts = Vec::with_capacity(prompts.len());
         for (row, (search, prompt)) in searches.iter().zip(prompts).enumerate() {

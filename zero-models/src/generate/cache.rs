@@ -8,35 +8,26 @@ use std::ops::Range;
 use burn::nn::Dropout;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData, activation, s};
+use zero_core::config::Float;
 use zero_ops::{AttentionOptions, FusedBackend};
 
-use crate::attention::{MASKED, Masks, attend, hidden, soft_capped};
+use super::CachedRows;
+use crate::attention::{Masks, attend, hidden, soft_capped};
 
 /// Keys and values of the tokens that a model has read, so that each token is read once. Shorter rows are padded on the left.
 #[derive(Debug, Clone)]
 pub struct KvCache<B: Backend> {
+    rows: CachedRows,
     layers: Vec<Kept<B>>,
     /// Keys and values of the encoder's output, per layer, for cross-attention.
     across: Vec<[Tensor<B, 4>; 2]>,
     /// Padding mask of the encoder's output, `[b, u]`, if there is padding.
     hidden_across: Option<Tensor<B, 2>>,
-    length: usize,
-    /// Number of positions that are expected in total.
-    room: usize,
-    /// The type in which keys and values are stored; their own if `None`.
-    dtype: Option<FloatDType>,
-    /// Number of padding tokens before each row.
-    padding: Vec<usize>,
-    /// Number of positions that the model has.
-    positions: usize,
     /// The soft cap of scores.
     cap: Option<f64>,
     /// The tokens that were read, `[b, length]`, if they may have to be read again.
     tokens: Option<Tensor<B, 2, Int>>,
 }
-
-/// Number of positions to allocate at first, if that many are expected.
-const AT_FIRST: usize = 2048;
 
 /// Keys and values of some positions in one layer, `[b, k, places, e]`.
 #[derive(Debug, Clone)]
@@ -79,6 +70,14 @@ impl<B: Backend> Kept<B> {
     }
 }
 
+fn stored(dtype: Float) -> FloatDType {
+    match dtype {
+        Float::F32 => FloatDType::F32,
+        Float::F16 => FloatDType::F16,
+        Float::Bf16 => FloatDType::BF16,
+    }
+}
+
 fn as_dtype<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: FloatDType) -> Tensor<B, D> {
     if x.dtype() == dtype.into() { x } else { x.cast(dtype) }
 }
@@ -86,25 +85,13 @@ fn as_dtype<B: Backend, const D: usize>(x: Tensor<B, D>, dtype: FloatDType) -> T
 impl<B: FusedBackend> KvCache<B> {
     /// Creates a cache for rows that begin with `padding` padding tokens each. `room` is the expected total number of positions; beyond
     /// it the cache grows. Keys and values are stored as `dtype` if it is given: 16 bits halve the memory.
-    pub fn new(padding: Vec<usize>, room: usize, dtype: Option<FloatDType>) -> Self {
-        Self {
-            layers: Vec::new(),
-            across: Vec::new(),
-            hidden_across: None,
-            length: 0,
-            room,
-            dtype,
-            padding,
-            positions: usize::MAX,
-            cap: None,
-            tokens: None,
-        }
+    pub fn new(padding: Vec<usize>, room: usize, dtype: Option<Float>) -> Self {
+        Self::of(CachedRows::new(padding, room, dtype))
     }
 
-    /// Limits position numbers to a model's `positions`. Finished rows read on alongside others; their excess tokens are placed at the
-    /// last position, and their results are unused.
-    pub(super) fn within(self, positions: usize) -> Self {
-        Self { positions, ..self }
+    /// Creates an empty cache for these rows.
+    pub(super) fn of(rows: CachedRows) -> Self {
+        Self { rows, layers: Vec::new(), across: Vec::new(), hidden_across: None, cap: None, tokens: None }
     }
 
     /// Caps scores `x` of self-attention at `cap`, as `cap * tanh(x / cap)`.
@@ -112,10 +99,9 @@ impl<B: FusedBackend> KvCache<B> {
         self.cap = cap;
     }
 
-    /// Returns the length of each row's text after `t` more positions.
-    pub(crate) fn reached(&self, t: usize) -> impl Iterator<Item = usize> {
-        let end = self.length + t;
-        self.padding.iter().map(move |padding| end.saturating_sub(*padding))
+    /// Returns the rows.
+    pub(crate) fn rows(&self) -> &CachedRows {
+        &self.rows
     }
 
     /// Returns the tokens `[b, t]` to read now. If they make a text longer than `longest`, clears the cache and returns them with all
@@ -127,40 +113,28 @@ impl<B: FusedBackend> KvCache<B> {
             None => ids_bt.clone(),
         };
         self.tokens = Some(all.clone());
-        if !self.reached(t).any(|n| n > longest && n.saturating_sub(t) <= longest) {
+        if !self.rows.rereads(t, longest) {
             return ids_bt;
         }
         self.layers.clear();
-        self.length = 0;
         all
     }
 
     /// Returns the number of positions that were read.
     pub fn len(&self) -> usize {
-        self.length
+        self.rows.len()
     }
 
     /// Returns `true` if nothing was read yet.
     pub fn is_empty(&self) -> bool {
-        self.length == 0
+        self.rows.is_empty()
     }
 
-    /// Returns the numbers of the next `t` positions in each row's text, row after row; 0 for padding.
-    pub(crate) fn numbers(&self, t: usize) -> impl Iterator<Item = i32> {
-        let next = self.length..self.length + t;
-        let last = self.positions.saturating_sub(1);
-        let own = move |&padding: &usize| next.clone().map(move |at| at.saturating_sub(padding).min(last) as i32);
-        self.padding.iter().flat_map(own)
-    }
-
-    /// Returns the padding mask of these key positions, `[b, t]`, if they include padding.
+    /// Returns the padding mask of these key positions, `[b, keys]`, if they include padding.
     fn hidden(&self, keys: Range<usize>, like: &Tensor<B, 2>) -> Option<Tensor<B, 2>> {
-        if self.padding.iter().all(|&padding| padding <= keys.start) {
-            return None;
-        }
-        let of = |&padding: &usize| keys.clone().map(move |at| if at < padding { MASKED as f32 } else { 0.0 });
-        let hidden: Vec<f32> = self.padding.iter().flat_map(of).collect();
-        let data = TensorData::new(hidden, [self.padding.len(), keys.len()]);
+        let (width, hidden) = (keys.len(), self.rows.hidden(keys)?);
+        let b = hidden.len() / width;
+        let data = TensorData::new(hidden, [b, width]);
         Some(Tensor::from_data(data, (&like.device(), like.dtype())))
     }
 
@@ -182,16 +156,15 @@ impl<B: FusedBackend> KvCache<B> {
     ) -> Tensor<B, 2> {
         let AttentionOptions { batch: b, window, .. } = options;
         let [n, d] = q_nd.dims();
-        let end = self.length + n / b;
-        let keys = end - window.unwrap_or(end).min(end)..end;
-        let hidden_bt = self.hidden(if self.length == 0 { 0..end } else { keys.clone() }, &q_nd);
-        let dtype = self.dtype.unwrap_or(k_nd.dtype().into());
+        let (keys, is_first) = (self.rows.keys(n / b, window), self.rows.is_empty());
+        let end = keys.end;
+        let hidden_bt = self.hidden(if is_first { 0..end } else { keys.clone() }, &q_nd);
+        let dtype = self.rows.dtype().map_or(k_nd.dtype().into(), stored);
         let new = [&k_nd, &v_nd].map(|x_nd| as_dtype(by_head(x_nd.clone(), d, options), dtype));
-        if self.length == 0 {
+        if is_first {
             let new = new.map(|x_bkte| x_bkte.slice(s![.., .., keys.clone(), ..]));
             let ([b, k, t, e], device) = (new[0].dims(), q_nd.device());
-            // The window is moved to the front when it has reached the end.
-            let places = self.room.min(window.map_or(AT_FIRST, |window| 2 * window)).max(t);
+            let places = self.rows.places(t, window);
             let empty = || Tensor::zeros([b, k, places, e], (&device, DType::from(dtype)));
             let mut kept = Kept { parts: [empty(), empty()], from: keys.start };
             kept.put(new, keys.start, 0);
@@ -232,7 +205,7 @@ impl<B: FusedBackend> KvCache<B> {
         options: AttentionOptions,
     ) -> Tensor<B, 2> {
         let hidden_bu = self.hidden_across.clone();
-        if self.length > 0 {
+        if !self.rows.is_empty() {
             return look(q_nd, self.across[layer].clone(), hidden_bu, options, None, None);
         }
         let [_, d] = q_nd.dims();
@@ -245,7 +218,7 @@ impl<B: FusedBackend> KvCache<B> {
     pub(crate) fn end(&mut self, x_nd: Tensor<B, 2>, b: usize) -> Tensor<B, 2> {
         let [n, d] = x_nd.dims();
         let t = n / b;
-        self.length += t;
+        self.rows.advance(t);
         x_nd.reshape([b, t, d]).slice(s![.., t - 1..t, ..]).reshape([b, d])
     }
 
@@ -258,7 +231,7 @@ impl<B: FusedBackend> KvCache<B> {
         }
         self.hidden_across = self.hidden_across.take().map(|hidden_bu| hidden_bu.select(0, of.clone()));
         self.tokens = self.tokens.take().map(|tokens| tokens.select(0, of));
-        self.padding = rows.iter().map(|&row| self.padding[row]).collect();
+        self.rows.take(rows);
     }
 }
 

@@ -1,37 +1,50 @@
 //! Text generation, token by token: greedy, sampled, or by beam search, for any model that predicts the next token.
 //!
-//! * Input: a [`CausalLm`], prompts as token ids, and [`Sampling`]. Output: the tokens that follow each prompt.
+//! * Input: a [`Reader`] (a model with a cache of keys and values), prompts as token ids, and [`Sampling`]. Output: the tokens that follow
+//!   each prompt. With the feature `burn`, `CausalLm` is a model of Burn 0.21, and `KvCache` its cache.
 //! * Prompts of different lengths share each pass over the model: shorter ones are padded on the left, and the padding is masked.
-//! * Keys and values are cached ([`KvCache`]), so that each token is read once.
+//! * Keys and values are cached, so that each token is read once.
 //! * On a backend that shards parameters, they are gathered as in training, once per token for all prompts. Ranks that gather together
 //!   must make the same number of passes: [`Hooks::goes_on`] lets them agree.
 
 mod beams;
+#[cfg(feature = "burn")]
 mod cache;
+#[cfg(feature = "burn")]
+mod causal_lm;
 mod choose;
+mod rows;
 mod settings;
 
-use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+use zero_core::config::Float;
 use zero_core::random::Draws;
-use zero_ops::FusedBackend;
 
+#[cfg(feature = "burn")]
 pub use cache::KvCache;
+#[cfg(feature = "burn")]
+pub use causal_lm::{CausalLm, generate, generate_with};
+pub use rows::CachedRows;
 
 use crate::error::check_each;
 use crate::{ModelError, Result};
 
-/// A model that predicts the next token.
-pub trait CausalLm<B: FusedBackend> {
+/// A model that predicts the next token, with a cache of the rows that it has read.
+pub trait Reader {
     /// Returns the maximum sequence length.
     fn positions(&self) -> usize;
 
     /// Returns the vocabulary size.
     fn vocabulary(&self) -> usize;
 
-    /// Returns the logits of the token that follows each row, `[b, v]`.
-    ///
-    /// `input_ids_bt` are the tokens `[b, t]` after those in `cache`, and are added to it; `t` is 1 unless the cache is empty.
-    fn next_logits(&self, input_ids_bt: Tensor<B, 2, Int>, cache: &mut KvCache<B>) -> Tensor<B, 2>;
+    /// Begins with new rows, of which nothing has been read.
+    fn begin(&mut self, rows: CachedRows);
+
+    /// Reads the next tokens `[b, t]` of each row, and returns the logits `[b, v]` of the tokens that follow. `t` is 1 except in the first
+    /// pass.
+    fn read(&mut self, ids: Vec<i32>, b: usize) -> Vec<f32>;
+
+    /// Replaces the rows: row `i` continues from the state of row `rows[i]`.
+    fn take(&mut self, rows: &[usize]);
 }
 
 /// Generation settings. The default is greedy: the most likely token, 64 times.
@@ -70,7 +83,7 @@ pub struct Sampling {
     /// The last token of a text that reaches its maximum length, regardless of the logits.
     pub forced_last: Option<u32>,
     /// The type in which keys and values are cached; the model's own if `None`.
-    pub cache_dtype: Option<FloatDType>,
+    pub cache_dtype: Option<Float>,
 }
 
 /// Condition that ends beam search, as `early_stopping` in transformers.
@@ -121,34 +134,20 @@ pub struct Hooks<'a> {
     pub number: &'a dyn Fn(usize) -> usize,
 }
 
-/// Generates the tokens that follow each prompt.
-///
-/// # Errors
-/// If a prompt is empty, has a token outside the vocabulary, or exceeds the model's positions together with its new tokens, or if
-/// [`Sampling`] holds an invalid value.
-pub fn generate<B: FusedBackend, M: CausalLm<B>>(
-    model: &M,
-    prompts: &[Vec<u32>],
-    how: &Sampling,
-    device: &B::Device,
-) -> Result<Vec<Vec<u32>>> {
-    alone(|hooks| generate_with(model, prompts, how, device, hooks))
-}
-
 /// Calls `make` with [`Hooks`] of a single rank, which report nothing.
 pub fn alone<R>(make: impl FnOnce(Hooks<'_>) -> R) -> R {
     make(Hooks { token: &mut |_, _| (), goes_on: &mut |needs| needs, number: &|row| row })
 }
 
-/// Same as [`generate`], with [`Hooks`].
+/// Generates the tokens that follow each prompt.
 ///
 /// # Errors
-/// Same as [`generate`].
-pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
-    model: &M,
+/// If a prompt is empty, has a token outside the vocabulary, or exceeds the model's positions together with its new tokens, or if
+/// [`Sampling`] holds an invalid value.
+pub fn generate_by(
+    model: &mut dyn Reader,
     prompts: &[Vec<u32>],
     how: &Sampling,
-    device: &B::Device,
     hooks: Hooks<'_>,
 ) -> Result<Vec<Vec<u32>>> {
     how.check()?;
@@ -178,31 +177,21 @@ pub fn generate_with<B: FusedBackend, M: CausalLm<B>>(
         })
         .collect();
     let room = prompts.iter().map(|prompt| how.most(prompt).saturating_add(longest)).max().unwrap_or(0);
-    let cache = KvCache::new(padding, room, how.cache_dtype).within(model.positions());
-    let mut pass = Pass { model, prompts, how, device, cache };
-    let logits = pass.read(filled, prompts.len());
+    model.begin(CachedRows::new(padding, room, how.cache_dtype).within(model.positions()));
+    let logits = model.read(filled, prompts.len());
+    let pass = Pass { model, prompts, how };
     Ok(if how.beams == 1 { pass.one_by_one(logits, hooks) } else { pass.search(logits, hooks) })
 }
 
-/// A model with its cache.
-struct Pass<'a, B: FusedBackend, M> {
-    model: &'a M,
+/// A model that has read the prompts.
+struct Pass<'a> {
+    model: &'a mut dyn Reader,
     prompts: &'a [Vec<u32>],
     how: &'a Sampling,
-    device: &'a B::Device,
-    cache: KvCache<B>,
 }
 
-impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
-    /// Reads tokens `[rows, t]` and returns the logits `[rows, v]` of the next ones.
-    fn read(&mut self, ids: Vec<i32>, rows: usize) -> Vec<f32> {
-        let shape = [rows, ids.len() / rows];
-        let ids = Tensor::<B, 2, Int>::from_data(TensorData::new(ids, shape), self.device);
-        let logits = self.model.next_logits(ids, &mut self.cache);
-        logits.into_data().convert::<f32>().into_vec().expect("logits are converted to this type")
-    }
-
-    fn one_by_one(mut self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
+impl Pass<'_> {
+    fn one_by_one(self, mut logits: Vec<f32>, hooks: Hooks<'_>) -> Vec<Vec<u32>> {
         let (prompts, how) = (self.prompts, self.how);
         let rows = prompts.len();
         let mut texts = prompts.to_vec();
@@ -231,7 +220,7 @@ impl<B: FusedBackend, M: CausalLm<B>> Pass<'_, B, M> {
             if !(hooks.goes_on)(needs) {
                 break;
             }
-            logits = self.read(next, rows);
+            logits = self.model.read(next, rows);
         }
         texts.into_iter().zip(prompts).map(|(text, prompt)| text[prompt.len()..].to_vec()).collect()
     }
@@ -267,12 +256,10 @@ impl Sampling {
 }
 
 /// Checks that a model with this many positions and tokens can continue each prompt by `new` tokens.
-pub(crate) fn check(
-    prompts: &[Vec<u32>],
-    new: impl Fn(&[u32]) -> usize,
-    positions: usize,
-    vocabulary: usize,
-) -> Result<()> {
+///
+/// # Errors
+/// [`ModelError::Prompt`] for the first prompt that is empty, too long, or has a token outside the vocabulary.
+pub fn check(prompts: &[Vec<u32>], new: impl Fn(&[u32]) -> usize, positions: usize, vocabulary: usize) -> Result<()> {
     for (row, prompt) in prompts.iter().enumerate() {
         let problem = |problem: String| Err(ModelError::Prompt { row, problem });
         if prompt.is_empty() {

@@ -2,8 +2,7 @@
 //! operations.
 
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
-use crate::hf_params::fresh;
-use crate::{Activation, ModelParam, Result};
+use crate::{Activation, Result};
 
 hf_config! {
     /// The configuration of GPT-2.
@@ -88,16 +87,6 @@ impl Gpt2Config {
     /// Returns the standard deviation of projections back into the residual stream; a block has two of them.
     pub(crate) fn residual_std(&self) -> f64 {
         self.initializer_range / (2.0 * self.n_layer as f64).sqrt()
-    }
-
-    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
-    /// `Gpt2Config::init` on ranks with this seed.
-    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
-        let std = |path: &str| match path.ends_with("c_proj.weight") {
-            true => self.residual_std(),
-            false => self.initializer_range,
-        };
-        fresh(self, seed, std, |path| path.ends_with("gamma"), &mut each);
     }
 
     /// Checks that a model can have these sizes.

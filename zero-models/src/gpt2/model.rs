@@ -191,7 +191,7 @@ impl<B: FusedBackend> CausalLm<B> for Gpt2<B> {
 
     fn next_logits(&self, input_ids_bt: Ids<B>, cache: &mut KvCache<B>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
-        let positions: Vec<i32> = cache.numbers(t).collect();
+        let positions: Vec<i32> = cache.rows().numbers(t).collect();
         let positions_n = Tensor::from_ints(&*positions, &input_ids_bt.device());
         let tokens_nd = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t]));
         let mut x_nd = tokens_nd + embedding(self.wpe.val(), positions_n);

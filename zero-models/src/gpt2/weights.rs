@@ -44,6 +44,10 @@ impl Family for Gpt2Config {
         self.tie_word_embeddings
     }
 
+    fn initial_std(&self, path: &str) -> f64 {
+        if path.ends_with("c_proj.weight") { self.residual_std() } else { self.initializer_range }
+    }
+
     fn in_state_dict(name: &str) -> Option<String> {
         if name == HEAD {
             return Some(name.to_string());

@@ -6,8 +6,7 @@ use serde_json::{Map, Value};
 
 use super::RopeScaling;
 use crate::hf_config::{check_count, check_values, find_preset, hf_config, named, names};
-use crate::hf_params::fresh;
-use crate::{ModelError, ModelParam, Result};
+use crate::{ModelError, Result};
 
 /// A variant of Llama, by `model_type`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -269,13 +268,6 @@ impl LlamaConfig {
             return wrong("layer_types", layers.len(), expected);
         }
         check_count(Self::FAMILY, "num_hidden_layers", self)
-    }
-
-    /// Calls `each` with every parameter, in the order in which a module visits them, and its initial values: those of
-    /// `LlamaConfig::init` on ranks with this seed.
-    pub fn fresh(&self, seed: u64, mut each: impl FnMut(ModelParam, Vec<f32>)) {
-        let is_one = |path: &str| !self.is_gemma() && !path.ends_with(".bias");
-        fresh(self, seed, |_| self.initializer_range, is_one, &mut each);
     }
 
     /// Returns the width of a head.

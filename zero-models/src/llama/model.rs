@@ -352,8 +352,8 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         };
         let [b, t] = input_ids_bt.dims();
         let mut x_nd = self.embedded(input_ids_bt);
-        let reached: Vec<usize> = cache.reached(t).collect();
-        let angles = self.angles(|| cache.numbers(t), &reached, &x_nd);
+        let reached: Vec<usize> = cache.rows().reached(t).collect();
+        let angles = self.angles(|| cache.rows().numbers(t), &reached, &x_nd);
         cache.cap_scores(self.score_cap);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));

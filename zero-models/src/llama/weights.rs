@@ -74,6 +74,14 @@ impl Family for LlamaConfig {
         self.tie_word_embeddings
     }
 
+    fn initial_std(&self, _: &str) -> f64 {
+        self.initializer_range
+    }
+
+    fn initial_value(&self, path: &str) -> f64 {
+        if self.is_gemma() || path.ends_with(".bias") { 0.0 } else { 1.0 }
+    }
+
     fn has(&self, layer: &str) -> bool {
         match layer.strip_suffix(".bias") {
             Some(of) if of.ends_with("o_proj") => self.has_output_bias(),

@@ -2,19 +2,19 @@
 
 /// A mapping of distances to rows of a table, <https://arxiv.org/abs/1910.10683>, section 2.1.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Buckets {
+pub struct Buckets {
     /// Number of rows of the table.
-    pub(super) count: usize,
+    pub count: usize,
     /// Distance from which all larger ones share the last bucket.
-    pub(super) max_distance: usize,
+    pub max_distance: usize,
     /// True if keys after the query have their own buckets, instead of the bucket of the query itself.
-    pub(super) both_sides: bool,
+    pub both_sides: bool,
 }
 
 impl Buckets {
     /// Returns the bucket of a key `distance` positions after the query. Small distances have one bucket each. Larger ones share buckets
     /// by their logarithm, which is rounded as torch does on a CPU.
-    pub(super) fn of(self, distance: i64) -> usize {
+    pub fn of(self, distance: i64) -> usize {
         let (side, count) = match self.both_sides {
             true => (if distance > 0 { self.count / 2 } else { 0 }, self.count / 2),
             false => (0, self.count),

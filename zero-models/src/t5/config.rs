@@ -4,7 +4,6 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::check_each;
-#[cfg(feature = "burn")]
 use crate::generate::Sampling;
 use crate::hf_config::{check_count, check_tokens, check_values, find_preset, hf_config, named, names, one_end};
 use crate::{Activation, ModelError, Result};
@@ -205,7 +204,6 @@ impl T5Config {
     }
 
     /// Returns the settings of greedy generation: the end token.
-    #[cfg(feature = "burn")]
     pub fn sampling(&self) -> Sampling {
         Sampling { stop: vec![self.eos_token_id], ..Sampling::default() }
     }

@@ -4,13 +4,13 @@
 //! [`T5Config`] is a preset or a Hugging Face `config.json`, [`T5`] is the module that it initializes, and [`weights`] loads a Hugging
 //! Face checkpoint into the module.
 
-#[cfg(feature = "burn")]
 mod buckets;
 mod config;
 #[cfg(feature = "burn")]
 mod model;
 pub mod weights;
 
+pub use buckets::Buckets;
 pub use config::{T5Config, T5Kind};
 #[cfg(feature = "burn")]
 pub use model::{T5, T5Attention, T5Block, T5Stack};

@@ -82,6 +82,21 @@ impl Family for T5Config {
         self.tie_word_embeddings
     }
 
+    fn initial_std(&self, path: &str) -> f64 {
+        let width = match path.strip_suffix(".weight").and_then(|path| path.rsplit('.').next()) {
+            Some("q") => self.d_model * self.d_kv,
+            Some("o") => self.inner_width(),
+            Some("wo") => self.d_ff,
+            None if !path.ends_with("relative_attention_bias") => 1,
+            _ => self.d_model,
+        };
+        self.initializer_factor * (width as f64).powf(-0.5)
+    }
+
+    fn initial_value(&self, _: &str) -> f64 {
+        self.initializer_factor
+    }
+
     fn has(&self, layer: &str) -> bool {
         match layer.rsplit('.').next() {
             Some("wi") => !self.is_gated_act,

@@ -5,9 +5,10 @@
 use std::path::{Path, PathBuf};
 
 use burn::module::Param;
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::Tensor;
 use burn_flex::Flex;
 use serde_json::Value;
+use zero_core::config::Float;
 use zero_models::generate::{CausalLm, Hooks, Sampling, generate, generate_with};
 use zero_models::{Gpt2, gpt2};
 
@@ -81,8 +82,8 @@ fn a_cache_in_16_bit_is_that_in_32_rounded() {
     };
     let whole = read(None);
     let largest = whole.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    assert_eq!(read(Some(FloatDType::F32)), whole);
-    for (dtype, most) in [(FloatDType::F16, 2e-3), (FloatDType::BF16, 2e-2)] {
+    assert_eq!(read(Some(Float::F32)), whole);
+    for (dtype, most) in [(Float::F16, 2e-3), (Float::Bf16, 2e-2)] {
         let off = read(Some(dtype)).iter().zip(&whole).map(|(a, b)| (a - b).abs()).fold(0f32, f32::max) / largest;
         assert!(off > 0.0 && off < most, "{dtype:?}: {off}");
     }

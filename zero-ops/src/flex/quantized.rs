@@ -4,7 +4,7 @@ use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use burn_std::FloatDType;
 
-use super::{are_f32, dims, packed, packed_of, tensor, values};
+use super::{are_f32, dims, narrow, packed, packed_of, tensor, values};
 use crate::FusedBackend;
 use crate::cpu::{buffer, quantized};
 use crate::fallback;
@@ -53,6 +53,31 @@ pub(super) fn dequantized(weight: FlexTensor, how: Quantized, dtype: FloatDType)
     let out = tensor(out, [d, how.width]);
     match DType::from(dtype) {
         DType::F32 => out,
-        _ => <Flex as burn_backend::ops::FloatTensorOps<Flex>>::float_cast(out, dtype),
+        dtype => narrow(out, dtype),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use half::{bf16, f16};
+
+    use super::*;
+    use crate::quantized::Format;
+
+    #[test]
+    fn a_weight_in_16_bit_is_that_in_32_rounded_once() {
+        const ROWS: usize = 1024;
+        let numbers: Vec<f32> = (0..ROWS * 64).map(|i| ((i * 37 + 11) as f32 * 0.618).sin() * 0.03).collect();
+        let how = Quantized { format: Format::Int8, width: 64 };
+        let words = how.format.words(64);
+        let codes = how.encode(0..ROWS * words, |part| numbers[part].to_vec());
+        let codes: Vec<f16> = codes.as_chunks::<2>().0.iter().map(|bytes| f16::from_le_bytes(*bytes)).collect();
+        let decoded = |dtype| dequantized(tensor(codes.clone(), [ROWS, words]), how, dtype);
+        let exact = decoded(FloatDType::F32);
+        let rounded: Vec<bf16> = values(&exact).iter().map(|&x| bf16::from_f32(x)).collect();
+        assert!(values::<bf16>(&decoded(FloatDType::BF16)) == rounded);
+        // burn-flex's own cast rounds some of these numbers wrongly.
+        let cast = <Flex as burn_backend::ops::FloatTensorOps<Flex>>::float_cast(exact, FloatDType::BF16);
+        assert!(values::<bf16>(&cast) != rounded, "the numbers have a case that distinguishes the casts");
     }
 }

@@ -1,28 +1,45 @@
-//! The command `zero-022`: `zero train` on Burn 0.22.
+//! The command `zero-022`: `zero train`, `zero generate` and `zero chat` on Burn 0.22.
 
 use std::alloc::System;
 use std::process::ExitCode;
 
 use clap::Parser;
 use zero_core::alloc::PageKeeper;
-use zero_param::models;
+use zero_param::models::{self, generate::Burn022};
 use zero_train::data::Source;
-use zero_train::language::{Options, Program};
+use zero_train::format_error;
+use zero_train::language::{Options, Program, generate};
 
 /// Reuses the pages of the previous step.
 #[global_allocator]
 static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 
-/// ZeRO on Burn 0.22. The command `zero` does the same on Burn 0.21, and more
+/// ZeRO on Burn 0.22. The command `zero` does the same on Burn 0.21, and exports, inspects and reports
 #[derive(Parser)]
 #[command(name = "zero-022", version)]
 enum Cli {
-    /// Train a GPT-2, Llama, Mistral, Qwen, Gemma, Phi or BERT
+    /// Train a language model on text, labeled rows or token files
     Train(Box<Options>),
+    /// Generate text with a trained model
+    Generate(Box<generate::Options>),
+    /// Chat with a model: read messages from standard input, and print its answers
+    Chat(Box<generate::Options>),
 }
 
 fn main() -> ExitCode {
-    let Cli::Train(options) = Cli::parse();
-    let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&ALLOCATOR) };
-    models::main(&options, &program)
+    let generated = match Cli::parse() {
+        Cli::Train(options) => {
+            let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&ALLOCATOR) };
+            return models::main(&options, &program);
+        }
+        Cli::Generate(options) => generate::run(&Burn022, &options),
+        Cli::Chat(options) => generate::chat(&Burn022, *options),
+    };
+    match generated {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("error: {}", format_error(&error));
+            ExitCode::from(2)
+        }
+    }
 }

@@ -35,7 +35,7 @@ impl FusedBackend for Flex {
             Operands::Three(a, b, c) => vec![a, b, c],
             Operands::Four(a, b, c, d) => vec![a, b, c, d],
         };
-        let operands = op.with_frozen(operands, |frozen| frozen.load(false));
+        let operands = op.with_weight(operands);
         let nobody = vec![false; operands.len()];
         op.forward(operands, &nobody).0
     }
@@ -71,7 +71,7 @@ fn record<C: CheckpointStrategy, const N: usize>(
 ) -> FloatTensor<Autodiff<Flex, C>> {
     let wanted = op.with_frozen(operands.iter().map(|operand| operand.is_tracked()).collect(), |_| false);
     let load = |operands: [FloatTensor<Autodiff<Flex, C>>; N]| {
-        op.with_frozen(operands.map(|operand| operand.into_primitive()).into(), |frozen| frozen.load(false))
+        op.with_weight(operands.map(|operand| operand.into_primitive()).into())
     };
     let node = Node.prepare::<C>(operands.each_ref().map(|operand| operand.node())).compute_bound();
     match node.stateful() {
@@ -95,7 +95,7 @@ impl<const N: usize> Backward<Flex, N> for Node {
         let State { op, dtype, read, kept } = ops.state;
         let wanted = op.with_frozen(ops.parents.iter().map(Option::is_some).collect(), |_| false);
         let read = read.into_iter().map(|id| id.map(|id| checkpointer.retrieve_node_output::<Raw>(id))).collect();
-        let read = op.with_frozen(read, |frozen| wanted[0].then(|| frozen.load(true)));
+        let read = op.with_frozen(read, |frozen| op.reads(1, &wanted).then(|| frozen.load_again()));
         let gradients = op.without_frozen(op.backward(read, kept, gradient, dtype, &wanted));
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {

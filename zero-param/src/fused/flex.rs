@@ -9,18 +9,19 @@ use burn::backend::flex::FlexTensor;
 use burn::backend::ops::FloatTensorOps;
 use burn::tensor::{DType, Element};
 use bytemuck::Pod;
-use half::bf16;
+use half::{bf16, f16};
 use zero_kernels::cpu::attention::{self, Inputs, Results, Rows, RowsMut};
 use zero_kernels::cpu::half::{Number, Plain};
 use zero_kernels::cpu::parallel::gemm_threads;
 use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
 use zero_kernels::cpu::{
-    Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, rms_norm, rotary, swiglu,
+    Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, quantized, rms_norm,
+    rotary, swiglu,
 };
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
 use crate::parameter::Parameter;
-use crate::tensors::{Raw, narrow, packed_of, tensor, values, widen};
+use crate::tensors::{Raw, narrow, packed, packed_of, tensor, values, widen};
 
 /// An operation with all its arguments other than operands.
 #[derive(Debug, Clone)]
@@ -41,8 +42,8 @@ pub(crate) enum Op {
     Attention { options: AttentionOptions, mask: Option<Arc<[f32]>> },
     /// Operand: a table of `rows` rows.
     Embedding { ids: Arc<[i64]>, rows: usize },
-    /// Operands: x, weight.
-    CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64> },
+    /// Operands: x, weight unless it is `frozen`.
+    CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64>, frozen: Option<Frozen> },
     /// Operand: x.
     Dropout(AttentionDropout),
 }
@@ -57,9 +58,19 @@ pub(crate) struct Frozen {
 }
 
 impl Frozen {
-    /// Gathers the weight for a forward pass or, with `again`, for a backward pass.
-    pub(crate) fn load(&self, again: bool) -> Raw {
-        self.parameter.load::<Flex>(&self.base, &Default::default(), again)
+    /// Gathers the weight for a forward pass of `x`: as codes if it is quantized and `x` has few rows, for which reading the weight is the
+    /// cost.
+    fn load_for(&self, x: &FlexTensor) -> Raw {
+        let has_few_rows = x.shape()[0] <= quantized::MAX_ROWS && x.dtype() == DType::F32;
+        match self.parameter.quantized.filter(|_| has_few_rows) {
+            Some(_) => self.parameter.load_codes(),
+            None => self.parameter.load::<Flex>(&self.base, &Default::default(), false),
+        }
+    }
+
+    /// Gathers the weight for a backward pass.
+    pub(crate) fn load_again(&self) -> Raw {
+        self.parameter.load::<Flex>(&self.base, &Default::default(), true)
     }
 }
 
@@ -146,17 +157,30 @@ impl Op {
         }
     }
 
+    fn frozen(&self) -> Option<&Frozen> {
+        match self {
+            Op::Linear { frozen, .. } | Op::CrossEntropy { frozen, .. } => frozen.as_ref(),
+            _ => None,
+        }
+    }
+
     /// Adds what `of` returns for the operation's frozen weight, if it has one, to a list by operand in the graph.
     pub(crate) fn with_frozen<T>(&self, mut by_operand: Vec<T>, of: impl FnOnce(&Frozen) -> T) -> Vec<T> {
-        if let Op::Linear { frozen: Some(frozen), .. } = self {
+        if let Some(frozen) = self.frozen() {
             by_operand.insert(1, of(frozen));
         }
         by_operand
     }
 
+    /// Adds the frozen weight, if there is one, to the operands of a forward pass.
+    pub(crate) fn with_weight(&self, operands: Vec<FlexTensor>) -> Vec<FlexTensor> {
+        let x = operands[0].clone();
+        self.with_frozen(operands, |frozen| frozen.load_for(&x))
+    }
+
     /// Inverts [`Op::with_frozen`].
     pub(crate) fn without_frozen<T>(&self, mut by_operand: Vec<T>) -> Vec<T> {
-        if let Op::Linear { frozen: Some(_), .. } = self {
+        if self.frozen().is_some() {
             by_operand.remove(1);
         }
         by_operand
@@ -178,6 +202,21 @@ impl Op {
         let dtype = operands[0].dtype();
         if dtype == DType::BF16 && self.is_in_bf16() {
             return self.forward_in_bf16(operands.into_iter().map(packed_of::<bf16>).collect(), wanted);
+        }
+        if let Op::Linear { bias, frozen: Some(Frozen { parameter, .. }) } = self
+            && let Some(how) = parameter.quantized.filter(|_| operands[1].dtype() != dtype)
+        {
+            let mut operands = operands.into_iter();
+            let (x, codes) = (operands.next().map(packed), operands.next().map(packed_of::<f16>));
+            let rest: Vec<FlexTensor> = operands.map(packed).collect();
+            let (x, codes) = x.zip(codes).expect("a product has two operands");
+            let optional = |index: usize| rest.get(index).map(values);
+            let [n, _] = dims(&x);
+            let mut out = buffer(n * how.width);
+            let codes = bytemuck::cast_slice(values::<f16>(&codes));
+            let (bias, residual) = (optional(0).filter(|_| *bias), optional(usize::from(*bias)));
+            quantized::forward(how, values(&x), codes, bias, residual, &mut out);
+            return (tensor(out, [n, how.width]), Vec::new());
         }
         let operands: Vec<FlexTensor> = operands.into_iter().map(widen).collect();
         let (out, mut kept) = self.forward_in_32(&operands, wanted);
@@ -208,7 +247,9 @@ impl Op {
                 (gelu_of::<bf16>(*kind, &x[0], bias.as_ref().map(values)), Vec::new())
             }
             Op::Embedding { ids, .. } => (rows_of::<bf16>(&x[0], ids), Vec::new()),
-            Op::CrossEntropy { targets, ignored } => cross_entropy_of::<bf16>(&x[0], &x[1], targets, *ignored, wanted),
+            Op::CrossEntropy { targets, ignored, .. } => {
+                cross_entropy_of::<bf16>(&x[0], &x[1], targets, *ignored, wanted)
+            }
             other => unreachable!("{} is widened", other.name()),
         }
     }
@@ -256,7 +297,9 @@ impl Op {
                 (tensor(out, [n, d]), vec![tensor(lse, [shape.batch, shape.heads, shape.queries])])
             }
             Op::Embedding { ids, .. } => (rows_of::<f32>(&x[0], ids), Vec::new()),
-            Op::CrossEntropy { targets, ignored } => cross_entropy_of::<f32>(&x[0], &x[1], targets, *ignored, wanted),
+            Op::CrossEntropy { targets, ignored, .. } => {
+                cross_entropy_of::<f32>(&x[0], &x[1], targets, *ignored, wanted)
+            }
             Op::Dropout(dropout) => (dropped(*dropout, &x[0]), Vec::new()),
         }
     }
@@ -434,14 +477,14 @@ fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &A
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
     let [n, width] = dims(parts[0]);
     let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);
-    let c = parts.get(1).map_or(d, |keys| dims::<2>(keys)[1]);
+    let [m, c] = parts.get(1).map_or([n, d], |keys| dims(keys));
     let shape = attention::Shape {
         batch,
         heads,
         kv_heads: c / (d / heads),
         head_width: d / heads,
         queries: length,
-        keys: length,
+        keys: m / batch,
         causal,
         window: window.filter(|&window| window < length),
         scale: scale as f32,

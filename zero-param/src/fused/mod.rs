@@ -69,10 +69,19 @@ pub fn linear<const D: usize>(
     product(x, Weight::Operand(weight), columns, bias, residual)
 }
 
-/// The weight of a linear layer.
+/// The weight of a product.
 pub(crate) enum Weight {
     Operand(Tensor<2>),
     Frozen(Frozen),
+}
+
+impl Weight {
+    fn parts(self) -> (Option<Any>, Option<Frozen>) {
+        match self {
+            Self::Operand(weight) => (Some(weight.into_dispatch()), None),
+            Self::Frozen(frozen) => (None, Some(frozen)),
+        }
+    }
 }
 
 /// Computes [`linear`] with a weight of `columns` columns.
@@ -85,10 +94,7 @@ pub(crate) fn product<const D: usize>(
 ) -> Tensor<D> {
     let mut shape = x.dims();
     shape[D - 1] = columns;
-    let (weight, frozen) = match weight {
-        Weight::Operand(weight) => (Some(weight.into_dispatch()), None),
-        Weight::Frozen(frozen) => (None, Some(frozen)),
-    };
+    let (weight, frozen) = weight.parts();
     let op = Op::Linear { bias: bias.is_some(), frozen };
     let operands = [as_rows(x)].into_iter().chain(weight);
     let operands = operands.chain(bias.map(Tensor::into_dispatch)).chain(residual.map(as_rows)).collect();
@@ -212,9 +218,9 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 ///
 /// # Shapes
 /// - `q`: `[n, d]`, sequence after sequence; head `i` is columns `i * d / heads ..`
-/// - `k`, `v`: `[n, c]`: as many heads of that width as there are columns. Neighbouring query heads share one,
-///   <https://arxiv.org/abs/2305.13245>.
-/// - `mask`: `[batch, n / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. No gradient flows
+/// - `k`, `v`: `[m, c]`, sequence after sequence: as many heads of that width as there are columns. Neighbouring query heads share one,
+///   <https://arxiv.org/abs/2305.13245>. `m` is `n` if attention is causal.
+/// - `mask`: `[batch, m / batch]`, added to the scores of each key: 0, or a large negative number such as -3e4. No gradient flows
 ///   into it.
 /// - returns `[n, d]`
 ///
@@ -229,11 +235,11 @@ pub fn attention(
 ) -> Tensor<2> {
     let (sizes, keys) = (q.dims(), k.dims());
     assert_eq!(v.dims(), keys, "attention: keys and values must have the same shape");
-    let op = attention_of(sizes, mask, options);
     let ([n, d], [m, c], heads) = (sizes, keys, options.heads);
+    let op = attention_of(sizes, m, mask, options);
     assert!(
-        m == n && c > 0 && c.is_multiple_of(d / heads) && d.is_multiple_of(c),
-        "attention: keys {keys:?} do not fit queries {sizes:?} of {heads} heads: expected as many rows, and heads that divide {heads}"
+        (m == n || !options.causal) && c > 0 && c.is_multiple_of(d / heads) && d.is_multiple_of(c),
+        "attention: keys {keys:?} do not fit queries {sizes:?} of {heads} heads: expected heads that divide {heads}, and as many rows if causal"
     );
     run(op, [q, k, v].map(Tensor::into_dispatch).into())
 }
@@ -249,21 +255,21 @@ pub fn attention(
 pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: AttentionOptions) -> Tensor<2> {
     let [n, width] = qkv.dims();
     assert!(width.is_multiple_of(3), "attention: rows of {width} columns are not divisible into query, key and value");
-    run(attention_of([n, width / 3], mask, options), vec![qkv.into_dispatch()])
+    run(attention_of([n, width / 3], n, mask, options), vec![qkv.into_dispatch()])
 }
 
-fn attention_of([n, d]: [usize; 2], mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
+fn attention_of([n, d]: [usize; 2], keys: usize, mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
     let AttentionOptions { batch, heads, .. } = options;
     assert!(
-        batch > 0 && n.is_multiple_of(batch),
-        "attention: {n} rows are not divisible into {batch} sequences of equal length"
+        batch > 0 && n.is_multiple_of(batch) && keys.is_multiple_of(batch),
+        "attention: {n} rows, or {keys} of keys, are not divisible into {batch} sequences of equal length"
     );
     assert!(
         heads > 0 && d.is_multiple_of(heads),
         "attention: {d} columns are not divisible into {heads} heads of equal width"
     );
     if let Some(mask) = &mask {
-        assert_eq!(mask.dims(), [batch, n / batch], "attention: the mask must be [batch, positions]");
+        assert_eq!(mask.dims(), [batch, keys / batch], "attention: the mask must be [batch, positions]");
     }
     Op::Attention { options, mask: mask.map(|mask| mask.into_data().iter::<f32>().collect()) }
 }
@@ -312,7 +318,14 @@ pub fn linear_cross_entropy(
     targets: Tensor<1, Int>,
     ignored: Option<i64>,
 ) -> Tensor<1> {
-    run(Op::CrossEntropy { targets: numbers(targets), ignored }, vec![x.into_dispatch(), weight.into_dispatch()])
+    cross_entropy(x, Weight::Operand(weight), targets, ignored)
+}
+
+/// Computes [`linear_cross_entropy`].
+pub(crate) fn cross_entropy(x: Tensor<2>, weight: Weight, targets: Tensor<1, Int>, ignored: Option<i64>) -> Tensor<1> {
+    let (weight, frozen) = weight.parts();
+    let operands = [x.into_dispatch()].into_iter().chain(weight).collect();
+    run(Op::CrossEntropy { targets: numbers(targets), ignored, frozen }, operands)
 }
 
 pub(crate) fn numbers(ids: Tensor<1, Int>) -> Arc<[i64]> {

@@ -59,7 +59,7 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
             let ids = Tensor::<1, Int>::from_data(TensorData::new(ids.to_vec(), [ids.len()]), &table.device());
             table.select(0, ids)
         }
-        Op::CrossEntropy { targets, ignored } => {
+        Op::CrossEntropy { targets, ignored, .. } => {
             return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
         }
         Op::Dropout(dropout) => dropped(first(), dropout),
@@ -99,19 +99,21 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
     let [n, d] = parts[0].dims();
     let (t, device) = (n / batch, parts[0].device());
     let width = d / heads;
+    let u = parts[1].dims()[0] / batch;
     let [q, k, v] = parts.map(|part| {
-        let own = part.dims()[1] / width;
-        let part = part.reshape([batch, t, own, width]).swap_dims(1, 2);
+        let [rows, own] = part.dims();
+        let (rows, own) = (rows / batch, own / width);
+        let part = part.reshape([batch, rows, own, width]).swap_dims(1, 2);
         if own == heads {
             return part;
         }
         // Neighbouring query heads share a key head.
-        let shared = part.reshape([batch, own, 1, t, width]).repeat_dim(2, heads / own);
-        shared.reshape([batch, heads, t, width])
+        let shared = part.reshape([batch, own, 1, rows, width]).repeat_dim(2, heads / own);
+        shared.reshape([batch, heads, rows, width])
     });
     let mut scores = (q * scale).matmul(k.transpose());
     if let Some(mask) = mask {
-        scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, t]), &device);
+        scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, u]), &device);
     }
     if causal {
         let hide = |scores: Tensor<2>, keys| scores.mask_fill(keys, f32::NEG_INFINITY);

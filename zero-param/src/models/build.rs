@@ -9,28 +9,32 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::{Device, Tensor, TensorData};
 use zero_models::{ModelConfig, ModelError, ModelParam};
 
-/// Fills `model` with the values in a Hugging Face folder, or, without a folder, with those that `fresh` generates. A thread reads or
-/// generates them, and each parameter takes its values when it is initialized: `shard` holds one at a time.
+/// Fills `model` with the values in a Hugging Face folder, or, without a folder, with initial values by `seed`; parameters of a head that the
+/// folder lacks get initial values too. A thread reads or generates them, and each parameter takes its values when it is initialized: `shard`
+/// holds one at a time.
 ///
 /// # Errors
 ///
 /// If the folder is of another model.
-pub(super) fn begin<M: Module, E: From<ModelError>>(
+pub(super) fn begin<M: Module>(
     model: M,
     config: &ModelConfig,
     folder: Option<&Path>,
-    fresh: impl FnOnce(&mut dyn FnMut(ModelParam, Vec<f32>)) + Send + 'static,
-) -> Result<M, E> {
+    seed: u64,
+) -> Result<M, ModelError> {
     let (sender, next) = sync_channel(0);
     // An error means that the model was dropped.
     let mut each = move |param: ModelParam, of| drop(sender.send((param.path, of)));
+    let config = config.clone();
     match folder {
         Some(folder) => {
-            config.check(folder)?;
-            let (config, folder) = (config.clone(), folder.to_path_buf());
-            std::thread::spawn(move || config.read(&folder, &mut each).expect("the folder was checked"));
+            config.check_without_head(folder)?;
+            let folder = folder.to_path_buf();
+            std::thread::spawn(move || {
+                config.read_without_head(&folder, seed, &mut each).expect("the folder was checked")
+            });
         }
-        None => drop(std::thread::spawn(move || fresh(&mut each))),
+        None => drop(std::thread::spawn(move || config.fresh(seed, &mut each))),
     }
     let values = Arc::new(Mutex::new(Values { next, early: BTreeMap::new() }));
     Ok(model.map(&mut Fill { path: Vec::new(), values }))

@@ -5,13 +5,14 @@
 //! width.
 
 use burn::module::{Module, Param};
-use burn::tensor::{Device, Int, Tensor};
+use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_kernels::options::{AttentionOptions, Gelu};
 use zero_models::{Activation, Gpt2Config, ModelError};
 
 use super::build::check;
-use super::layers::{dense, dense_onto, next_token_loss, norm};
+use super::cache::KvCache;
+use super::layers::{dense, dense_onto, next_logits, next_token_loss, norm};
 use crate::activations::checkpoint_block;
 use crate::fused::{dropout, gelu, packed_attention};
 use crate::layers::{self, embedding};
@@ -103,15 +104,33 @@ impl Gpt2 {
         let mut x_nd = dropout(x_btd.reshape([b * t, d]), self.embd_pdrop);
         for block in &self.h {
             let block = block.clone();
-            x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, b), x_nd);
+            x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, b)), x_nd);
         }
-        next_token_loss(norm(&self.ln_f, self.epsilon, x_nd), &self.wte, labels_bt)
+        next_token_loss(norm(&self.ln_f, self.epsilon, x_nd), &self.wte, None, labels_bt)
+    }
+
+    /// Returns the logits `[b, v]` of the token that follows each row, after reading its next tokens `[b, t]`.
+    pub fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
+        let [b, t] = ids_bt.dims();
+        let places: Vec<i32> = cache.rows.numbers(t).collect();
+        let places_bt = Tensor::from_data(TensorData::new(places, [b, t]), &ids_bt.device());
+        let x_btd = embedding(&self.wte, ids_bt) + embedding(&self.wpe, places_bt);
+        let [_, _, d] = x_btd.dims();
+        let mut x_nd = x_btd.reshape([b * t, d]);
+        for (number, block) in self.h.iter().enumerate() {
+            x_nd = block.forward(x_nd, |attn, x_nd| {
+                let parts = dense(&attn.c_attn, x_nd, None).chunk(3, 1).try_into().expect("three thirds");
+                cache.attend(number, parts, attn.options(b, d), None)
+            });
+        }
+        next_logits(norm(&self.ln_f, self.epsilon, cache.end(x_nd, b)), &self.wte)
     }
 }
 
 impl Block {
-    fn forward(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
-        let mixed_nd = self.attn.mix(norm(&self.ln_1, self.epsilon, x_nd.clone()), batch);
+    /// Adds attention, which `mix` computes, and the feed-forward layer to rows `[n, d]`.
+    fn forward(&self, x_nd: Tensor<2>, mix: impl FnOnce(&Attention, Tensor<2>) -> Tensor<2>) -> Tensor<2> {
+        let mixed_nd = mix(&self.attn, norm(&self.ln_1, self.epsilon, x_nd.clone()));
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
         let Mlp { c_fc, c_proj } = &self.mlp;
         // The activation adds the bias.
@@ -124,10 +143,13 @@ impl Block {
 impl Attention {
     fn mix(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
         let [_, d] = x_nd.dims();
-        let heads = self.heads;
-        let scale = ((d / heads) as f64).sqrt().recip();
         let dropout = draw_dropout(self.attn_pdrop, &x_nd.device());
-        let options = AttentionOptions { batch, heads, causal: true, window: None, scale, dropout };
+        let options = AttentionOptions { dropout, ..self.options(batch, d) };
         packed_attention(dense(&self.c_attn, x_nd, None), None, options)
+    }
+
+    fn options(&self, batch: usize, d: usize) -> AttentionOptions {
+        let scale = ((d / self.heads) as f64).sqrt().recip();
+        AttentionOptions { batch, heads: self.heads, causal: true, window: None, scale, dropout: None }
     }
 }

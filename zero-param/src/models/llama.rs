@@ -1,5 +1,5 @@
-//! Llama and its variants on Burn 0.22: Llama, Mistral, Qwen2 and 3, Gemma, Gemma 3 and Phi-3. Parameters have the paths, shapes and values
-//! of `zero_models::Llama`, so either model reads the other's checkpoints and Hugging Face's. Gemma 2 is not supported.
+//! Llama and its variants on Burn 0.22: Llama, Mistral, Qwen2 and 3, Gemma, Gemma 1 to 3 and Phi-3. Parameters have the paths, shapes and values
+//! of `zero_models::Llama`, so either model reads the other's checkpoints and Hugging Face's.
 //!
 //! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `e` width of
 //! a head, `f` inner width.
@@ -8,15 +8,14 @@ use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, s};
 use burn_nn::{Linear, LinearConfig};
 use zero_kernels::options::{AttentionOptions, Gelu};
+use zero_models::LlamaConfig;
 use zero_models::llama::rotary_angles;
-use zero_models::{LlamaConfig, ModelError};
 
-use super::build::check;
-use super::layers::{dense, dense_onto, next_token_loss};
+use super::cache::KvCache;
+use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss, soft_capped};
 use crate::activations::checkpoint_block;
-use crate::fused::{Angles, attention, gelu, rms_norm, rotary, swiglu};
+use crate::fused::{Angles, gelu, rms_norm, rotary, swiglu};
 use crate::layers::embedding;
-use crate::random::draw_dropout;
 
 /// Llama or a variant with its language-model head.
 #[derive(Module, Debug)]
@@ -30,6 +29,9 @@ pub struct Llama {
     #[module(skip)]
     form: Form,
     embedding_scale: f64,
+    /// Soft caps of scores and of logits.
+    #[module(skip)]
+    caps: [Option<f64>; 2],
 }
 
 /// RoPE frequencies.
@@ -93,17 +95,7 @@ struct Mlp {
 
 impl Llama {
     /// Builds a model of this configuration with placeholder values.
-    ///
-    /// # Errors
-    ///
-    /// For a configuration with features that this model lacks.
-    pub fn new(config: &LlamaConfig, device: &Device) -> Result<Self, ModelError> {
-        let is_uncapped = |cap: Option<f64>| cap.is_none() || !config.has_four_norms();
-        let has = [
-            ("attn_logit_softcapping", is_uncapped(config.attn_logit_softcapping), "null"),
-            ("final_logit_softcapping", is_uncapped(config.final_logit_softcapping), "null"),
-        ];
-        check("Llama on Burn 0.22", &has)?;
+    pub fn new(config: &LlamaConfig, device: &Device) -> Self {
         let (d, f) = (config.hidden_size, config.intermediate_size);
         let (q, k) = (config.query_width(), config.key_width());
         let linear = |biased, from, to| LinearConfig::new(from, to).with_bias(biased).init(device);
@@ -145,7 +137,7 @@ impl Llama {
             form,
             resid_pdrop: if config.is_fused() { config.resid_pdrop } else { 0.0 },
         };
-        Ok(Self {
+        Self {
             embed_tokens: table(),
             layers: (0..config.num_hidden_layers).map(layer).collect(),
             norm: norm(d),
@@ -158,42 +150,76 @@ impl Llama {
             },
             form,
             embedding_scale: if config.is_gemma() { f64::from((d as f32).sqrt()) } else { 1.0 },
-        })
+            caps: [config.attn_logit_softcapping, config.final_logit_softcapping]
+                .map(|cap| cap.filter(|_| config.has_four_norms())),
+        }
     }
 
     /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
     pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         let x_nd = self.hidden_rows(ids_bt);
-        next_token_loss(x_nd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens), labels_bt)
+        next_token_loss(x_nd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens), self.caps[1], labels_bt)
+    }
+
+    /// Returns the logits `[b, v]` of the token that follows each row, after reading its next tokens `[b, t]`.
+    pub fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
+        let ids_bt = match &self.frequencies.long {
+            Some((longest, _)) => cache.with_earlier(ids_bt, *longest),
+            None => ids_bt,
+        };
+        let [b, t] = ids_bt.dims();
+        let mut x_nd = self.embedded(ids_bt);
+        cache.cap = self.caps[0];
+        let reached: Vec<usize> = cache.rows.reached(t).collect();
+        let angles = self.frequencies.angles(|| cache.rows.numbers(t), &reached);
+        for (number, layer) in self.layers.iter().enumerate() {
+            let angles = &angles[usize::from(layer.is_local)];
+            x_nd = layer.forward(x_nd, angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
+        }
+        let x_bd = self.form.norm(&self.norm, cache.end(x_nd, b));
+        let logits_bv = next_logits(x_bd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens));
+        self.caps[1].into_iter().fold(logits_bv, soft_capped)
     }
 
     fn hidden_rows(&self, ids_bt: Tensor<2, Int>) -> Tensor<2> {
         let [b, t] = ids_bt.dims();
+        let mut x_nd = self.embedded(ids_bt);
+        let angles = self.frequencies.angles(|| 0..t as i32, &[t]);
+        let masks = Masks { cap: self.caps[0], ..Masks::default() };
+        for layer in &self.layers {
+            let (layer, angles, masks) = (layer.clone(), angles[usize::from(layer.is_local)].clone(), masks.clone());
+            let forward = move |x_nd| {
+                layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), attn.dropout))
+            };
+            x_nd = checkpoint_block(forward, x_nd);
+        }
+        self.form.norm(&self.norm, x_nd)
+    }
+
+    /// Looks up the rows `[n, d]` of tokens.
+    fn embedded(&self, ids_bt: Tensor<2, Int>) -> Tensor<2> {
+        let [b, t] = ids_bt.dims();
         let x_btd = embedding(&self.embed_tokens, ids_bt);
         let [_, _, d] = x_btd.dims();
         let x_nd = x_btd.reshape([b * t, d]);
-        let mut x_nd = if self.embedding_scale == 1.0 { x_nd } else { x_nd * self.embedding_scale };
-        let angles = self.frequencies.angles(t);
-        for layer in &self.layers {
-            let (layer, angles) = (layer.clone(), angles[usize::from(layer.is_local)].clone());
-            x_nd = checkpoint_block(move |x_nd| layer.forward(x_nd, &angles, b), x_nd);
-        }
-        self.form.norm(&self.norm, x_nd)
+        if self.embedding_scale == 1.0 { x_nd } else { x_nd * self.embedding_scale }
     }
 }
 
 impl Frequencies {
-    /// Returns the angles of sequences of `t` positions, and those of layers with a window.
-    fn angles(&self, t: usize) -> [Angles; 2] {
-        let of = |frequencies: &[f32], factor| {
-            let [cos, sin] = rotary_angles(&[frequencies], factor, 0..t as i32);
-            Angles::new(cos, sin, frequencies.len())
+    /// Returns the angles of these positions in texts of these lengths, and those of layers with a window. Texts of equal length may be
+    /// given once.
+    fn angles<I: Iterator<Item = i32>>(&self, positions: impl Fn() -> I, lengths: &[usize]) -> [Angles; 2] {
+        let of = |frequencies: &[&[f32]], factor| {
+            let [cos, sin] = rotary_angles(frequencies, factor, positions());
+            Angles::new(cos, sin, frequencies[0].len())
         };
-        let all = match &self.long {
-            Some((longest, long)) if t > *longest => of(long, self.factor),
-            _ => of(&self.all, self.factor),
-        };
-        let local = self.local.as_ref().map_or_else(|| all.clone(), |local| of(local, 1.0));
+        let frequencies = lengths.iter().map(|length| match &self.long {
+            Some((longest, long)) if length > longest => &**long,
+            _ => &*self.all,
+        });
+        let all = of(&frequencies.collect::<Vec<_>>(), self.factor);
+        let local = self.local.as_ref().map_or_else(|| all.clone(), |local| of(&[local], 1.0));
         [all, local]
     }
 }
@@ -207,13 +233,21 @@ impl Form {
 }
 
 impl Layer {
-    fn forward(&self, x_nd: Tensor<2>, angles: &Angles, batch: usize) -> Tensor<2> {
+    /// Adds attention, which `mix` computes from queries, keys and values, and the feed-forward layer to rows `[n, d]`.
+    fn forward(
+        &self,
+        x_nd: Tensor<2>,
+        angles: &Angles,
+        mix: impl FnOnce(&Attention, [Tensor<2>; 3]) -> Tensor<2>,
+    ) -> Tensor<2> {
         let (behind, before) = match &self.pre_feedforward_layernorm {
             Some(before) => (Some(&self.post_attention_layernorm), before),
             None => (None, &self.post_attention_layernorm),
         };
-        let mixed = self.self_attn.mix(self.form.norm(&self.input_layernorm, x_nd.clone()), angles, batch, self.form);
-        let x_nd = self.add(&self.self_attn.o_proj, behind, mixed, x_nd);
+        let attn = &self.self_attn;
+        let parts = attn.rotated(self.form.norm(&self.input_layernorm, x_nd.clone()), angles, self.form);
+        let mixed = mix(attn, parts);
+        let x_nd = self.add(&attn.o_proj, behind, mixed, x_nd);
         let [gate_nf, up_nf] = self.mlp.parts(self.form.norm(before, x_nd.clone()));
         let wide_nf = match self.form.is_gelu {
             true => gelu(Gelu::Tanh, gate_nf, None) * up_nf,
@@ -232,7 +266,8 @@ impl Layer {
 }
 
 impl Attention {
-    fn mix(&self, x_nd: Tensor<2>, angles: &Angles, batch: usize, form: Form) -> Tensor<2> {
+    /// Computes queries, keys and values, and rotates queries and keys.
+    fn rotated(&self, x_nd: Tensor<2>, angles: &Angles, form: Form) -> [Tensor<2>; 3] {
         let [q, k, v] = self.parts(x_nd);
         let by_head = |weight: &Option<Param<Tensor<1>>>, x: Tensor<2>| match weight {
             Some(weight) => {
@@ -241,10 +276,12 @@ impl Attention {
             }
             None => x,
         };
-        let (q, k) = (self.turn(by_head(&self.q_norm, q), angles), self.turn(by_head(&self.k_norm, k), angles));
-        let dropout = draw_dropout(self.dropout, &q.device());
+        [self.turn(by_head(&self.q_norm, q), angles), self.turn(by_head(&self.k_norm, k), angles), v]
+    }
+
+    fn options(&self, batch: usize) -> AttentionOptions {
         let Self { heads, window, scale, .. } = *self;
-        attention(q, k, v, None, AttentionOptions { batch, heads, causal: true, window, scale, dropout })
+        AttentionOptions { batch, heads, causal: true, window, scale, dropout: None }
     }
 
     /// Computes queries, keys and values.

@@ -1,28 +1,41 @@
-//! Language models on Burn 0.22, and the command that trains them (feature `models`).
+//! Language models on Burn 0.22, and the command that trains them and generates text (feature `models`).
 //!
 //! A model has the parameters of its namesake in `zero-models`: the same paths, shapes and initial values. So both versions of Burn read each
 //! other's checkpoints and Hugging Face's folders. The configurations are those of `zero-models`.
 
+mod bart;
 mod bert;
 mod build;
+mod cache;
+pub mod generate;
 mod gpt2;
 mod layers;
 mod llama;
+pub mod seq2seq;
+mod t5;
 
 use std::path::Path;
 use std::process::ExitCode;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use zero_models::{BertConfig, CausalFamily, Gpt2Config, LlamaConfig, ModelError};
+use zero_models::{BartConfig, BertConfig, BertKind, CausalFamily, Gpt2Config, LlamaConfig, ModelError};
+use zero_train::Result;
 use zero_train::data::TokenBatch;
-use zero_train::language::{BertTask, CausalTask, Options, Program, TaskChoice};
+use zero_train::language::{
+    BertTask, CausalTask, ClassesFamily, ClassesTask, Options, Program, Seq2SeqTask, TaskChoice,
+};
 use zero_train::trainer::{Rows, Trainer};
-use zero_train::{Result, TrainError};
 
+pub use bart::Bart;
 pub use bert::{Bert, BertBatch};
+pub use cache::KvCache;
 pub use gpt2::Gpt2;
 pub use llama::Llama;
+pub use seq2seq::Seq2SeqModel;
+pub use t5::T5;
+
+use layers::classes_loss;
 
 use crate::trainer::Burn022;
 
@@ -41,18 +54,25 @@ pub trait CausalModel: Module + Sized {
 
     /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens `[b, t]` before it in its row.
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1>;
+
+    /// Returns the logits `[b, v]` of the token that follows each row. `ids_bt` are the tokens `[b, t]` after those in `cache`, and are
+    /// added to it; `t` is 1 unless the cache is empty.
+    fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2>;
 }
 
 impl CausalModel for Gpt2 {
     type Config = Gpt2Config;
 
     fn build(config: &Gpt2Config, weights: Option<&Path>, seed: u64, device: &Device) -> Result<Self, ModelError> {
-        let fresh = config.clone();
-        build::begin(Gpt2::new(config, device)?, &config.clone().into(), weights, move |each| fresh.fresh(seed, each))
+        build::begin(Gpt2::new(config, device)?, &config.clone().into(), weights, seed)
     }
 
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         Gpt2::loss(self, ids_bt, labels_bt)
+    }
+
+    fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
+        Gpt2::next_logits(self, ids_bt, cache)
     }
 }
 
@@ -60,12 +80,15 @@ impl CausalModel for Llama {
     type Config = LlamaConfig;
 
     fn build(config: &LlamaConfig, weights: Option<&Path>, seed: u64, device: &Device) -> Result<Self, ModelError> {
-        let fresh = config.clone();
-        build::begin(Llama::new(config, device)?, &config.clone().into(), weights, move |each| fresh.fresh(seed, each))
+        build::begin(Llama::new(config, device), &config.clone().into(), weights, seed)
     }
 
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
         Llama::loss(self, ids_bt, labels_bt)
+    }
+
+    fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
+        Llama::next_logits(self, ids_bt, cache)
     }
 }
 
@@ -76,8 +99,7 @@ impl Bert {
     ///
     /// The errors of [`CausalModel::build`].
     pub fn build(config: &BertConfig, weights: Option<&Path>, seed: u64, device: &Device) -> Result<Self, ModelError> {
-        let fresh = config.clone();
-        build::begin(Bert::new(config, device)?, &config.clone().into(), weights, move |each| fresh.fresh(seed, each))
+        build::begin(Bert::new(config, device), &config.clone().into(), weights, seed)
     }
 }
 
@@ -85,17 +107,86 @@ impl Bert {
 pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
     match options.task_for(program) {
         TaskChoice::BertPretraining => train_bert(options, program),
+        TaskChoice::Seq2Seq if options.is_t5(program) => train_seq2seq::<T5>(options, program),
+        TaskChoice::Seq2Seq => train_seq2seq::<Bart>(options, program),
+        TaskChoice::TextClassification if options.is_bart(program) => {
+            let build = |config: &BartConfig, weights: Option<&Path>, seed, device: &Device| {
+                <Bart as Seq2SeqModel>::build(config, weights, seed, device)
+            };
+            train_classes(options, program, build, |_, model, [ids, _, mask]| model.classify(ids, Some(mask)))
+        }
+        TaskChoice::TextClassification => {
+            train_classes(options, program, Bert::build, |config: &BertConfig, model, [ids, types, mask]| {
+                // Only BERT knows segments.
+                let types = if config.model_type == BertKind::Bert { types } else { types.zeros_like() };
+                model.classify(ids, types, mask)
+            })
+        }
         TaskChoice::CausalLm if options.is_llama(program) => train_causal::<Llama>(options, program),
         TaskChoice::CausalLm => train_causal::<Gpt2>(options, program),
-        other => {
-            let task =
-                clap::ValueEnum::to_possible_value(&other).map_or_else(String::new, |name| name.get_name().into());
-            let expected = "expected causal-lm or bert-pretraining on Burn 0.22; use `zero train`, on Burn 0.21".into();
-            let error = TrainError::Option { option: "task", got: task, expected };
-            eprintln!("error: {error}");
-            ExitCode::from(2)
-        }
     }
+}
+
+/// Returns a tensor `[rows, width]` of numbers, one for each token.
+fn tokens(numbers: Vec<i32>, width: usize, device: &Device) -> Tensor<2, Int> {
+    let rows = numbers.len() / width.max(1);
+    Tensor::from_data(TensorData::new(numbers, [rows, width]), device)
+}
+
+fn train_seq2seq<M: Seq2SeqModel>(options: &Options, program: &Program<'_>) -> ExitCode {
+    let loss = |task: &Seq2SeqTask<M::Config>, model: &M, rows: &Rows, device: &Device| {
+        let batch = task.texts().batch(rows);
+        let [ids, mask] = [batch.input_ids, batch.attention_mask].map(|ids| tokens(ids, batch.width, device));
+        seq2seq::loss(model, ids, Some(mask), tokens(batch.labels, batch.target_width, device))
+    };
+    let made = |task: &Seq2SeqTask<M::Config>, model: &M, rows: &Rows, device: &Device| {
+        task.generate_by(rows, |texts, how, hooks| {
+            Ok(seq2seq::generate_with(model, task.config(), texts, how, device, hooks)?)
+        })
+    };
+    let integration = Burn022::new(
+        |task: &Seq2SeqTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
+        move |task, model: &M, rows, device| Ok(loss(task, model, rows, device)),
+    )
+    .evaluated_by(move |task, model, rows, device| {
+        let loss = loss(task, model, rows, device).into_scalar::<f64>();
+        Ok(task.measured(rows, loss, &made(task, model, rows, device)?))
+    })
+    .predicted_by(move |task, model, rows, device| Ok(task.predictions(rows, made(task, model, rows, device)?)))
+    .adapted_by(Seq2SeqTask::initial_adapter);
+    trainer(Trainer::on(integration, &options.train), program).main_with(|_| Seq2SeqTask::new(options, program))
+}
+
+fn train_classes<M: Module, C: ClassesFamily + 'static>(
+    options: &Options,
+    program: &Program<'_>,
+    build: impl Fn(&C, Option<&Path>, u64, &Device) -> Result<M, ModelError> + Send + Sync + 'static,
+    classify: impl Fn(&C, &M, [Tensor<2, Int>; 3]) -> Tensor<2> + Send + Sync + Copy + 'static,
+) -> ExitCode {
+    let logits = move |task: &ClassesTask<C>, model: &M, rows: &Rows, device: &Device| {
+        let batch = task.texts().batch(rows);
+        let of = |ids: &Vec<i32>| tokens(ids.clone(), batch.width, device);
+        let inputs = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(of);
+        (classify(task.config(), model, inputs), batch.targets)
+    };
+    let integration = Burn022::new(
+        move |task: &ClassesTask<C>, seed, device| Ok(build(task.config(), task.weights(), seed, device)?),
+        move |task, model: &M, rows, device| {
+            let (logits, targets) = logits(task, model, rows, device);
+            Ok(classes_loss(task.texts().problem(), logits, &targets))
+        },
+    )
+    .evaluated_by(move |task, model, rows, device| {
+        let (logits, targets) = logits(task, model, rows, device);
+        let loss = classes_loss(task.texts().problem(), logits.clone(), &targets).into_scalar::<f64>();
+        Ok(task.measured(loss, &logits.into_data().iter::<f64>().collect::<Vec<_>>(), &targets))
+    })
+    .predicted_by(move |task, model, rows, device| {
+        let (logits, targets) = logits(task, model, rows, device);
+        Ok(task.predictions(rows, &logits.into_data().iter::<f64>().collect::<Vec<_>>(), &targets))
+    })
+    .adapted_by(ClassesTask::initial_adapter);
+    trainer(Trainer::on(integration, &options.train), program).main_with(|_| ClassesTask::new(options, program))
 }
 
 fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> ExitCode {
@@ -103,11 +194,13 @@ fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> Exi
         |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
         |task, model: &M, rows, device| {
             let TokenBatch { width, input_ids, labels } = task.rows().batch(rows)?;
-            let of = |ids| Tensor::from_data(TensorData::new(ids, [rows.len(), width]), device);
-            Ok(model.loss(of(input_ids), of(labels)))
+            Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device)))
         },
     )
-    .adapted_by(CausalTask::initial_adapter);
+    .adapted_by(CausalTask::initial_adapter)
+    .sampled_by(|task, model: &M, device| {
+        task.sample_by(|prompts, how| Ok(generate::generate(model, task.config(), prompts, how, device)?))
+    });
     trainer(Trainer::on(integration, &options.train), program)
         .main_with(|setup| CausalTask::new(options, program, setup))
 }
@@ -135,7 +228,7 @@ fn trainer<'a, F>(trainer: Trainer<'a, F>, program: &Program<'a>) -> Trainer<'a,
 
 fn batch(task: &BertTask, rows: &Rows, device: &Device) -> Result<BertBatch> {
     let (batch, seq) = task.batch(rows)?;
-    let of = |numbers| Tensor::from_data(TensorData::new(numbers, [rows.len(), seq]), device);
+    let of = |numbers| tokens(numbers, seq, device);
     let list = |numbers: Vec<i32>| Tensor::from_data(TensorData::from(&*numbers), device);
     let labels = batch.predicted_positions.iter().map(|&row| batch.labels[row as usize]).collect();
     Ok(BertBatch {

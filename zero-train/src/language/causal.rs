@@ -6,8 +6,9 @@ use std::path::Path;
 #[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::Value;
+use zero_models::generate::Sampling;
 #[cfg(feature = "burn")]
-use zero_models::generate::{Sampling, alone};
+use zero_models::generate::alone;
 use zero_models::{CausalFamily, ModelConfig};
 
 use super::start::Start;
@@ -118,7 +119,6 @@ impl CausalRows {
     }
 
     /// Returns the prompt that the model continues after training: the beginning of a document, or everything before an answer.
-    #[cfg(feature = "burn")]
     fn prompt(&self, row: usize, most: usize) -> Result<Vec<u32>> {
         let prompt = match self {
             Self::Conversations(rows) if !rows.prompt(row).is_empty() => rows.prompt(row).to_vec(),
@@ -188,6 +188,27 @@ impl<C: CausalFamily> CausalTask<C> {
     /// If the adapter's folder cannot be read, or is of another model.
     pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
         self.start.initial_adapter(seed)
+    }
+
+    /// Returns the prompt of the last row, and the tokens that follow by `generate`. `None` if there is no tokenizer or prompt.
+    ///
+    /// # Errors
+    ///
+    /// An error of `generate`, or if the row cannot be read.
+    pub fn sample_by(
+        &self,
+        generate: impl FnOnce(&[Vec<u32>], &Sampling) -> Result<Vec<Vec<u32>>>,
+    ) -> Result<Option<String>> {
+        let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
+        let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
+        let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens);
+        let prompt = self.rows.prompt(self.rows.rows() - 1, room)?;
+        if prompt.is_empty() {
+            return Ok(None);
+        }
+        let made = generate(std::slice::from_ref(&prompt), &how)?.concat();
+        let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
+        Ok(Some(format!("prompt:\n{given}\ngenerated text:\n{follows}")))
     }
 }
 
@@ -289,16 +310,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     /// Generates the tokens that follow the prompt of the last row.
     #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
-        let Some(tokenizer) = self.rows.tokenizer() else { return Ok(None) };
-        let how = Sampling { max_new_tokens: 32, temperature: 0.8, top_k: Some(40), ..Sampling::default() };
-        let room = self.config.sizes().positions.saturating_sub(how.max_new_tokens);
-        let prompt = self.rows.prompt(self.rows.rows() - 1, room)?;
-        if prompt.is_empty() {
-            return Ok(None);
-        }
-        let made = alone(|hooks| C::generate(model, std::slice::from_ref(&prompt), &how, device, hooks))?.concat();
-        let [given, follows] = [&prompt[..], &made].map(|tokens| tokenizer.decode(tokens));
-        Ok(Some(format!("prompt:\n{given}\ngenerated text:\n{follows}")))
+        self.sample_by(|prompts, how| Ok(alone(|hooks| C::generate(model, prompts, how, device, hooks))?))
     }
 
     fn settings(&self) -> Value {

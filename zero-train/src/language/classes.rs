@@ -2,25 +2,34 @@
 //! [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
+use std::path::Path;
 
+#[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::{Value, json};
+#[cfg(feature = "burn")]
 use zero_models::lora::Adaptable;
 use zero_models::safetensors_file::Checkpoint;
-use zero_models::{
-    Bart, BartConfig, BartHead, Bert, BertConfig, BertHead, BertKind, Ids, ModelConfig, ModelError, ProblemType, bart,
-    bert,
-};
+#[cfg(feature = "burn")]
+use zero_models::{Bart, Bert, Ids, bart, bert};
+use zero_models::{BartConfig, BartHead, BertConfig, BertHead, BertKind, ModelConfig, ModelError, ProblemType};
 
 use super::start::Start;
-use super::{Options, Program, TaskChoice, figures, tokens};
-use crate::data::{KnownHead, LabelledBatch, LabelledTexts, Tokenizer};
+#[cfg(feature = "burn")]
+use super::tokens;
+use super::{Options, Program, TaskChoice, figures};
+#[cfg(feature = "burn")]
+use crate::data::LabelledBatch;
+use crate::data::{KnownHead, LabelledTexts, Tokenizer};
 use crate::error::{Result, wrong};
-use crate::trainer::{FusedBackend, Measured, Profile, Rows, Task, scalar};
+#[cfg(feature = "burn")]
+use crate::trainer::{FusedBackend, Rows, scalar};
+use crate::trainer::{InitialAdapter, Measured, Profile, Task};
 
 /// The configuration of a family of models that can have a classification head.
 pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     /// The module.
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend>: Adaptable<B>;
 
     /// The names that [`preset`](Self::preset) accepts, and the default when no model is named.
@@ -56,12 +65,14 @@ pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     fn profile(&self, micro_batch: usize, seq: usize) -> Profile;
 
     /// Creates a model with initial parameters.
+    #[cfg(feature = "burn")]
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Self::Model<B>;
 
     /// Loads the weights of a checkpoint into the model; parameters of the head that the checkpoint lacks keep their initial values.
     ///
     /// # Errors
     /// Same as [`bert::weights::load_without_head`].
+    #[cfg(feature = "burn")]
     fn load<B: FusedBackend>(
         model: Self::Model<B>,
         checkpoint: &Checkpoint,
@@ -69,10 +80,12 @@ pub trait ClassesFamily: Clone + Send + Sync + Into<ModelConfig> {
     ) -> Result<Self::Model<B>, ModelError>;
 
     /// Returns the logits `[b, labels]` of texts, given as ids, segment numbers, and a padding mask, each `[b, t]`.
+    #[cfg(feature = "burn")]
     fn classify<B: FusedBackend>(&self, model: &Self::Model<B>, inputs_bt: [Ids<B>; 3]) -> Tensor<B, 2>;
 }
 
 impl ClassesFamily for BertConfig {
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = Bert<B>;
 
     const PRESETS: (&'static [&'static str], &'static str) = (Self::PRESETS, "bert-base");
@@ -109,14 +122,17 @@ impl ClassesFamily for BertConfig {
         super::bert::profile(self, micro_batch, seq, 0.0)
     }
 
+    #[cfg(feature = "burn")]
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Bert<B> {
         self.init(device)
     }
 
+    #[cfg(feature = "burn")]
     fn load<B: FusedBackend>(model: Bert<B>, from: &Checkpoint, device: &B::Device) -> Result<Bert<B>, ModelError> {
         Ok(bert::weights::load_without_head(model, from, device)?.0)
     }
 
+    #[cfg(feature = "burn")]
     fn classify<B: FusedBackend>(&self, model: &Bert<B>, [ids, types, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
         // Only BERT knows segments.
         let types = if self.model_type == BertKind::Bert { types } else { types.zeros_like() };
@@ -125,6 +141,7 @@ impl ClassesFamily for BertConfig {
 }
 
 impl ClassesFamily for BartConfig {
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = Bart<B>;
 
     const PRESETS: (&'static [&'static str], &'static str) = (Self::PRESETS, "bart-base");
@@ -161,14 +178,17 @@ impl ClassesFamily for BartConfig {
         super::seq2seq::profile(self, micro_batch, [seq, seq], 0)
     }
 
+    #[cfg(feature = "burn")]
     fn init<B: FusedBackend>(&self, device: &B::Device) -> Bart<B> {
         self.init(device)
     }
 
+    #[cfg(feature = "burn")]
     fn load<B: FusedBackend>(model: Bart<B>, from: &Checkpoint, device: &B::Device) -> Result<Bart<B>, ModelError> {
         Ok(bart::weights::load_without_head(model, from, device)?.0)
     }
 
+    #[cfg(feature = "burn")]
     fn classify<B: FusedBackend>(&self, model: &Bart<B>, [ids, _, mask]: [Ids<B>; 3]) -> Tensor<B, 2> {
         model.classify(ids, Some(mask))
     }
@@ -241,64 +261,42 @@ impl<C: ClassesFamily> ClassesTask<C> {
         Ok(Self { name, config, start, texts, notice })
     }
 
-    /// Returns the logits, and the batch with their targets.
-    fn classify<B: FusedBackend>(
-        &self,
-        model: &C::Model<B>,
-        rows: &[usize],
-        device: &B::Device,
-    ) -> (Tensor<B, 2>, LabelledBatch) {
-        let batch = self.texts.batch(rows);
-        let tokens = |ids: &Vec<i32>| tokens::<B>(ids.clone(), batch.width, device);
-        let inputs = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
-        (self.config.classify(model, inputs), batch)
-    }
-}
-
-impl<C: ClassesFamily> Task for ClassesTask<C> {
-    type Model<B: FusedBackend> = C::Model<B>;
-
-    told_by_fields!(texts);
-
-    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
-        self.start.model(self.config.init(device), C::load, device)
+    /// Returns the model's configuration.
+    pub fn config(&self) -> &C {
+        &self.config
     }
 
-    fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
-        let (logits, batch) = self.classify(model, rows, device);
-        Ok(self.texts.problem().loss(logits, &batch.targets))
+    /// Returns the labelled texts.
+    pub fn texts(&self) -> &LabelledTexts {
+        &self.texts
     }
 
-    fn tokens(&self, rows: &[usize]) -> Option<usize> {
-        Some(self.texts.tokens(rows))
+    /// Returns the folder of weights to start from, if the model is not trained from scratch.
+    pub fn weights(&self) -> Option<&Path> {
+        self.start.weights()
     }
 
-    /// Measures the loss, and the means from which figures are computed.
-    fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
-        let (logits, batch) = self.classify(model, rows, device);
+    /// Returns the LoRA adapter as it begins on ranks with this seed, if the model has one.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter's folder cannot be read, or is of another model.
+    pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
+        self.start.initial_adapter(seed)
+    }
+
+    /// Returns the loss, and the means from which figures are computed, of logits `[rows, labels]` and their targets.
+    pub fn measured(&self, loss: f64, logits: &[f64], targets: &[f64]) -> Measured {
+        let means = figures::means(self.texts.problem(), self.texts.names().len(), logits, targets);
+        std::iter::once(("loss", loss)).chain(means.into_iter().map(|mean| ("", mean))).collect()
+    }
+
+    /// Returns the label of each row and the prediction of its logits: a name, names with the probability of each predicted one, a number,
+    /// or numbers.
+    pub fn predictions(&self, rows: &[usize], logits: &[f64], targets: &[f64]) -> Vec<Value> {
         let (problem, labels) = (self.texts.problem(), self.texts.names().len());
-        let loss = scalar(problem.loss(logits.clone(), &batch.targets));
-        let logits: Vec<f64> = logits.into_data().iter().collect();
-        let means = figures::means(problem, labels, &logits, &batch.targets);
-        Ok(std::iter::once(("loss", loss)).chain(means.into_iter().map(|mean| ("", mean))).collect())
-    }
-
-    fn figures(&self, means: &[f64]) -> Option<Measured> {
-        Some(figures::figures(self.texts.problem(), self.texts.names().len(), means[0], &means[1..]))
-    }
-
-    /// Returns the label and the prediction: a name, names with the probability of each predicted one, a number, or numbers.
-    fn predict<B: FusedBackend>(
-        &self,
-        model: &C::Model<B>,
-        rows: &Rows,
-        device: &B::Device,
-    ) -> Result<Option<Vec<Value>>> {
-        let (logits, batch) = self.classify(model, rows, device);
-        let (problem, labels) = (self.texts.problem(), self.texts.names().len());
-        let logits: Vec<f64> = logits.into_data().iter().collect();
         let names = |classes: &[usize]| classes.iter().map(|&class| &*self.texts.names()[class]).collect::<Vec<&str>>();
-        let width = batch.targets.len() / rows.len().max(1);
+        let width = targets.len() / rows.len().max(1);
         let line = |((logits, target), row): ((&[f64], &[f64]), &usize)| {
             let (predicted, of) = (figures::predicted(problem, logits), figures::classes_of(problem, target));
             match problem {
@@ -317,8 +315,68 @@ impl<C: ClassesFamily> Task for ClassesTask<C> {
                 },
             }
         };
-        let rows = logits.chunks_exact(labels).zip(batch.targets.chunks_exact(width)).zip(rows);
-        Ok(Some(rows.map(line).collect()))
+        logits.chunks_exact(labels).zip(targets.chunks_exact(width)).zip(rows).map(line).collect()
+    }
+
+    /// Returns the logits, and the batch with their targets.
+    #[cfg(feature = "burn")]
+    fn classify<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &[usize],
+        device: &B::Device,
+    ) -> (Tensor<B, 2>, LabelledBatch) {
+        let batch = self.texts.batch(rows);
+        let tokens = |ids: &Vec<i32>| tokens::<B>(ids.clone(), batch.width, device);
+        let inputs = [&batch.input_ids, &batch.token_type_ids, &batch.attention_mask].map(tokens);
+        (self.config.classify(model, inputs), batch)
+    }
+}
+
+impl<C: ClassesFamily> Task for ClassesTask<C> {
+    #[cfg(feature = "burn")]
+    type Model<B: FusedBackend> = C::Model<B>;
+
+    told_by_fields!(texts);
+
+    #[cfg(feature = "burn")]
+    fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
+        self.start.model(self.config.init(device), C::load, device)
+    }
+
+    #[cfg(feature = "burn")]
+    fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
+        let (logits, batch) = self.classify(model, rows, device);
+        Ok(self.texts.problem().loss(logits, &batch.targets))
+    }
+
+    fn tokens(&self, rows: &[usize]) -> Option<usize> {
+        Some(self.texts.tokens(rows))
+    }
+
+    /// Measures the loss, and the means from which figures are computed.
+    #[cfg(feature = "burn")]
+    fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
+        let (logits, batch) = self.classify(model, rows, device);
+        let loss = scalar(self.texts.problem().loss(logits.clone(), &batch.targets));
+        let logits: Vec<f64> = logits.into_data().iter().collect();
+        Ok(self.measured(loss, &logits, &batch.targets))
+    }
+
+    fn figures(&self, means: &[f64]) -> Option<Measured> {
+        Some(figures::figures(self.texts.problem(), self.texts.names().len(), means[0], &means[1..]))
+    }
+
+    #[cfg(feature = "burn")]
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<Value>>> {
+        let (logits, batch) = self.classify(model, rows, device);
+        let logits: Vec<f64> = logits.into_data().iter().collect();
+        Ok(Some(self.predictions(rows, &logits, &batch.targets)))
     }
 
     fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {

@@ -35,12 +35,10 @@ macro_rules! told_by_fields {
 
 mod bert;
 mod causal;
-#[cfg(feature = "burn")]
 mod classes;
-#[cfg(feature = "burn")]
 mod figures;
+pub mod generate;
 mod recipes;
-#[cfg(feature = "burn")]
 mod seq2seq;
 mod start;
 
@@ -58,15 +56,11 @@ use zero_models::{BartConfig, BertConfig, BertKind, Gpt2Config, LlamaConfig, Mod
 
 pub use self::bert::BertTask;
 pub use self::causal::{CausalRows, CausalTask};
-#[cfg(feature = "burn")]
 pub use self::classes::{ClassesFamily, ClassesTask};
-#[cfg(feature = "burn")]
 pub use self::seq2seq::Seq2SeqTask;
 pub use self::start::LoraOptions;
 use crate::Result;
-#[cfg(feature = "burn")]
-use crate::data::Fields;
-use crate::data::{LossOn, Source, TokenizeOptions};
+use crate::data::{Fields, LossOn, Source, TokenizeOptions};
 use crate::error::wrong;
 use crate::trainer;
 #[cfg(feature = "burn")]
@@ -236,8 +230,8 @@ impl Options {
         })
     }
 
-    #[cfg(feature = "burn")]
-    fn is_t5(&self, program: &Program<'_>) -> bool {
+    /// Returns whether the model to train is a T5.
+    pub fn is_t5(&self, program: &Program<'_>) -> bool {
         match self.chosen() {
             Ok(Some((_, config))) => matches!(config, ModelConfig::T5(_)),
             Ok(None) => T5Config::PRESETS.contains(&program.model),
@@ -254,8 +248,8 @@ impl Options {
         }
     }
 
-    #[cfg(feature = "burn")]
-    fn is_bart(&self, program: &Program<'_>) -> bool {
+    /// Returns whether the model to train is a BART.
+    pub fn is_bart(&self, program: &Program<'_>) -> bool {
         match self.chosen() {
             Ok(Some((_, config))) => matches!(config, ModelConfig::Bart(_)),
             Ok(None) => BartConfig::PRESETS.contains(&program.model),
@@ -272,7 +266,6 @@ impl Options {
         [self.weights.as_deref(), self.model.as_deref().map(Path::new)].into_iter().flatten().collect()
     }
 
-    #[cfg(feature = "burn")]
     pub(crate) fn fields(&self) -> Fields<'_> {
         Fields {
             text: self.text_field.as_deref().unwrap_or("text"),

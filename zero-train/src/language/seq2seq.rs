@@ -1,17 +1,23 @@
 //! Training of a BART or a T5 to generate text from text (conditional generation): a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
 
 use std::ops::Range;
+use std::path::Path;
 
+#[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::{Value, json};
 use zero_models::generate::{Hooks, Sampling};
 use zero_models::{ModelConfig, Seq2SeqFamily, Seq2SeqSettings};
 
 use super::start::Start;
-use super::{Options, Program, TaskChoice, tokens};
+#[cfg(feature = "burn")]
+use super::tokens;
+use super::{Options, Program, TaskChoice};
 use crate::data::{TextPairs, Tokenizer};
 use crate::error::{Result, wrong};
-use crate::trainer::{Activations, FusedBackend, Measured, Profile, Rows, Task, scalar};
+use crate::trainer::{Activations, InitialAdapter, Measured, Profile, Rows, Task};
+#[cfg(feature = "burn")]
+use crate::trainer::{FusedBackend, scalar};
 
 /// A model of a family that generates text from text, and its training pairs.
 pub struct Seq2SeqTask<C> {
@@ -56,15 +62,41 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
         Ok(Self { name, config, settings, sampling, start, texts })
     }
 
-    fn loss_of<B: FusedBackend>(&self, model: &C::Model<B>, rows: &[usize], device: &B::Device) -> Tensor<B, 1> {
-        let batch = self.texts.batch(rows);
-        let [ids, mask] = [batch.input_ids, batch.attention_mask].map(|ids| tokens::<B>(ids, batch.width, device));
-        C::loss(model, ids, Some(mask), tokens(batch.labels, batch.target_width, device))
+    /// Returns the model's configuration.
+    pub fn config(&self) -> &C {
+        &self.config
     }
 
-    /// Generates text from these rows, greedily. The number of passes does not depend on the text, so that ranks which
-    /// gather together never wait for one that has ended early.
-    fn made<B: FusedBackend>(&self, model: &C::Model<B>, rows: &[usize], device: &B::Device) -> Result<Vec<String>> {
+    /// Returns the training pairs.
+    pub fn texts(&self) -> &TextPairs {
+        &self.texts
+    }
+
+    /// Returns the folder of weights to start from, if the model is not trained from scratch.
+    pub fn weights(&self) -> Option<&Path> {
+        self.start.weights()
+    }
+
+    /// Returns the LoRA adapter as it begins on ranks with this seed, if the model has one.
+    ///
+    /// # Errors
+    ///
+    /// If the adapter's folder cannot be read, or is of another model.
+    pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
+        self.start.initial_adapter(seed)
+    }
+
+    /// Returns the text that `generate` makes from each of these rows, greedily. The number of passes does not depend on the text, so that
+    /// ranks which gather together never wait for one that has ended early.
+    ///
+    /// # Errors
+    ///
+    /// An error of `generate`.
+    pub fn generate_by(
+        &self,
+        rows: &[usize],
+        generate: impl FnOnce(&[Vec<u32>], &Sampling, Hooks<'_>) -> Result<Vec<Vec<u32>>>,
+    ) -> Result<Vec<String>> {
         let texts: Vec<Vec<u32>> = rows.iter().map(|&row| self.texts.source(row)).collect();
         let room = self.settings.positions - 1;
         let max_new_tokens = self.texts.longest_target().min(room);
@@ -75,12 +107,38 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
             passes < how.max_new_tokens
         };
         let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row };
-        let made = C::generate(model, &texts, &how, device, hooks)?;
+        let made = generate(&texts, &how, hooks)?;
         Ok(made.iter().map(|ids| self.texts.tokenizer().decode(ids).trim().to_string()).collect())
+    }
+
+    /// Returns the loss of these rows, and the fraction for which `made` is exactly the target text.
+    pub fn measured(&self, rows: &[usize], loss: f64, made: &[String]) -> Measured {
+        let right = made.iter().zip(rows).filter(|(made, row)| self.texts.decoded_target(**row) == Some(made)).count();
+        vec![("loss", loss), ("accuracy", right as f64 / rows.len() as f64)]
+    }
+
+    /// Returns the target text of each row, and the text `made` from it.
+    pub fn predictions(&self, rows: &[usize], made: Vec<String>) -> Vec<Value> {
+        let line =
+            |(made, &row): (String, &usize)| json!({ "row": row, "label": self.texts.target(row), "prediction": made });
+        made.into_iter().zip(rows).map(line).collect()
+    }
+
+    #[cfg(feature = "burn")]
+    fn loss_of<B: FusedBackend>(&self, model: &C::Model<B>, rows: &[usize], device: &B::Device) -> Tensor<B, 1> {
+        let batch = self.texts.batch(rows);
+        let [ids, mask] = [batch.input_ids, batch.attention_mask].map(|ids| tokens::<B>(ids, batch.width, device));
+        C::loss(model, ids, Some(mask), tokens(batch.labels, batch.target_width, device))
+    }
+
+    #[cfg(feature = "burn")]
+    fn made<B: FusedBackend>(&self, model: &C::Model<B>, rows: &[usize], device: &B::Device) -> Result<Vec<String>> {
+        self.generate_by(rows, |texts, how, hooks| Ok(C::generate(model, texts, how, device, hooks)?))
     }
 }
 
 impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
+    #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = C::Model<B>;
 
     told_by_fields!(texts);
@@ -89,10 +147,12 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
         self.texts.unlabelled()
     }
 
+    #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
         self.start.model(self.config.init(device), C::load, device)
     }
 
+    #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
         Ok(self.loss_of(model, rows, device))
     }
@@ -107,23 +167,20 @@ impl<C: Seq2SeqFamily> Task for Seq2SeqTask<C> {
     }
 
     /// Measures the loss, and the fraction of rows for which the model generates exactly the target text.
+    #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let loss = scalar(self.loss_of(model, rows, device));
-        let made = self.made(model, rows, device)?;
-        let right = made.iter().zip(rows).filter(|(made, row)| self.texts.decoded_target(**row) == Some(made)).count();
-        Ok(vec![("loss", loss), ("accuracy", right as f64 / rows.len() as f64)])
+        Ok(self.measured(rows, loss, &self.made(model, rows, device)?))
     }
 
+    #[cfg(feature = "burn")]
     fn predict<B: FusedBackend>(
         &self,
         model: &C::Model<B>,
         rows: &Rows,
         device: &B::Device,
     ) -> Result<Option<Vec<Value>>> {
-        let made = self.made(model, rows, device)?.into_iter().zip(rows);
-        let line =
-            |(made, &row): (String, &usize)| json!({ "row": row, "label": self.texts.target(row), "prediction": made });
-        Ok(Some(made.map(line).collect()))
+        Ok(Some(self.predictions(rows, self.made(model, rows, device)?)))
     }
 
     fn has_perplexity(&self) -> bool {

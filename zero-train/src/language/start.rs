@@ -26,6 +26,18 @@ use crate::data::Tokenizer;
 use crate::error::{Result, wrong, wrong_data};
 use crate::trainer::{InitialAdapter, Profile};
 
+/// Returns an adapter as it begins: the one in the folder `dir`, or a fresh one by `seed`.
+pub(super) fn initial_adapter(adapted: &AdaptedModel, dir: Option<&Path>, seed: u64) -> Result<InitialAdapter> {
+    let mut values = BTreeMap::new();
+    let mut each = |param: ModelParam, of| drop(values.insert(param.path, (param.shape, of)));
+    match dir {
+        Some(dir) => lora::read(&adapted.base, dir, &mut each)?,
+        None => adapted.fresh(seed, &mut each),
+    }
+    let trained = adapted.parameters().into_iter().map(|param| param.path).collect();
+    Ok(InitialAdapter { scale: adapted.lora.scale(), trained, values })
+}
+
 /// LoRA options: train an adapter, and freeze the base model.
 #[derive(Debug, Clone, Default, Args)]
 #[group(id = "lora")]
@@ -155,14 +167,7 @@ impl Start {
     /// Returns the adapter, if there is one, as it begins.
     pub(super) fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
         let Some(adapted) = &self.adapted else { return Ok(None) };
-        let mut values = BTreeMap::new();
-        let mut each = |param: ModelParam, of| drop(values.insert(param.path, (param.shape, of)));
-        match &self.adapter {
-            Some(dir) => lora::read(&adapted.base, dir, &mut each)?,
-            None => adapted.fresh(seed, &mut each),
-        }
-        let trained = adapted.parameters().into_iter().map(|param| param.path).collect();
-        Ok(Some(InitialAdapter { scale: adapted.lora.scale(), trained, values }))
+        initial_adapter(adapted, self.adapter.as_deref(), seed).map(Some)
     }
 
     /// Returns the folder of weights, if there is one.

@@ -4,12 +4,8 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-#[cfg(feature = "burn")]
-use burn::tensor::FloatDType;
-#[cfg(feature = "burn")]
 use zero_core::config::Float;
 use zero_kernels::quantized::Format;
-#[cfg(feature = "burn")]
 use zero_models::hf_export::ExportDtype;
 
 use super::BackendChoice;
@@ -427,14 +423,13 @@ pub enum Dtype {
     Bf16,
 }
 
-#[cfg(feature = "burn")]
 impl Dtype {
-    /// Returns the corresponding types of exports, of ranks and of the backend.
-    pub fn types(self) -> (ExportDtype, Float, FloatDType) {
+    /// Returns the corresponding types of exports and of ranks.
+    pub fn types(self) -> (ExportDtype, Float) {
         match self {
-            Self::Fp32 => (ExportDtype::Fp32, Float::F32, FloatDType::F32),
-            Self::Fp16 => (ExportDtype::Fp16, Float::F16, FloatDType::F16),
-            Self::Bf16 => (ExportDtype::Bf16, Float::Bf16, FloatDType::BF16),
+            Self::Fp32 => (ExportDtype::Fp32, Float::F32),
+            Self::Fp16 => (ExportDtype::Fp16, Float::F16),
+            Self::Bf16 => (ExportDtype::Bf16, Float::Bf16),
         }
     }
 }

@@ -11,6 +11,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
 use zero_train::format_error;
+use zero_train::language::generate;
+use zero_train_cli::generate::Burn021;
 
 /// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
 #[global_allocator]
@@ -51,9 +53,9 @@ enum Command {
     /// Train a language model on text, labeled rows or token files
     Train(Box<zero_train::language::Options>),
     /// Generate text with a trained model
-    Generate(Box<zero_train_cli::generate::Options>),
+    Generate(Box<generate::Options>),
     /// Chat with a model: read messages from standard input, and print its answers
-    Chat(Box<zero_train_cli::generate::Options>),
+    Chat(Box<generate::Options>),
     /// Start ranks as processes, on one machine or many, and restart them if one dies
     Launch(launch::LaunchArgs),
     /// Report from flight records which rank is late, and what the others wait for
@@ -80,8 +82,8 @@ fn main() -> ExitCode {
         Command::Export(args) => commands::export(&args).map(done),
         Command::Tokenizer(args) => commands::tokenizer(&args).map(done),
         Command::Train(options) => Ok(commands::train(&options)),
-        Command::Generate(options) => zero_train_cli::generate::run(&options).map(done).map_err(Into::into),
-        Command::Chat(options) => zero_train_cli::generate::chat(*options).map(done).map_err(Into::into),
+        Command::Generate(options) => generate::run(&Burn021, &options).map(done).map_err(Into::into),
+        Command::Chat(options) => generate::chat(&Burn021, *options).map(done).map_err(Into::into),
         Command::Inspect(args) => inspect::inspect(&args),
         Command::Launch(args) => launch::launch(&args),
         Command::Flight(args) => launch::flight(&args).map(done),
