@@ -2,9 +2,11 @@
 //!
 //! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>),
 //!   ShareGPT and Stanford Alpaca.
-//! * Out: batches that are padded to their longest row, with labels for the tokens that count in the loss.
+//! * Out: batches that are padded to their longest row, with labels for the tokens that count in the loss. Rows may be packed: several
+//!   conversations in one row.
 //! * Memory: all tokens, 5 bytes each.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -113,22 +115,43 @@ pub struct Conversations {
     ids: Vec<i32>,
     /// True for tokens that have a label.
     counts: Vec<bool>,
-    /// The end of each row in `ids`.
+    /// The end of each conversation in `ids`.
     ends: Vec<usize>,
+    /// The conversations of each row, if rows are packed; otherwise each is a row.
+    packs: Option<Vec<Vec<usize>>>,
     longest: usize,
     held_out: usize,
-    skipped_rows: usize,
+    left_out: LeftOut,
     tokenizer: Tokenizer,
 }
 
+/// Rows that were left out or cut.
+#[derive(Debug, Clone, Default)]
+pub struct LeftOut {
+    /// Number of rows that were read.
+    pub read: usize,
+    /// Number of rows that were left out because none of their tokens has a label.
+    pub without_labels: usize,
+    /// Number of rows of which only the first tokens were kept.
+    pub cut: usize,
+    /// Number of rows that were skipped because they cannot be used.
+    pub bad: usize,
+    /// The problems of the first of these.
+    pub problems: Vec<String>,
+}
+
+/// Number of bad rows whose problems are kept.
+const PROBLEMS: usize = 10;
+
 impl Conversations {
     /// Reads and tokenizes the rows of a file or folder. The first `options.seq` tokens of each row are kept. If none of
-    /// them has a label, the row is left out ([`skipped_rows`](Self::skipped_rows)).
+    /// them has a label, the row is left out ([`left_out`](Self::left_out)).
     ///
     /// # Errors
     ///
     /// [`DataError`](crate::DataError) if a file cannot be read, or a row cannot be used, which the error names: a row in
-    /// another format, one that the chat template refuses, or one with a token that the model does not know.
+    /// another format, one that the chat template refuses, or one with a token that the model does not know. With
+    /// `options.skips_bad_rows` such a row is left out instead.
     pub fn load(
         path: &Path,
         format: ChatFormat,
@@ -141,7 +164,8 @@ impl Conversations {
         let text = tokenizer.chat_template_text();
         // An error of the template is reported by the first row that needs it.
         let template = text.as_deref().map(|text| tokenizer.chat_template(text));
-        let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size: options.vocab_size };
+        let (vocab_size, skips) = (options.vocab_size, options.skips_bad_rows);
+        let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size, skips };
         let files = documents::files(path)?;
         let split = files.partition_point(|file| !file.is_held_out);
         let mut rows = Rows::default();
@@ -149,11 +173,16 @@ impl Conversations {
             rows.read(file, format, &encoder)?;
         }
         let trained = rows.ends.len();
+        let skipped = |left_out: &LeftOut| match left_out.problems.first() {
+            Some(problem) => format!("; {} rows cannot be used, the first one because: {problem}", left_out.bad),
+            None => String::new(),
+        };
         if trained == 0 {
             let problem = format!(
                 "has no row with an answer in its first {seq} tokens, as tokenized by {}: expected prompts with \
-                 completions, or messages of the assistant; if the answers start later, raise --seq",
-                tokenizer.whose()
+                 completions, or messages of the assistant; if the answers start later, raise --seq{}",
+                tokenizer.whose(),
+                skipped(&rows.left_out)
             );
             return Err(wrong_data(path, problem));
         }
@@ -164,20 +193,40 @@ impl Conversations {
         if found == 0 && options.held_out != Some(0) && split < files.len() {
             let problem = format!(
                 "has no row with an answer in its first {seq} tokens: expected at least one in the validation split; \
-                 raise --seq, or set --eval 0"
+                 raise --seq, or set --eval 0{}",
+                skipped(&rows.left_out)
             );
             return Err(wrong_data(&files[split].path, problem));
         }
-        let held_out = if split == files.len() { 0 } else { documents::held_out(options.held_out, found)? };
-        rows.ends.truncate(trained + held_out);
         let begins = [0].into_iter().chain(rows.ends.iter().copied());
-        let longest = begins.zip(&rows.ends).map(|(begin, end)| end - begin).max().unwrap_or(0);
-        let Rows { ids, counts, ends, skipped_rows } = rows;
-        Ok(Self { ids, counts, ends, longest, held_out, skipped_rows, tokenizer })
+        let lengths: Vec<usize> = begins.zip(&rows.ends).map(|(begin, end)| end - begin).collect();
+        let mut packs =
+            options.packing.then(|| [0..trained, trained..lengths.len()].map(|part| packed(&lengths, part, seq)));
+        let found = packs.as_ref().map_or(found, |[_, of_split]| of_split.len());
+        let held_out = if split == files.len() { 0 } else { documents::held_out(options.held_out, found)? };
+        rows.ends.truncate(if packs.is_some() { lengths.len() } else { trained + held_out });
+        packs.iter_mut().for_each(|[_, of_split]| of_split.truncate(held_out));
+        let packs = packs.map(|packs| packs.concat());
+        let longest = match &packs {
+            None => lengths[..rows.ends.len()].iter().copied().max(),
+            Some(packs) => packs.iter().map(|pack| pack.iter().map(|&at| lengths[at]).sum()).max(),
+        };
+        let Rows { ids, counts, ends, left_out } = rows;
+        Ok(Self { ids, counts, ends, packs, longest: longest.unwrap_or(0), held_out, left_out, tokenizer })
     }
 
     /// Returns the number of rows.
     pub fn rows(&self) -> usize {
+        self.packs.as_ref().map_or(self.ends.len(), Vec::len)
+    }
+
+    /// Returns whether a row may hold several conversations.
+    pub fn is_packed(&self) -> bool {
+        self.packs.is_some()
+    }
+
+    /// Returns the number of conversations.
+    pub fn conversations(&self) -> usize {
         self.ends.len()
     }
 
@@ -186,9 +235,21 @@ impl Conversations {
         self.held_out
     }
 
-    /// Returns the number of rows that were left out because none of their tokens has a label.
-    pub fn skipped_rows(&self) -> usize {
-        self.skipped_rows
+    /// Returns the numbers of rows that were left out or cut.
+    pub fn left_out(&self) -> &LeftOut {
+        &self.left_out
+    }
+
+    /// Returns the texts of a row's first conversation: parts that are only read, and parts that count in the loss (`true`).
+    pub fn parts(&self, row: usize) -> Vec<(bool, String)> {
+        let range = self.ranges(row).next().unwrap_or_default();
+        let (ids, mut begin) = (&self.ids[range.clone()], 0);
+        let part = |counts: &[bool]| {
+            let tokens: Vec<u32> = ids[begin..begin + counts.len()].iter().map(|&id| id as u32).collect();
+            begin += counts.len();
+            (counts[0], self.tokenizer.decode_with_special(&tokens))
+        };
+        self.counts[range].chunk_by(|a, b| a == b).map(part).collect()
     }
 
     /// Returns the number of tokens of the longest row.
@@ -201,31 +262,35 @@ impl Conversations {
         &self.tokenizer
     }
 
-    fn range(&self, row: usize) -> Range<usize> {
-        row.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[row]
+    /// Returns the tokens of the conversations in a row.
+    fn ranges(&self, row: usize) -> impl Iterator<Item = Range<usize>> {
+        let range = |at: usize| at.checked_sub(1).map_or(0, |before| self.ends[before])..self.ends[at];
+        let pack = self.packs.as_ref().map(|packs| &packs[row][..]);
+        let alone = pack.is_none().then_some(row);
+        alone.into_iter().chain(pack.unwrap_or_default().iter().copied()).map(range)
     }
 
     /// Returns the total number of tokens of some rows, without padding.
     pub fn tokens(&self, rows: &[usize]) -> usize {
-        rows.iter().map(|&row| self.range(row).len()).sum()
+        rows.iter().flat_map(|&row| self.ranges(row)).map(|range| range.len()).sum()
     }
 
-    /// Returns the number of labels of some rows that the model predicts: the first token of a row is not predicted.
+    /// Returns the number of labels of some rows that the model predicts: the first token of a conversation is not predicted.
     pub fn labels(&self, rows: &[usize]) -> usize {
-        let of_row = |&row: &usize| self.counts[self.range(row)][1..].iter().filter(|counts| **counts).count();
-        rows.iter().map(of_row).sum()
+        let of = |range: Range<usize>| self.counts[range][1..].iter().filter(|counts| **counts).count();
+        rows.iter().flat_map(|&row| self.ranges(row)).map(of).sum()
     }
 
-    /// Returns the tokens before a row's first label.
+    /// Returns the tokens before the first label of a row's first conversation.
     pub fn prompt(&self, row: usize) -> &[i32] {
-        let range = self.range(row);
+        let range = self.ranges(row).next().unwrap_or_default();
         let length = self.counts[range.clone()].iter().take_while(|counts| !**counts).count();
         &self.ids[range][..length]
     }
 
     /// Returns a checksum of the tokens and labels of some rows, which identifies the data.
     pub fn checksum(&self, rows: Range<usize>) -> u32 {
-        rows.map(|row| self.range(row)).fold(0, |sum, range| {
+        rows.flat_map(|row| self.ranges(row)).fold(0, |sum, range| {
             let sum = crc32c::crc32c_append(sum, &(range.len() as u64).to_le_bytes());
             let sum = crc32c::crc32c_append(sum, bytemuck::cast_slice(&self.ids[range.clone()]));
             crc32c::crc32c_append(sum, bytemuck::cast_slice(&self.counts[range]))
@@ -234,18 +299,58 @@ impl Conversations {
 
     /// Returns a batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels.
     pub fn batch(&self, rows: &[usize]) -> TokenBatch {
-        let ranges = || rows.iter().map(|&row| self.range(row));
-        let width = ranges().map(|range| range.len()).max().unwrap_or(0);
-        let mut batch = TokenBatch { width, ..TokenBatch::default() };
-        for range in ranges() {
-            let padding = width - range.len();
-            let (ids, counts) = (&self.ids[range.clone()], &self.counts[range]);
-            let labels = ids.iter().zip(counts).map(|(&id, &counts)| if counts { id } else { IGNORED_LABEL });
-            batch.labels.extend(labels.chain(std::iter::repeat_n(IGNORED_LABEL, padding)));
-            batch.input_ids.extend(ids.iter().copied().chain(std::iter::repeat_n(0, padding)));
+        let width = rows.iter().map(|&row| self.ranges(row).map(|range| range.len()).sum()).max().unwrap_or(0);
+        let documents = self.packs.as_ref().map(|_| Vec::new());
+        let mut batch = TokenBatch { width, documents, ..TokenBatch::default() };
+        for (at, &row) in rows.iter().enumerate() {
+            for range in self.ranges(row) {
+                let (ids, counts) = (&self.ids[range.clone()], &self.counts[range]);
+                let labels = ids.iter().zip(counts).map(|(&id, &counts)| if counts { id } else { IGNORED_LABEL });
+                let begin = batch.labels.len();
+                batch.labels.extend(labels);
+                // The token before it is of another conversation.
+                batch.labels[begin] = if self.packs.is_some() { IGNORED_LABEL } else { batch.labels[begin] };
+                batch.input_ids.extend(ids);
+                batch.documents.iter_mut().for_each(|documents| documents.push(ids.len()));
+            }
+            let padding = (at + 1) * width - batch.input_ids.len();
+            batch.labels.extend(std::iter::repeat_n(IGNORED_LABEL, padding));
+            batch.input_ids.extend(std::iter::repeat_n(0, padding));
+            batch.documents.iter_mut().filter(|_| padding > 0).for_each(|documents| documents.push(padding));
         }
         batch
     }
+}
+
+/// Distributes the conversations in `part` to rows of at most `seq` tokens: the longest first, each into the fullest row that has room
+/// (best-fit decreasing). Rows are in the order of their first conversations, and so are the conversations in a row.
+fn packed(lengths: &[usize], part: Range<usize>, seq: usize) -> Vec<Vec<usize>> {
+    let mut order: Vec<usize> = part.collect();
+    order.sort_by_key(|&at| (std::cmp::Reverse(lengths[at]), at));
+    let (mut rows, mut by_room) = (Vec::<Vec<usize>>::new(), BTreeMap::<usize, Vec<usize>>::new());
+    for at in order {
+        let length = lengths[at];
+        let found = by_room.range(length..).next().map(|(&room, _)| room);
+        let (row, room) = match found {
+            Some(room) => {
+                let with_room = by_room.get_mut(&room).expect("it was found");
+                let row = with_room.pop().expect("a list is not empty");
+                if with_room.is_empty() {
+                    by_room.remove(&room);
+                }
+                (row, room)
+            }
+            None => {
+                rows.push(Vec::new());
+                (rows.len() - 1, seq.max(length))
+            }
+        };
+        rows[row].push(at);
+        by_room.entry(room - length).or_default().push(row);
+    }
+    rows.iter_mut().for_each(|row| row.sort_unstable());
+    rows.sort_unstable();
+    rows
 }
 
 /// The rows read so far.
@@ -254,26 +359,42 @@ struct Rows {
     ids: Vec<i32>,
     counts: Vec<bool>,
     ends: Vec<usize>,
-    skipped_rows: usize,
+    left_out: LeftOut,
 }
 
 impl Rows {
     fn read(&mut self, file: &DataFile, format: ChatFormat, encoder: &Encoder<'_>) -> Result<()> {
         let mut part: Vec<(Place, Map<String, Value>)> = Vec::new();
         let mut flush = |part: &mut Vec<(Place, Map<String, Value>)>| -> Result<()> {
-            let encoded: Result<Vec<_>> = std::mem::take(part)
+            let encoded: Vec<Result<Encoded>> = std::mem::take(part)
                 .into_par_iter()
                 .map(|(place, row)| {
                     let encoded = encoder.example(format, row).and_then(|example| encoder.encode(&example));
                     encoded.map_err(|problem| place.wrong(&file.path, &problem))
                 })
                 .collect();
-            for (ids, counts) in encoded? {
+            self.left_out.read += encoded.len();
+            for encoded in encoded {
+                let (mut ids, mut counts) = match encoded {
+                    Ok(encoded) => encoded,
+                    Err(error) if encoder.skips => {
+                        self.left_out.bad += 1;
+                        if self.left_out.problems.len() < PROBLEMS {
+                            self.left_out.problems.push(error.to_string());
+                        }
+                        continue;
+                    }
+                    Err(error) => return Err(error),
+                };
+                let is_cut = ids.len() > encoder.seq;
+                ids.truncate(encoder.seq);
+                counts.truncate(encoder.seq);
                 // The first token is not predicted.
                 if !counts.iter().skip(1).any(|counts| *counts) {
-                    self.skipped_rows += 1;
+                    self.left_out.without_labels += 1;
                     continue;
                 }
+                self.left_out.cut += usize::from(is_cut);
                 self.ids.extend(ids.iter().map(|&id| id as i32));
                 self.counts.extend(counts);
                 self.ends.push(self.ids.len());
@@ -295,6 +416,8 @@ struct Encoder<'a> {
     loss_on: LossOn,
     seq: usize,
     vocab_size: usize,
+    /// True if a row that cannot be used is skipped.
+    skips: bool,
 }
 
 /// Tokens, and whether each has a label.
@@ -340,9 +463,9 @@ impl Encoder<'_> {
         })
     }
 
-    /// Returns the first tokens of an example, at most `seq`.
+    /// Returns the tokens of an example.
     fn encode(&self, example: &Example) -> Result<Encoded, String> {
-        let (mut ids, mut counts) = match example {
+        let (ids, mut counts) = match example {
             Example::Texts([prompt, completion]) => self.continued(prompt, &format!("{prompt}{completion}"), true)?,
             Example::Messages([prompt, completion]) => {
                 let template = self.template()?;
@@ -379,8 +502,6 @@ impl Encoder<'_> {
             counts.fill(true);
         }
         check_ids(&ids, self.vocab_size)?;
-        ids.truncate(self.seq);
-        counts.truncate(self.seq);
         Ok((ids, counts))
     }
 

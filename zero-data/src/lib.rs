@@ -27,7 +27,7 @@ mod wordpiece;
 
 use std::path::Path;
 
-pub use self::conversations::{ChatFormat, Conversations, LONGEST, LossOn};
+pub use self::conversations::{ChatFormat, Conversations, LONGEST, LeftOut, LossOn};
 use self::error::wrong;
 pub use self::error::{DataError, Result};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
@@ -66,6 +66,10 @@ pub struct TokenizeOptions<'a> {
     pub sentences: bool,
     /// The column of a Parquet file, or the key of a JSON line, with the text.
     pub field: Option<&'a str>,
+    /// If set, a row of conversations that cannot be used is skipped, and is no error.
+    pub skips_bad_rows: bool,
+    /// If set, rows of conversations are packed: several in one row of `seq` tokens.
+    pub packing: bool,
     /// Most rows of a validation split to hold out. `None`: all.
     pub held_out: Option<usize>,
     /// Folder of the token cache. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.

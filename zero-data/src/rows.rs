@@ -29,6 +29,8 @@ pub struct TokenBatch {
     pub input_ids: Vec<i32>,
     /// The ids at positions that count in the loss, compared with the predictions at the previous position; -100 elsewhere.
     pub labels: Vec<i32>,
+    /// The lengths of the documents, row after row, if rows are packed; padding is one too.
+    pub documents: Option<Vec<usize>>,
 }
 
 impl TokenRows {

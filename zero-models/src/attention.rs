@@ -7,9 +7,11 @@
 use std::cell::OnceCell;
 
 use burn::nn::Dropout;
-use burn::tensor::{Bool, Int, Tensor, activation};
+use burn::tensor::{Bool, Int, Tensor, activation, s};
 use zero_kernels::options::MASKED;
 use zero_ops::{AttentionDropout, AttentionOptions, FusedBackend};
+
+use crate::Documents;
 
 /// The masks of one forward pass, shared by all layers; all layers with a window have the same window. Masks are added to the scores:
 /// unlike filling, an addition costs nothing in the backward pass.
@@ -20,6 +22,8 @@ pub(crate) struct Masks<B: FusedBackend> {
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
     /// The soft cap of scores.
     cap: Option<f64>,
+    /// The documents, if rows are packed.
+    documents: Option<Documents>,
     /// True if the masks without a window include a bias, which no kernel adds.
     is_biased: bool,
 }
@@ -32,13 +36,18 @@ impl<B: FusedBackend> Masks<B> {
 
     /// Returns masks that add `keys_bu` to the scores of keys.
     pub(crate) fn of_keys(keys_bu: Option<Tensor<B, 2>>) -> Self {
-        Self { keys_bu, pairs_rs: Default::default(), cap: None, is_biased: false }
+        Self { keys_bu, pairs_rs: Default::default(), cap: None, documents: None, is_biased: false }
     }
 
     /// Sets the soft cap: scores `x` become `cap * tanh(x / cap)` before they are masked. No kernel does that, so all scores are in
     /// memory.
     pub(crate) fn capped(self, cap: Option<f64>) -> Self {
         Self { cap, ..self }
+    }
+
+    /// Lets documents of packed rows attend only to themselves.
+    pub(crate) fn within(self, documents: Option<&Documents>) -> Self {
+        Self { documents: documents.cloned(), ..self }
     }
 
     /// Returns masks that hide the positions where `attention_mask_bu` is 0, if there is a mask. `like_nd` has the type of the
@@ -127,6 +136,10 @@ pub(crate) fn attend<B: FusedBackend>(
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
+    if let Some(documents) = &masks.documents {
+        let attend = |parts, masks: &_, options| attend(parts, masks, options, dropout);
+        return attend_within(documents, [q_nd, k_mc, v_mc], masks, options, attend);
+    }
     let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
     match is_active(dropout, &q_nd) {
         is_active if masks.is_elementary() || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
@@ -137,6 +150,21 @@ pub(crate) fn attend<B: FusedBackend>(
             zero_ops::attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options)
         }
     }
+}
+
+/// Computes attention among the rows of each document, by `attend` on documents of one length at a time.
+fn attend_within<B: FusedBackend, const N: usize>(
+    documents: &Documents,
+    parts: [Tensor<B, 2>; N],
+    masks: &Masks<B>,
+    options: AttentionOptions,
+    attend: impl Fn([Tensor<B, 2>; N], &Masks<B>, AttentionOptions) -> Tensor<B, 2>,
+) -> Tensor<B, 2> {
+    let mixed = documents.runs().map(|(rows, batch)| {
+        let parts = parts.clone().map(|part| part.slice(s![rows.clone(), ..]));
+        attend(parts, &Masks::none().capped(masks.cap), AttentionOptions { batch, ..options })
+    });
+    Tensor::cat(mixed.collect(), 0)
 }
 
 /// Lets the kernel drop out probabilities, with a key drawn as for a tensor's dropout mask.
@@ -152,6 +180,10 @@ pub(crate) fn attend_packed<B: FusedBackend>(
     options: AttentionOptions,
     dropout: &Dropout,
 ) -> Tensor<B, 2> {
+    if let Some(documents) = &masks.documents {
+        let attend = |[qkv_nw]: [_; 1], masks: &_, options| attend_packed(qkv_nw, masks, options, dropout);
+        return attend_within(documents, [qkv_nw], masks, options, attend);
+    }
     match is_active(dropout, &qkv_nw) {
         true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
             let parts = qkv_nw.chunk(3, 1).try_into().expect("three thirds");

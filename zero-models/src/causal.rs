@@ -16,7 +16,7 @@ use crate::safetensors_file::Checkpoint;
 #[cfg(feature = "burn")]
 use crate::seq2seq::{self, Seq2SeqLm};
 #[cfg(feature = "burn")]
-use crate::{Bart, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
+use crate::{Bart, Documents, Gpt2, Ids, Llama, T5, bart, gpt2, llama, t5};
 use crate::{BartConfig, BartHead, Gpt2Config, LlamaConfig, ModelConfig, Result, T5Config};
 
 /// A family of models that generate text, by its configuration.
@@ -78,7 +78,8 @@ pub trait CausalFamily: TextFamily {
     fn validate(&self) -> Result<()>;
 
     /// Returns the mean loss `[1]` of predicting each label of rows `[b, t]` from the tokens before it. Labels equal to
-    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count; for plain text, the labels are the tokens themselves.
+    /// [`IGNORED_LABEL`](crate::loss::IGNORED_LABEL) do not count; for plain text, the labels are the tokens themselves. `documents` are
+    /// those of packed rows.
     ///
     /// # Panics
     /// If rows have fewer than 2 tokens or more than the model's positions, or if the shapes differ.
@@ -87,6 +88,7 @@ pub trait CausalFamily: TextFamily {
         model: &Self::Model<B>,
         input_ids_bt: Tensor<B, 2, Int>,
         labels_bt: Tensor<B, 2, Int>,
+        documents: Option<&Documents>,
     ) -> Tensor<B, 1>;
 
     /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
@@ -281,8 +283,9 @@ macro_rules! causal_family {
                 model: &$model<B>,
                 input_ids_bt: Tensor<B, 2, Int>,
                 labels_bt: Tensor<B, 2, Int>,
+                documents: Option<&Documents>,
             ) -> Tensor<B, 1> {
-                model.loss_with_labels(input_ids_bt, labels_bt)
+                model.packed_loss(input_ids_bt, labels_bt, documents)
             }
 
             fn flops_per_token(&self, seq: usize) -> u64 {

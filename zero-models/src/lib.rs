@@ -49,6 +49,7 @@ pub mod lora;
 pub mod loss;
 mod model_config;
 mod module_config;
+mod packing;
 mod peft;
 #[cfg(feature = "burn")]
 pub mod quantize;
@@ -84,6 +85,7 @@ pub use llama::Llama;
 pub use llama::LlamaConfig;
 pub use model_config::{AdaptedModel, ModelConfig, Seq2SeqSettings};
 pub use module_config::ModuleConfig;
+pub use packing::Documents;
 #[cfg(feature = "burn")]
 pub use seq2seq::Seq2SeqLm;
 #[cfg(feature = "burn")]

@@ -64,7 +64,7 @@ macro_rules! next_token_model {
             /// If `t` exceeds the model's positions.
             pub fn forward(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
                 let sizes = input_ids_bt.dims();
-                $crate::layers::by_sequence(self.logits(self.hidden_rows(input_ids_bt)), sizes)
+                $crate::layers::by_sequence(self.logits(self.hidden_rows(input_ids_bt, None)), sizes)
             }
 
             /// Returns the head's input: the output of the final norm.
@@ -77,7 +77,7 @@ macro_rules! next_token_model {
             /// If `t` exceeds the model's positions.
             pub fn forward_hidden(&self, input_ids_bt: $crate::Ids<B>) -> Tensor<B, 3> {
                 let sizes = input_ids_bt.dims();
-                $crate::layers::by_sequence(self.hidden_rows(input_ids_bt), sizes)
+                $crate::layers::by_sequence(self.hidden_rows(input_ids_bt, None), sizes)
             }
 
             /// Returns the mean cross-entropy in nats of predicting each token of a row from the tokens before it, over all
@@ -103,7 +103,23 @@ macro_rules! next_token_model {
             /// # Panics
             /// If `t` is below 2 or exceeds the model's positions, or if the shapes differ.
             pub fn loss_with_labels(&self, input_ids_bt: $crate::Ids<B>, labels_bt: $crate::Ids<B>) -> Tensor<B, 1> {
-                let model = |ids_bt| (self.hidden_rows(ids_bt), self.head_weight());
+                self.packed_loss(input_ids_bt, labels_bt, None)
+            }
+
+            /// Same as [`loss_with_labels`](Self::loss_with_labels) for packed rows: each document begins at position 0 and attends
+            /// only to itself. Its first label should be ignored, because the token before it is of another document.
+            ///
+            /// # Panics
+            /// Same as [`loss_with_labels`](Self::loss_with_labels), or if the documents are not as long as the rows together.
+            pub fn packed_loss(
+                &self,
+                input_ids_bt: $crate::Ids<B>,
+                labels_bt: $crate::Ids<B>,
+                documents: Option<&$crate::Documents>,
+            ) -> Tensor<B, 1> {
+                let tokens = input_ids_bt.shape().num_elements();
+                assert!(documents.is_none_or(|documents| documents.tokens() == tokens), "documents of other rows");
+                let model = |ids_bt| (self.hidden_rows(ids_bt, documents), self.head_weight());
                 $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), model)
             }
 

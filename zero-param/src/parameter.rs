@@ -179,8 +179,12 @@ impl Parameter {
         }
     }
 
-    /// Returns whether the full parameter is gathered for each use, so that the backward pass gathers again instead of keeping it.
+    /// Returns whether the full parameter is made for each use, gathered or decoded, so that the backward pass makes it again instead of
+    /// keeping it.
     pub(crate) fn is_gathered_for_each_use(&self) -> bool {
+        if self.quantized.is_some() {
+            return true;
+        }
         let (rank, partition) = (&self.shared.runtime.rank, self.slot.partition);
         let bytes = partition.len(rank.place(partition)) * self.slot.dtype.size();
         let is_on_disk = partition.is_whole() && rank.disk_for(Kind::Parameter, bytes, Some(&self.slot)).is_some();
@@ -328,8 +332,8 @@ impl Parameter {
         if !self.holds_shard() || got != expected {
             stop(format!(
                 "{self} was changed to {got} elements, but this rank holds {expected} of it: change a shard elementwise; a module holds no \
-                 shards of model state on a disk, or of a parameter that is frozen in 16 bit or quantized: an optimizer or a checkpoint \
-                 can change the former"
+                 shards of model state on a disk, which only an optimizer or a checkpoint can change, and none of a parameter that is \
+                 frozen in 16 bit or quantized"
             ));
         }
         self.set_next(base.clone(), base);

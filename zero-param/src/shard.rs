@@ -254,7 +254,7 @@ impl ModuleVisitor for Survey {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let path = self.path.join(".");
         self.lines.push(format!("parameter '{path}' of {:?}", param.lazy_shape()));
-        if path.ends_with("weight") && self.types.iter().rev().take(2).any(|of| of.ends_with(":Linear")) {
+        if D == 2 && path.ends_with("weight") && self.types.iter().rev().take(2).any(|of| of.ends_with(":Linear")) {
             self.linears.insert(param.id);
         }
         let is_inner = path.ends_with("linear_inner.weight");

@@ -115,7 +115,7 @@ impl<T, M> Burn022<T, M> {
     }
 }
 
-fn refused(key: &'static str, got: impl ToString) -> TrainError {
+pub(crate) fn refused(key: &'static str, got: impl ToString) -> TrainError {
     let expected = "not supported with Burn 0.22; remove it, or use Burn 0.21".into();
     EngineError::Setting { key, got: got.to_string(), expected }.into()
 }

@@ -165,6 +165,12 @@ impl Optimizer for Ruled {
         };
         let state = &mut states[parameter.index];
         let cell = parameter.take().expect("a parameter is updated once in a step");
+        if parameter.is_frozen() && !parameter.holds_shard() {
+            stop(format!(
+                "{parameter} was frozen when it was sharded, in 16 bit or quantized, so there is no master to update: let it require \
+                 gradients before you call `shard`"
+            ));
+        }
         if parameter.shared.holds_shards() && parameter.slot.dtype != DType::F32 {
             // The base is the master.
             state.cells.retain(|(name, _)| name != MASTER);

@@ -391,6 +391,29 @@ for model in bart t5 t5-gated; do
   done
 done
 
+echo 'packed conversations'
+python3 - "$work/pairs.jsonl" <<'PYTHON'
+import json, random, sys
+
+random.seed(1)
+words = "cat dog sat ran on under mat tree was glad not here".split()
+with open(sys.argv[1], "w") as rows:
+    for _ in range(120):
+        prompt, completion = (" ".join(random.choices(words, k=random.randint(1, most))) for most in (9, 25))
+        print(json.dumps({"prompt": prompt + " ?", "completion": " " + completion}), file=rows)
+PYTHON
+for model in tiny llama-tiny; do
+  for options in '' '--stage 1 --checkpoint-activations all'; do
+    for front in old new; do
+      # shellcheck disable=SC2086
+      (cd "$work" && declare -n program=$front && "${program[@]}" --model $model --data pairs.jsonl --seq 64 --batch 2 --ranks 2 --steps 5 --lr 1e-3 \
+        --packing --eval 4 --out "packed-$front" $options >log 2>&1) || { cat "$work/log"; exit 1; }
+      values "$work/packed-$front/metrics.jsonl" loss >"$work/$front.losses"
+    done
+    same "$work"/{new,old}.losses
+  done
+done
+
 echo 'a run that is killed goes on from its last checkpoint'
 killed=(--weights "$fixture" --data "$fixture/batches.safetensors" --batch 2 --steps 60 --save-every 2)
 for ranks_are in threads processes; do

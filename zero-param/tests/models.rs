@@ -122,7 +122,7 @@ fn gpt2_trains_as_in_pytorch_and_on_burn_0_21() {
     let load = |device: &Device| Gpt2::build(&config, Some(&folder), 0, device).unwrap();
     let loss = |model: &Gpt2, first, device: &Device| {
         let ids = ids.from(first, device);
-        model.loss(ids.clone(), ids)
+        model.loss(ids.clone(), ids, None)
     };
     let at_the_end = |zero: &Zero| {
         // The rows of the table and the head's gradients are computed in the forward pass, a layer's product in both.

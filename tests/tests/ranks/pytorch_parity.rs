@@ -162,7 +162,7 @@ where
     };
     let loss = |model: &C::Model<B>, s, device: &Device| {
         let ids_bt = ids.matrix(s, device.rank(), batch, device);
-        C::loss(model, ids_bt.clone(), ids_bt)
+        C::loss(model, ids_bt.clone(), ids_bt, None)
     };
     steps(name, weights, load, loss);
     let adapter = format!("{name}/lora");

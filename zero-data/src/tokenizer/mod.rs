@@ -388,13 +388,26 @@ impl Tokenizer {
 
     /// Returns the text of tokens, without special ones. Invalid bytes become U+FFFD.
     pub fn decode(&self, ids: &[u32]) -> String {
+        self.decode_some(ids, false)
+    }
+
+    /// Returns the text of tokens, with special ones.
+    pub fn decode_with_special(&self, ids: &[u32]) -> String {
+        self.decode_some(ids, true)
+    }
+
+    fn decode_some(&self, ids: &[u32], with_special: bool) -> String {
         match &self.kind {
             Kind::Gpt2 => {
-                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < gpt2::TOKENS - 1).collect();
+                // The last one is special.
+                let tokens = gpt2::TOKENS - usize::from(!with_special);
+                let known: Vec<u32> = ids.iter().copied().filter(|&id| (id as usize) < tokens).collect();
                 let bytes = gpt2::table().decode_bytes(&known).unwrap_or_default();
                 String::from_utf8_lossy(&bytes).into_owned()
             }
-            Kind::File(tokenizer) => caught(|| tokenizer.decode(ids, true).unwrap_or_default()).unwrap_or_default(),
+            Kind::File(tokenizer) => {
+                caught(|| tokenizer.decode(ids, !with_special).unwrap_or_default()).unwrap_or_default()
+            }
         }
     }
 

@@ -17,7 +17,7 @@ use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_activated, dense_onto, normed};
 use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding, each_field, rows};
 use crate::loss::next_token_model;
-use crate::{Activation, Gpt2Config, init};
+use crate::{Activation, Documents, Gpt2Config, init};
 
 /// GPT-2 with its language-model head. Fields are named as in Hugging Face's `GPT2LMHeadModel`.
 #[derive(Module, Debug)]
@@ -124,15 +124,21 @@ impl Gpt2Config {
 next_token_model!(Gpt2, wte);
 
 impl<B: FusedBackend> Gpt2<B> {
-    fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
+    fn hidden_rows(&self, input_ids_bt: Ids<B>, documents: Option<&Documents>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         let wpe = self.wpe.val();
         let [n_positions, d] = wpe.dims();
         check_positions(t, n_positions, "n_positions");
         let tokens = rows(&self.wte, &self.wte_adapter, input_ids_bt.reshape([b * t])).reshape([b, t * d]);
-        let positions = wpe.slice(s![0..t, ..]).reshape([1, t * d]);
+        let positions = match documents {
+            None => wpe.slice(s![0..t, ..]).reshape([1, t * d]),
+            Some(documents) => {
+                let positions: Vec<i32> = documents.positions().collect();
+                embedding(wpe, Tensor::from_ints(&*positions, &tokens.device())).reshape([b, t * d])
+            }
+        };
         let mut x_nd = self.embd_dropout.forward(tokens + positions).reshape([b * t, d]);
-        let masks = Masks::none();
+        let masks = Masks::none().within(documents);
         for block in &self.h {
             x_nd = checkpoint_block(|x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b)), x_nd);
         }

@@ -16,7 +16,7 @@ use crate::generate::{CausalLm, KvCache};
 use crate::layers::{Ids, check_positions, dense, dense_onto, scaled};
 use crate::linear::{Adaptable, Adapter, Linear, VisitEmbedding, rows};
 use crate::loss::next_token_model;
-use crate::{Activation, LlamaConfig, init};
+use crate::{Activation, Documents, LlamaConfig, init};
 
 /// Llama or a variant with its language-model head. Fields are named as in Hugging Face's `LlamaForCausalLM`.
 #[derive(Module, Debug)]
@@ -190,11 +190,15 @@ impl LlamaConfig {
 next_token_model!(Llama, embed_tokens, logit_cap);
 
 impl<B: FusedBackend> Llama<B> {
-    fn hidden_rows(&self, input_ids_bt: Ids<B>) -> Tensor<B, 2> {
+    fn hidden_rows(&self, input_ids_bt: Ids<B>, documents: Option<&Documents>) -> Tensor<B, 2> {
         let [b, t] = input_ids_bt.dims();
         check_positions(t, self.positions, "max_position_embeddings");
         let mut x_nd = self.embedded(input_ids_bt);
-        let (angles, masks) = (self.angles(|| 0..t as i32, &[t], &x_nd), Masks::none().capped(self.score_cap));
+        let angles = match documents {
+            None => self.angles(|| 0..t as i32, &[t], &x_nd),
+            Some(documents) => self.angles(|| documents.positions(), &[documents.longest()], &x_nd),
+        };
+        let masks = Masks::none().capped(self.score_cap).within(documents);
         for layer in &self.layers {
             let forward = |x_nd| {
                 layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))

@@ -95,7 +95,7 @@ impl<const N: usize> Backward<Flex, N> for Node {
         let State { op, dtype, read, kept } = ops.state;
         let wanted = op.with_frozen(ops.parents.iter().map(Option::is_some).collect(), |_| false);
         let read = read.into_iter().map(|id| id.map(|id| checkpointer.retrieve_node_output::<Raw>(id))).collect();
-        let read = op.with_frozen(read, |frozen| op.reads(1, &wanted).then(|| frozen.load_again()));
+        let read = op.with_frozen(read, |frozen| op.reads(1, &wanted).then(|| frozen.load(true)));
         let gradients = op.without_frozen(op.backward(read, kept, gradient, dtype, &wanted));
         for (parent, gradient) in ops.parents.into_iter().zip(gradients) {
             if let (Some(parent), Some(gradient)) = (parent, gradient) {

@@ -64,13 +64,13 @@ impl Frozen {
         let has_few_rows = x.shape()[0] <= quantized::MAX_ROWS && x.dtype() == DType::F32;
         match self.parameter.quantized.filter(|_| has_few_rows) {
             Some(_) => self.parameter.load_codes(),
-            None => self.parameter.load::<Flex>(&self.base, &Default::default(), false),
+            None => self.load(false),
         }
     }
 
-    /// Gathers the weight for a backward pass.
-    pub(crate) fn load_again(&self) -> Raw {
-        self.parameter.load::<Flex>(&self.base, &Default::default(), true)
+    /// Gathers the weight for a forward pass or, with `again`, for a backward pass.
+    pub(crate) fn load(&self, again: bool) -> Raw {
+        self.parameter.load::<Flex>(&self.base, &Default::default(), again)
     }
 }
 
@@ -175,7 +175,11 @@ impl Op {
     /// Adds the frozen weight, if there is one, to the operands of a forward pass.
     pub(crate) fn with_weight(&self, operands: Vec<FlexTensor>) -> Vec<FlexTensor> {
         let x = operands[0].clone();
-        self.with_frozen(operands, |frozen| frozen.load_for(&x))
+        let is_linear = matches!(self, Op::Linear { .. });
+        self.with_frozen(operands, |frozen| match is_linear {
+            true => frozen.load_for(&x),
+            false => frozen.load(false),
+        })
     }
 
     /// Inverts [`Op::with_frozen`].
@@ -204,7 +208,7 @@ impl Op {
             return self.forward_in_bf16(operands.into_iter().map(packed_of::<bf16>).collect(), wanted);
         }
         if let Op::Linear { bias, frozen: Some(Frozen { parameter, .. }) } = self
-            && let Some(how) = parameter.quantized.filter(|_| operands[1].dtype() != dtype)
+            && let Some(how) = parameter.quantized.filter(|_| dtype == DType::F32 && operands[1].dtype() == DType::F16)
         {
             let mut operands = operands.into_iter();
             let (x, codes) = (operands.next().map(packed), operands.next().map(packed_of::<f16>));

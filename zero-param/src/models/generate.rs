@@ -19,7 +19,7 @@ use super::seq2seq::{self, Seq2SeqModel};
 use super::{Bart, CausalModel, Gpt2, KvCache, Llama, T5};
 use crate::ranks::run_threads;
 use crate::shard::{NoAdapters, shard_by};
-use crate::trainer::{Adapters, devices, told};
+use crate::trainer::{Adapters, devices, refused, told};
 use crate::zero::Zero;
 
 /// Generates the tokens that follow each prompt. `model` is one without autodiff (`model.valid()`), sharded or not, and `device` its device.
@@ -81,6 +81,9 @@ pub struct Burn022;
 
 impl Generator for Burn022 {
     fn check(&self, options: &Options) -> Result<()> {
+        if options.no_kernel_cache {
+            return Err(refused("no_kernel_cache", true));
+        }
         devices(options.backend).map(drop)
     }
 

@@ -4,15 +4,17 @@
 //! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `f` inner
 //! width.
 
+use std::sync::Arc;
+
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
 use zero_kernels::options::{AttentionOptions, Gelu};
-use zero_models::{Activation, Gpt2Config, ModelError};
+use zero_models::{Activation, Documents, Gpt2Config, ModelError};
 
 use super::build::check;
 use super::cache::KvCache;
-use super::layers::{dense, dense_onto, next_logits, next_token_loss, norm};
+use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss, norm};
 use crate::activations::checkpoint_block;
 use crate::fused::{dropout, gelu, packed_attention};
 use crate::layers::{self, embedding};
@@ -94,17 +96,30 @@ impl Gpt2 {
         })
     }
 
-    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
-    pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
+    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row, or in its document if
+    /// rows are packed.
+    pub fn loss(
+        &self,
+        ids_bt: Tensor<2, Int>,
+        labels_bt: Tensor<2, Int>,
+        documents: Option<&Arc<Documents>>,
+    ) -> Tensor<1> {
         let [b, t] = ids_bt.dims();
         let device = ids_bt.device();
-        let places_1t = Tensor::<1, Int>::arange(0..t as i64, &device).reshape([1, t]);
-        let x_btd = embedding(&self.wte, ids_bt) + embedding(&self.wpe, places_1t);
+        let places = match documents {
+            None => Tensor::<1, Int>::arange(0..t as i64, &device).reshape([1, t]),
+            Some(documents) => {
+                let positions: Vec<i32> = documents.positions().collect();
+                Tensor::from_data(TensorData::new(positions, [b, t]), &device)
+            }
+        };
+        let x_btd = embedding(&self.wte, ids_bt) + embedding(&self.wpe, places);
+        let masks = Masks { documents: documents.cloned(), ..Masks::default() };
         let [_, _, d] = x_btd.dims();
         let mut x_nd = dropout(x_btd.reshape([b * t, d]), self.embd_pdrop);
         for block in &self.h {
-            let block = block.clone();
-            x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, b)), x_nd);
+            let (block, masks) = (block.clone(), masks.clone());
+            x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b)), x_nd);
         }
         next_token_loss(norm(&self.ln_f, self.epsilon, x_nd), &self.wte, None, labels_bt)
     }
@@ -141,8 +156,12 @@ impl Block {
 }
 
 impl Attention {
-    fn mix(&self, x_nd: Tensor<2>, batch: usize) -> Tensor<2> {
+    fn mix(&self, x_nd: Tensor<2>, masks: &Masks, batch: usize) -> Tensor<2> {
         let [_, d] = x_nd.dims();
+        if masks.documents.is_some() {
+            let parts = dense(&self.c_attn, x_nd, None).chunk(3, 1).try_into().expect("three thirds");
+            return attend(parts, masks, self.options(batch, d), self.attn_pdrop);
+        }
         let dropout = draw_dropout(self.attn_pdrop, &x_nd.device());
         let options = AttentionOptions { dropout, ..self.options(batch, d) };
         packed_attention(dense(&self.c_attn, x_nd, None), None, options)

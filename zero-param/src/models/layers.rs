@@ -3,12 +3,14 @@
 //! Shape suffixes: `b` batch, `h` query heads, `k` key heads, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`,
 //! `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `h` or `b * h`, `s` = `t * u` scores, `l` labels, `v` vocabulary.
 
+use std::sync::Arc;
+
 use burn::module::Param;
 use burn::tensor::activation::{log_sigmoid, log_softmax, relu, softmax};
-use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData, s};
 use burn_nn::{LayerNorm, Linear};
 use zero_kernels::options::{AttentionOptions, Gelu, MASKED};
-use zero_models::{Activation, ProblemType};
+use zero_models::{Activation, Documents, ProblemType};
 
 use crate::fused::{attention, dropout, gelu, layer_norm, linear};
 use crate::layers::{self, head_cross_entropy};
@@ -47,7 +49,7 @@ pub(super) fn dense_activated(layer: &Linear, activation: Activation, x_nd: Tens
     }
 }
 
-/// What is added to the scores of a pass, or done to them, beyond what the attention options say.
+/// Additions and changes to the scores of a pass, beyond those of the attention options.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Masks {
     /// Added to the scores of keys, `[b, u]`: 0, or a large negative number at padding.
@@ -56,6 +58,8 @@ pub(super) struct Masks {
     pub(super) pairs_rs: Option<Tensor<2>>,
     /// Scores `x` become `cap * tanh(x / cap)` before they are masked.
     pub(super) cap: Option<f64>,
+    /// The documents of packed rows, which attend only to themselves.
+    pub(super) documents: Option<Arc<Documents>>,
 }
 
 /// Returns the values to add to the scores of keys, so that keys are hidden where the mask is 0. `like` has the type of the activations.
@@ -120,6 +124,14 @@ fn plus(x_rs: Tensor<2>, rows: Tensor<2>) -> Tensor<2> {
 /// Computes attention of rows `[n, d]` to keys and values `[m, c]`, with dropout of probabilities. By elementary operations, which store all
 /// scores, if these have a bias or a cap.
 pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOptions, probability: f64) -> Tensor<2> {
+    if let Some(documents) = &masks.documents {
+        let own = Masks { cap: masks.cap, ..Masks::default() };
+        let mixed = documents.runs().map(|(rows, batch)| {
+            let parts = parts.clone().map(|part| part.slice(s![rows.clone(), ..]));
+            attend(parts, &own, AttentionOptions { batch, ..options }, probability)
+        });
+        return Tensor::cat(mixed.collect(), 0);
+    }
     let [q_nd, k_mc, v_mc] = parts;
     if masks.pairs_rs.is_none() && masks.cap.is_none() {
         let options = AttentionOptions { dropout: draw_dropout(probability, &q_nd.device()), ..options };

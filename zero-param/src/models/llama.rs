@@ -4,12 +4,14 @@
 //! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `e` width of
 //! a head, `f` inner width.
 
+use std::sync::Arc;
+
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, s};
 use burn_nn::{Linear, LinearConfig};
 use zero_kernels::options::{AttentionOptions, Gelu};
-use zero_models::LlamaConfig;
 use zero_models::llama::rotary_angles;
+use zero_models::{Documents, LlamaConfig};
 
 use super::cache::KvCache;
 use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss, soft_capped};
@@ -155,9 +157,15 @@ impl Llama {
         }
     }
 
-    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row.
-    pub fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
-        let x_nd = self.hidden_rows(ids_bt);
+    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row, or in its document if
+    /// rows are packed.
+    pub fn loss(
+        &self,
+        ids_bt: Tensor<2, Int>,
+        labels_bt: Tensor<2, Int>,
+        documents: Option<&Arc<Documents>>,
+    ) -> Tensor<1> {
+        let x_nd = self.hidden_rows(ids_bt, documents);
         next_token_loss(x_nd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens), self.caps[1], labels_bt)
     }
 
@@ -181,11 +189,14 @@ impl Llama {
         self.caps[1].into_iter().fold(logits_bv, soft_capped)
     }
 
-    fn hidden_rows(&self, ids_bt: Tensor<2, Int>) -> Tensor<2> {
+    fn hidden_rows(&self, ids_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<2> {
         let [b, t] = ids_bt.dims();
         let mut x_nd = self.embedded(ids_bt);
-        let angles = self.frequencies.angles(|| 0..t as i32, &[t]);
-        let masks = Masks { cap: self.caps[0], ..Masks::default() };
+        let angles = match documents {
+            None => self.frequencies.angles(|| 0..t as i32, &[t]),
+            Some(documents) => self.frequencies.angles(|| documents.positions(), &[documents.longest()]),
+        };
+        let masks = Masks { cap: self.caps[0], documents: documents.cloned(), ..Masks::default() };
         for layer in &self.layers {
             let (layer, angles, masks) = (layer.clone(), angles[usize::from(layer.is_local)].clone(), masks.clone());
             let forward = move |x_nd| {

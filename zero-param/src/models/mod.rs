@@ -16,10 +16,11 @@ mod t5;
 
 use std::path::Path;
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use burn::module::Module;
 use burn::tensor::{Device, Int, Tensor, TensorData};
-use zero_models::{BartConfig, BertConfig, BertKind, CausalFamily, Gpt2Config, LlamaConfig, ModelError};
+use zero_models::{BartConfig, BertConfig, BertKind, CausalFamily, Documents, Gpt2Config, LlamaConfig, ModelError};
 use zero_train::Result;
 use zero_train::data::TokenBatch;
 use zero_train::language::{
@@ -52,8 +53,9 @@ pub trait CausalModel: Module + Sized {
     /// For a configuration with features that the model lacks, or a folder of another model.
     fn build(config: &Self::Config, weights: Option<&Path>, seed: u64, device: &Device) -> Result<Self, ModelError>;
 
-    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens `[b, t]` before it in its row.
-    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1>;
+    /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens `[b, t]` before it in its row, or in its
+    /// document if rows are packed.
+    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1>;
 
     /// Returns the logits `[b, v]` of the token that follows each row. `ids_bt` are the tokens `[b, t]` after those in `cache`, and are
     /// added to it; `t` is 1 unless the cache is empty.
@@ -67,8 +69,8 @@ impl CausalModel for Gpt2 {
         build::begin(Gpt2::new(config, device)?, &config.clone().into(), weights, seed)
     }
 
-    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
-        Gpt2::loss(self, ids_bt, labels_bt)
+    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1> {
+        Gpt2::loss(self, ids_bt, labels_bt, documents)
     }
 
     fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
@@ -83,8 +85,8 @@ impl CausalModel for Llama {
         build::begin(Llama::new(config, device), &config.clone().into(), weights, seed)
     }
 
-    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
-        Llama::loss(self, ids_bt, labels_bt)
+    fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1> {
+        Llama::loss(self, ids_bt, labels_bt, documents)
     }
 
     fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
@@ -93,7 +95,8 @@ impl CausalModel for Llama {
 }
 
 impl Bert {
-    /// Builds a model with the weights in a Hugging Face folder, or with initial weights by `seed`, like [`CausalModel::build`].
+    /// Builds a model with the weights in a Hugging Face folder, or with initial weights by `seed`, like [`CausalModel::build`]. Parameters
+    /// of a head that the folder lacks get initial values.
     ///
     /// # Errors
     ///
@@ -193,8 +196,9 @@ fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> Exi
     let integration = Burn022::new(
         |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
         |task, model: &M, rows, device| {
-            let TokenBatch { width, input_ids, labels } = task.rows().batch(rows)?;
-            Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device)))
+            let TokenBatch { width, input_ids, labels, documents } = task.rows().batch(rows)?;
+            let documents = documents.map(|lengths| Arc::new(Documents::new(lengths)));
+            Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device), documents.as_ref()))
         },
     )
     .adapted_by(CausalTask::initial_adapter)

@@ -29,7 +29,7 @@ pub trait Seq2SeqModel: Module + Sized {
     type Config: Seq2SeqFamily;
 
     /// Builds a model with the weights in a Hugging Face folder, or with initial weights by `seed`, like
-    /// [`CausalModel::build`](super::CausalModel::build).
+    /// [`CausalModel::build`](super::CausalModel::build). Parameters of a classification head that the folder lacks get initial values.
     ///
     /// # Errors
     ///

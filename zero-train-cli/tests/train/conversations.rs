@@ -10,8 +10,9 @@ use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::file::writer::SerializedFileWriter;
 use parquet::schema::parser::parse_message_type;
 use serde_json::{Value, json};
-use zero_train::data::{ChatFormat, Conversations, LossOn, Source, TokenizeOptions, Tokenizer};
+use zero_train::data::{ChatFormat, Conversations, LossOn, Source, TokenBatch, TokenizeOptions, Tokenizer};
 
+use crate::common::assert_stages_agree;
 use crate::common::texts::{self, json_lines, refused, zero};
 
 fn fixtures() -> PathBuf {
@@ -34,6 +35,10 @@ fn lines<'a>(rows: impl IntoIterator<Item = &'a Value>) -> String {
 }
 
 fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conversations, String> {
+    read_with(path, folder, seq, loss_on, false)
+}
+
+fn read_with(path: &Path, folder: &Path, seq: usize, loss_on: LossOn, packing: bool) -> Result<Conversations, String> {
     let format = ChatFormat::of(&Source::File(path)).unwrap().expect("it has a format");
     let folders = [folder];
     let tokenize = TokenizeOptions {
@@ -41,6 +46,7 @@ fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conve
         vocab_size: 1 << 20,
         n_positions: 512,
         folders: &folders,
+        packing,
         ..TokenizeOptions::default()
     };
     let tokenizer = Tokenizer::find(path, &tokenize).unwrap();
@@ -79,8 +85,8 @@ fn ids_and_labels_are_those_of_trl() {
         let loss_on = if text("loss_on") == "all" { LossOn::All } else { LossOn::Completions };
         let got = read(&path, &folder, case["seq"].as_u64().unwrap() as usize, loss_on).unwrap();
         let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
-        assert_eq!(got.rows() + got.skipped_rows(), case["rows"].as_array().unwrap().len(), "{name}");
-        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.skipped_rows());
+        assert_eq!(got.rows() + got.left_out().without_labels, case["rows"].as_array().unwrap().len(), "{name}");
+        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.left_out().without_labels);
         for (row, (got, expected)) in rows(&got).iter().zip(&expected).enumerate() {
             if got != expected {
                 wrong.push(format!("{name}, row {row}:\n{got:?}\nexpected\n{expected:?}"));
@@ -128,6 +134,77 @@ fn losses_are_those_of_torch_on_any_cut() {
     assert!((losses(dir, "all")[0] - expected[0]).abs() > 1e-2, "{:?}", losses(dir, "all"));
 }
 
+/// The documents of a batch: their ids and labels. The first token of each is not predicted.
+fn documents(batch: &TokenBatch) -> Vec<[Vec<i32>; 2]> {
+    let lengths = batch.documents.clone().expect("rows are packed");
+    assert_eq!(lengths.iter().sum::<usize>(), batch.input_ids.len());
+    let mut begin = 0;
+    let document = |length: &usize| {
+        let range = begin..begin + length;
+        begin = range.end;
+        assert_eq!(batch.labels[range.start], -100);
+        [batch.input_ids[range.clone()].to_vec(), batch.labels[range][1..].to_vec()]
+    };
+    lengths.iter().map(document).collect()
+}
+
+/// [`inputs`], and short texts with completions in `pairs.jsonl`.
+fn pairs(dir: &Path) {
+    inputs(dir);
+    let words = ["to", "be", "a", "or", "now"];
+    let text = |at: usize, many: usize| (0..many).map(|i| words[(at + i * i) % 5]).collect::<Vec<_>>().join(" ");
+    let pair = |at: usize| json!({ "prompt": text(at, 1 + at % 2), "completion": text(at + 3, 1 + at % 3) });
+    std::fs::write(dir.join("pairs.jsonl"), lines(&(0..24).map(pair).collect::<Vec<_>>())).unwrap();
+}
+
+#[test]
+fn packed_rows_hold_every_conversation_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    pairs(dir);
+    let (path, folder) = (dir.join("pairs.jsonl"), dir.join("llama"));
+    let alone = read(&path, &folder, 36, LossOn::Completions).unwrap();
+    let packed = read_with(&path, &folder, 36, LossOn::Completions, true).unwrap();
+    println!("{} conversations in {} rows", alone.rows(), packed.rows());
+    assert!(2 * packed.rows() < alone.rows() && packed.seq() <= 36 && packed.conversations() == alone.rows());
+    let row = |conversations: &Conversations, row: usize| conversations.batch(&[row]);
+    let mut expected: Vec<_> =
+        (0..alone.rows()).map(|at| row(&alone, at)).map(|row| [row.input_ids, row.labels[1..].to_vec()]).collect();
+    let mut got: Vec<_> = (0..packed.rows()).flat_map(|at| documents(&row(&packed, at))).collect();
+    expected.sort();
+    got.sort();
+    assert_eq!(got, expected);
+    // Rows of a batch end in padding, which is a document without labels.
+    let all: Vec<usize> = (0..packed.rows()).collect();
+    let batch = packed.batch(&all);
+    let with_labels = documents(&batch).iter().filter(|[_, labels]| labels.iter().any(|label| *label >= 0)).count();
+    assert_eq!((with_labels, batch.input_ids.len()), (alone.rows(), batch.width * all.len()));
+    assert_eq!(packed.labels(&all), alone.labels(&(0..alone.rows()).collect::<Vec<_>>()));
+}
+
+#[test]
+fn packed_rows_train_like_rows_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    pairs(dir);
+    let packed = read_with(&dir.join("pairs.jsonl"), &dir.join("llama"), 36, LossOn::Completions, true).unwrap();
+    // All rows in one step: a longer row would hold other documents than a step of unpacked rows.
+    let [all, packs] = [packed.conversations(), packed.rows()].map(|rows| rows.to_string());
+    let how = ["--weights", "llama", "--data", "pairs.jsonl", "--seq", "36", "--lr", "1e-3"];
+    let step = |run: &str, more: &[&str]| {
+        texts::train(dir, run, &[&how, &["--steps", "3", "--shuffle", "false"], more]);
+        let steps = json_lines(&dir.join(run).join("out/metrics.jsonl"));
+        steps.iter().flat_map(|step| ["loss", "grad_norm"].map(|key| step[key].as_f64().unwrap())).collect::<Vec<_>>()
+    };
+    let alone = step("alone", &["--batch", &all]);
+    let got = step("packed", &["--batch", &packs, "--packing"]);
+    let apart = got.iter().zip(&alone).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+    println!("losses and norms of packed rows differ by at most {apart:.1e}");
+    assert!(got.len() == 6 && apart < 1e-6, "{got:?}, expected {alone:?}");
+    let train = |run: &str, more: &[&str]| texts::train(dir, run, &[&how, &["--batch", "2", "--packing"], more]);
+    assert_stages_agree(dir, "packed-", ["2", "4"], train);
+}
+
 /// The same rows in all kinds of files, also when split.
 #[test]
 fn tables_arrays_and_parquet_are_read_alike() {
@@ -173,7 +250,7 @@ fn tables_arrays_and_parquet_are_read_alike() {
     std::fs::write(dir.join("split/train.jsonl"), lines([&silent, &chats[0]])).unwrap();
     std::fs::write(dir.join("split/validation.jsonl"), lines([&chats[1], &silent])).unwrap();
     let split = loaded("split");
-    assert_eq!((rows(&split), split.held_out(), split.skipped_rows()), (expected, 1, 2));
+    assert_eq!((rows(&split), split.held_out(), split.left_out().without_labels), (expected, 1, 2));
 }
 
 #[test]
@@ -210,6 +287,50 @@ fn the_command_says_what_is_left_out_and_measures_what_is_held_out() {
         summary["epochs"][0]["eval"][0][1].as_f64().unwrap()
     });
     assert!(evals.iter().all(|loss| (loss - evals[0]).abs() < 1e-6), "{evals:?}");
+}
+
+#[test]
+fn bad_rows_are_skipped_with_a_line_each() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    pairs(dir);
+    let good = std::fs::read_to_string(dir.join("pairs.jsonl")).unwrap();
+    let bad = json!({ "prompt": "to", "completion": 3 });
+    std::fs::write(dir.join("pairs.jsonl"), format!("{good}{bad}\n{}", format!("{bad}\n").repeat(12))).unwrap();
+    let train = ["train", "--weights", "llama", "--data", "pairs.jsonl", "--threads", "1", "--steps", "1"];
+    let text = refused(&train, dir);
+    assert!(text.contains("pairs.jsonl: line 25: its \"prompt\" is a string"), "{text}");
+    let ran = zero(&[&train[..], &["--on-bad-row", "skip", "--seq", "8"]].concat(), dir);
+    let told = String::from_utf8_lossy(&ran.stderr);
+    assert!(ran.status.success(), "{told}");
+    assert_eq!(told.matches("; the row is skipped").count(), 10, "{told}");
+    assert!(told.contains("3 more rows cannot be used, and are skipped (13 of 37)"), "{told}");
+    assert!(told.contains("rows are cut to the length of the longest row (--seq)"), "{told}");
+    // If none is left, the reason is told.
+    std::fs::write(dir.join("pairs.jsonl"), format!("{bad}\n{bad}\n")).unwrap();
+    let text = refused(&[&train[..], &["--on-bad-row", "skip"]].concat(), dir);
+    let reason = "2 rows cannot be used, the first one because: pairs.jsonl: line 1: its \"prompt\" is a string";
+    assert!(text.contains(reason), "{text}");
+    // Documents have no bad rows.
+    std::fs::write(dir.join("text.txt"), "to be or not to be\n".repeat(50)).unwrap();
+    let text = refused(&["train", "--weights", "llama", "--data", "text.txt", "--on-bad-row", "skip"], dir);
+    assert!(text.contains("--on-bad-row skip: expected --data as well, with conversations"), "{text}");
+}
+
+#[test]
+fn a_dry_run_shows_what_counts() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    let conversation =
+        json!({ "messages": [{ "role": "user", "content": "who" }, { "role": "assistant", "content": "a king" }] });
+    std::fs::write(dir.join("one.jsonl"), lines([&conversation])).unwrap();
+    let shown = texts::ok(&["train", "--weights", "llama", "--data", "one.jsonl", "--dry-run", "--task", "sft"], dir);
+    let examples =
+        shown.split_once("examples (+ counts in the loss, - is only read):\n").expect("there are examples").1;
+    let parts: Vec<&str> = examples.lines().filter(|line| line.starts_with("  + ")).collect();
+    assert!(matches!(parts[..], [part] if part.contains("a king") && !part.contains("who")), "{examples}");
+    assert!(examples.lines().any(|line| line.starts_with("  - ") && line.contains("who")), "{examples}");
 }
 
 #[test]

@@ -6,6 +6,8 @@ use std::path::Path;
 #[cfg(feature = "burn")]
 use burn::tensor::Tensor;
 use serde_json::Value;
+#[cfg(feature = "burn")]
+use zero_models::Documents;
 use zero_models::generate::Sampling;
 #[cfg(feature = "burn")]
 use zero_models::generate::alone;
@@ -14,7 +16,7 @@ use zero_models::{CausalFamily, ModelConfig};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program, TaskChoice, recipes};
+use super::{OnBadRow, Options, Program, TaskChoice, recipes};
 use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, TokenBatch, TokenRows, Tokenizer};
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
@@ -56,18 +58,20 @@ impl CausalRows {
                     "expected --data as well, with conversations, or with prompts and completions, in its rows";
                 return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
             }
+            if options.packing {
+                let expected = "expected --data as well, with conversations; rows of documents are always full";
+                return Err(wrong("packing", true, expected));
+            }
+            if options.on_bad_row == OnBadRow::Skip {
+                let expected =
+                    "expected --data as well, with conversations; the first row decides, so it cannot be a bad one";
+                return Err(wrong("on-bad-row", "skip", expected));
+            }
             return Ok(Self::Documents(TokenRows::load(source, &tokenize)?));
         };
         let tokenizer = Tokenizer::find(path, &tokenize)?;
         let rows = Conversations::load(path, format, options.loss_on.unwrap_or_default(), &tokenize, tokenizer)?;
-        if rows.skipped_rows() > 0 {
-            let (left_out, all) = (rows.skipped_rows(), rows.skipped_rows() + rows.rows());
-            eprintln!(
-                "warning: {}: {left_out} of {all} rows are skipped: no token of an answer fits into the longest row \
-                 (--seq)",
-                path.display()
-            );
-        }
+        warn_of(path, &rows);
         Ok(Self::Conversations(rows))
     }
 
@@ -112,7 +116,7 @@ impl CausalRows {
         match self {
             Self::Documents(documents) => {
                 let ids = documents.tokens(rows)?;
-                Ok(TokenBatch { width: documents.seq(), labels: ids.clone(), input_ids: ids })
+                Ok(TokenBatch { width: documents.seq(), labels: ids.clone(), input_ids: ids, documents: None })
             }
             Self::Conversations(conversations) => Ok(conversations.batch(rows)),
         }
@@ -125,6 +129,27 @@ impl CausalRows {
             rows => rows.batch(&[row])?.input_ids.into_iter().take(16).collect(),
         };
         Ok(prompt.into_iter().take(most).map(|id| id as u32).collect())
+    }
+}
+
+/// Prints which rows are left out or cut.
+fn warn_of(path: &Path, rows: &Conversations) {
+    let left_out = rows.left_out();
+    left_out.problems.iter().for_each(|problem| eprintln!("warning: {problem}; the row is skipped"));
+    let more = left_out.bad - left_out.problems.len();
+    let all = left_out.read;
+    let path = path.display();
+    if more > 0 {
+        eprintln!("warning: {path}: {more} more rows cannot be used, and are skipped ({} of {all})", left_out.bad);
+    }
+    if left_out.without_labels > 0 {
+        eprintln!(
+            "warning: {path}: {} of {all} rows are skipped: no token of an answer fits into the longest row (--seq)",
+            left_out.without_labels
+        );
+    }
+    if left_out.cut > 0 {
+        eprintln!("warning: {path}: {} of {all} rows are cut to the length of the longest row (--seq)", left_out.cut);
     }
 }
 
@@ -267,9 +292,9 @@ impl<C: CausalFamily> Task for CausalTask<C> {
 
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
-        let TokenBatch { width, input_ids, labels } = self.rows.batch(rows)?;
+        let TokenBatch { width, input_ids, labels, documents } = self.rows.batch(rows)?;
         let [ids_bt, labels_bt] = [input_ids, labels].map(|ids| tokens(ids, width, device));
-        Ok(C::loss(model, ids_bt, labels_bt))
+        Ok(C::loss(model, ids_bt, labels_bt, documents.map(Documents::new).as_ref()))
     }
 
     /// Returns the number of labels of conversations. All rows of documents have equally many.
@@ -311,6 +336,18 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     #[cfg(feature = "burn")]
     fn sample<B: FusedBackend>(&self, model: &C::Model<B>, device: &B::Device) -> Result<Option<String>> {
         self.sample_by(|prompts, how| Ok(alone(|hooks| C::generate(model, prompts, how, device, hooks))?))
+    }
+
+    fn examples(&self) -> Option<String> {
+        let CausalRows::Conversations(rows) = &self.rows else { return None };
+        let example = |row: usize| {
+            let part = |(counts, text): (bool, String)| format!("  {} {text:?}", if counts { '+' } else { '-' });
+            let parts: Vec<String> = rows.parts(row).into_iter().map(part).collect();
+            let of = if rows.is_packed() { ", its first conversation" } else { "" };
+            format!("row {}{of}:\n{}", row + 1, parts.join("\n"))
+        };
+        let examples: Vec<String> = (0..rows.rows().min(3)).map(example).collect();
+        Some(format!("examples (+ counts in the loss, - is only read):\n{}", examples.join("\n")))
     }
 
     fn settings(&self) -> Value {

@@ -70,6 +70,7 @@ use crate::trainer::{FusedBackend, Trainer};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum TaskChoice {
     /// Predict the next token: GPT-2, Llama, Mistral, Qwen, Gemma, Phi.
+    #[value(alias = "sft")]
     CausalLm,
     /// Predict masked tokens, and whether one text follows another: BERT.
     BertPretraining,
@@ -78,6 +79,16 @@ pub enum TaskChoice {
     /// Generate one text from another: BART, T5.
     #[value(name = "seq2seq")]
     Seq2Seq,
+}
+
+/// Handling of a row that cannot be used.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
+pub enum OnBadRow {
+    /// The run ends with an error that names the row.
+    #[default]
+    Error,
+    /// The row is skipped with a warning.
+    Skip,
 }
 
 /// Options of a command that trains a language model.
@@ -118,6 +129,14 @@ pub struct Options {
     /// completions]
     #[arg(long, value_name = "TOKENS")]
     pub loss_on: Option<LossOn>,
+    /// Handling of a row of conversations that cannot be used, such as one without a role or one that the chat template refuses: end with
+    /// an error, or skip the row with a warning. The first row, and lines that are not JSON, always end the run
+    #[arg(long, value_name = "WHAT", default_value = "error")]
+    pub on_bad_row: OnBadRow,
+    /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each sees only itself, as in a row
+    /// of its own
+    #[arg(long)]
+    pub packing: bool,
     /// Use this tokenizer: a tokenizer.json, or a folder with the files of a tokenizer (tokenizer.json, BERT's vocab.txt
     /// and others). `zero tokenizer` trains one for BERT [default: the one in --weights or --model, otherwise the
     /// built-in tokenizer of GPT-2]
@@ -201,6 +220,16 @@ impl Options {
         if let Some(loss_on) = self.loss_on.filter(|_| task != TaskChoice::CausalLm) {
             let expected = "expected --task causal-lm, the only one that reads conversations";
             return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
+        }
+        if self.on_bad_row == OnBadRow::Skip && task != TaskChoice::CausalLm {
+            return Err(wrong(
+                "on-bad-row",
+                "skip",
+                "expected --task causal-lm, the only one that reads conversations",
+            ));
+        }
+        if self.packing && task != TaskChoice::CausalLm {
+            return Err(wrong("packing", true, "expected --task causal-lm, the only one that reads conversations"));
         }
         match self.second_field.as_ref().filter(|_| task != TaskChoice::TextClassification) {
             Some(name) => Err(wrong(
@@ -291,6 +320,8 @@ impl Options {
             field: self.text_field.as_deref(),
             held_out: self.train.eval,
             cache: self.token_cache.as_deref(),
+            packing: self.packing,
+            skips_bad_rows: self.on_bad_row == OnBadRow::Skip,
         }
     }
 }

@@ -305,6 +305,8 @@ impl<'a, F> Trainer<'a, F> {
         let warnings = warnings.chain(unheeded);
         warnings.for_each(|warning| eprintln!("warning: {warning}"));
         if options.dry_run {
+            let examples = task.borrow().examples().filter(|_| !options.json && ranks.is_main());
+            examples.into_iter().for_each(|examples| println!("{examples}"));
             return Ok(Ended { summary: None, signal: None });
         }
         let done = plan.checkpoints.resumed_steps();

@@ -245,7 +245,7 @@ pub struct Options {
     /// Write a trace of every operation, all-gather and reduction to this file, for chrome://tracing or Perfetto
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub trace: Option<PathBuf>,
-    /// Print the plan and the memory that the run needs, and exit without training
+    /// Print the plan, the memory that the run needs, and the first rows if they are conversations, and exit without training
     #[cfg_attr(feature = "cli", arg(long))]
     pub dry_run: bool,
     /// Print only a JSON summary to standard output. Progress lines go to standard error; there is no progress bar

@@ -210,6 +210,11 @@ pub trait Task: Sync + Sized {
         None
     }
 
+    /// Returns some rows as the model sees them, which `--dry-run` shows after the plan.
+    fn examples(&self) -> Option<String> {
+        None
+    }
+
     /// Returns a message about the choice of the model, shown before the plan.
     fn notice(&self) -> Option<String> {
         None
