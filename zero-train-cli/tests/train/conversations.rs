@@ -205,6 +205,29 @@ fn packed_rows_train_like_rows_of_their_own() {
     assert_stages_agree(dir, "packed-", ["2", "4"], train);
 }
 
+#[test]
+fn a_packed_gpt2_trains_like_rows_of_their_own() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    pairs(dir);
+    let sizes = json!({
+        "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 24, "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0, "attn_pdrop": 0.0
+    });
+    texts::model(dir, "model", &sizes);
+    let how = ["--model", "model", "--data", "pairs.jsonl", "--seq", "24", "--lr", "1e-3", "--shuffle", "false"];
+    let plan = texts::ok(&[&["train"], &how[..], &["--packing", "--dry-run"]].concat(), dir);
+    let packs = plan.split(" rows of data").next().and_then(|text| text.rsplit(' ').next()).unwrap();
+    assert!((2..12).contains(&packs.parse::<usize>().unwrap()), "{packs} rows of 24 conversations");
+    let steps = |run: &str, more: &[&str]| {
+        texts::train(dir, run, &[&how, &["--steps", "2"], more]);
+        losses(dir, run)
+    };
+    let (alone, packed) = (steps("alone", &["--batch", "24"]), steps("packed", &["--batch", packs, "--packing"]));
+    let apart = packed.iter().zip(&alone).map(|(a, b)| ((a - b) / b).abs()).fold(0.0, f64::max);
+    assert!(packed.len() == 2 && apart < 1e-6, "{packed:?}, expected {alone:?}");
+}
+
 /// The same rows in all kinds of files, also when split.
 #[test]
 fn tables_arrays_and_parquet_are_read_alike() {
