@@ -15,7 +15,7 @@ skipped = [  # pattern, reason
     (r"^zero config( +#|$)|^zero chat|completions", "asks on a terminal"),
     (r"Instruct|\bsft\b|Qwen3-0.6B", "needs a chat model"),
     (r"generate bart .*cat sat|--weights (bert|distilbert-base-uncased) --data reviews", "needs a model with its own tokenizer and more than 24 positions"),
-    (r"^zero report (run digits|digits run)|^zero (check zero.yaml|inspect run/checkpoints) +# (explain|list a)", "reads files of other pages"),
+    (r"^zero report (run digits|digits run)|^zero (check zero.yaml|inspect run/checkpoints) +# (explain|list)", "reads files of other pages"),
     (r"gaps.jsonl|lines.jsonl|export (base hf|adapter peft)|generate peft", "needs the files and the base model of peft_seq2seq"),
     (r"relay\.py|^tensorboard", "needs a package of Python"),
     (r"bench/limited\.sh|examples/peft_seq2seq", "takes minutes: see docs/performance.md and .ci/full"),
