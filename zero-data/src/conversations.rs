@@ -309,7 +309,9 @@ impl Conversations {
                 let begin = batch.labels.len();
                 batch.labels.extend(labels);
                 // The token before it is of another conversation.
-                batch.labels[begin] = if self.packs.is_some() { IGNORED_LABEL } else { batch.labels[begin] };
+                if self.packs.is_some() {
+                    batch.labels[begin] = IGNORED_LABEL;
+                }
                 batch.input_ids.extend(ids);
                 batch.documents.iter_mut().for_each(|documents| documents.push(ids.len()));
             }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::Parser;
 use zero_core::alloc::PageKeeper;
-use zero_param::models::{self, generate::Burn022};
+use zero_param::models::{self, generate::TextGenerator};
 use zero_train::data::Source;
 use zero_train::format_error;
 use zero_train::language::{Options, Program, generate};
@@ -32,8 +32,8 @@ fn main() -> ExitCode {
             let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&ALLOCATOR) };
             return models::main(&options, &program);
         }
-        Cli::Generate(options) => generate::run(&Burn022, &options),
-        Cli::Chat(options) => generate::chat(&Burn022, *options),
+        Cli::Generate(options) => generate::run(&TextGenerator, &options),
+        Cli::Chat(options) => generate::chat(&TextGenerator, *options),
     };
     match generated {
         Ok(()) => ExitCode::SUCCESS,

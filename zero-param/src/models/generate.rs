@@ -1,6 +1,6 @@
 //! Text generation on Burn 0.22: token by token, with a cache of keys and values.
 //!
-//! [`generate`] is for a model of one's own program, [`Burn022`] for the commands `zero-022 generate` and `zero-022 chat`. Sampling and beam
+//! [`generate`] is for a model of one's own program, [`TextGenerator`] for the commands `zero-022 generate` and `zero-022 chat`. Sampling and beam
 //! search are those of [`zero_models::generate`].
 
 use std::sync::Arc;
@@ -75,11 +75,11 @@ impl<M: CausalModel> Reader for Cached<'_, M> {
     }
 }
 
-/// Generates text by modules of Burn 0.22: `zero_train::language::generate::run(&Burn022, &options)`.
+/// Generates text by modules of Burn 0.22: `zero_train::language::generate::run(&TextGenerator, &options)`.
 #[derive(Debug, Clone, Copy)]
-pub struct Burn022;
+pub struct TextGenerator;
 
-impl Generator for Burn022 {
+impl Generator for TextGenerator {
     fn check(&self, options: &Options) -> Result<()> {
         if options.no_kernel_cache {
             return Err(refused("no_kernel_cache", true));

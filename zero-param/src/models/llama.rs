@@ -1,4 +1,4 @@
-//! Llama and its variants on Burn 0.22: Llama, Mistral, Qwen2 and 3, Gemma, Gemma 1 to 3 and Phi-3. Parameters have the paths, shapes and values
+//! Llama and its variants on Burn 0.22: Llama, Mistral, Qwen2 and 3, Gemma 1 to 3 and Phi-3. Parameters have the paths, shapes and values
 //! of `zero_models::Llama`, so either model reads the other's checkpoints and Hugging Face's.
 //!
 //! The model does not depend on ranks. Shape suffixes: `b` batch, `t` positions, `d` width, `v` vocabulary, `n` = `b * t` rows, `e` width of

@@ -63,8 +63,7 @@ impl CausalRows {
                 return Err(wrong("packing", true, expected));
             }
             if options.on_bad_row == OnBadRow::Skip {
-                let expected =
-                    "expected --data as well, with conversations; the first row decides, so it cannot be a bad one";
+                let expected = "expected --data as well, with conversations; the first row determines the format, so it must be a good one";
                 return Err(wrong("on-bad-row", "skip", expected));
             }
             return Ok(Self::Documents(TokenRows::load(source, &tokenize)?));

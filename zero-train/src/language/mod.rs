@@ -129,8 +129,9 @@ pub struct Options {
     /// completions]
     #[arg(long, value_name = "TOKENS")]
     pub loss_on: Option<LossOn>,
-    /// Handling of a row of conversations that cannot be used, such as one without a role or one that the chat template refuses: end with
-    /// an error, or skip the row with a warning. The first row, and lines that are not JSON, always end the run
+    /// End the run with an error, or skip the row with a warning, if a row of conversations cannot be used: for example, a message has no
+    /// role, or the chat template refuses it. The first row determines the format, so it must be a good one. A line that is not JSON always
+    /// ends the run
     #[arg(long, value_name = "WHAT", default_value = "error")]
     pub on_bad_row: OnBadRow,
     /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each sees only itself, as in a row
