@@ -1,4 +1,5 @@
-//! Conversations, and prompts with completions: one per row, of which the model learns the answers.
+//! Conversations, and prompts with completions: one per row, of which the model learns the answers. Or preferences: two completions of a
+//! prompt per row, a chosen one and a rejected one.
 //!
 //! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>),
 //!   ShareGPT and Stanford Alpaca.
@@ -47,14 +48,17 @@ pub enum ChatFormat {
     PromptCompletion,
     /// `instruction`, `input` and `output`: texts, of Stanford Alpaca.
     Alpaca,
+    /// `chosen` and `rejected`, with or without `prompt`: texts, or lists of messages.
+    Preference,
 }
 
 /// Formats, with the fields that identify them.
-const FORMATS: [(ChatFormat, &[&str]); 4] = [
+const FORMATS: [(ChatFormat, &[&str]); 5] = [
     (ChatFormat::Messages, &["messages"]),
     (ChatFormat::ShareGpt, &["conversations"]),
     (ChatFormat::PromptCompletion, &["prompt", "completion"]),
     (ChatFormat::Alpaca, &["instruction", "output"]),
+    (ChatFormat::Preference, &["chosen", "rejected"]),
 ];
 
 /// Fields of a row that would change its text, and are not supported.
@@ -65,7 +69,7 @@ const REFUSED_IN_MESSAGE: [&str; 7] =
     ["tool_calls", "tool_call_id", "function_call", "reasoning_content", "thinking", "weight", "train"];
 
 /// Columns that are read.
-const COLUMNS: [&str; 11] = [
+const COLUMNS: [&str; 13] = [
     "messages",
     "conversations",
     "prompt",
@@ -73,6 +77,8 @@ const COLUMNS: [&str; 11] = [
     "instruction",
     "input",
     "output",
+    "chosen",
+    "rejected",
     REFUSED[0],
     REFUSED[1],
     REFUSED[2],
@@ -80,15 +86,15 @@ const COLUMNS: [&str; 11] = [
 ];
 
 impl ChatFormat {
-    /// Returns the format of a source's first row. `None`: it holds documents, or cannot be read.
+    /// Returns the formats of a source's first row: several if it has the fields of several. Empty: it holds documents, or cannot be read.
     ///
     /// # Errors
     ///
     /// [`DataError`](crate::DataError) for a folder that cannot be used.
-    pub fn of(source: &Source<'_>) -> Result<Option<Self>> {
-        let Source::File(path) = *source else { return Ok(None) };
+    pub fn of(source: &Source<'_>) -> Result<Vec<Self>> {
+        let Source::File(path) = *source else { return Ok(Vec::new()) };
         if is_tokens(path) {
-            return Ok(None);
+            return Ok(Vec::new());
         }
         let mut first = None;
         // An error of the file is reported when it is read for its rows.
@@ -97,7 +103,7 @@ impl ChatFormat {
             Err(place.wrong(path, "is the only one that is read"))
         });
         let has = |field: &&str| first.as_ref().is_some_and(|row| row.contains_key(*field));
-        Ok(FORMATS.iter().find(|(_, fields)| fields.iter().all(has)).map(|(format, _)| *format))
+        Ok(FORMATS.iter().filter(|(_, fields)| fields.iter().all(has)).map(|(format, _)| *format).collect())
     }
 }
 
@@ -117,8 +123,10 @@ pub struct Conversations {
     counts: Vec<bool>,
     /// The end of each conversation in `ids`.
     ends: Vec<usize>,
-    /// The conversations of each row, if rows are packed; otherwise each is a row.
+    /// The conversations of each row, if rows are packed or preferences; otherwise each is a row.
     packs: Option<Vec<Vec<usize>>>,
+    /// True if the two conversations of a row are the chosen and the rejected one.
+    are_preferences: bool,
     longest: usize,
     held_out: usize,
     left_out: LeftOut,
@@ -200,8 +208,12 @@ impl Conversations {
         }
         let begins = [0].into_iter().chain(rows.ends.iter().copied());
         let lengths: Vec<usize> = begins.zip(&rows.ends).map(|(begin, end)| end - begin).collect();
-        let mut packs =
-            options.packing.then(|| [0..trained, trained..lengths.len()].map(|part| packed(&lengths, part, seq)));
+        let are_preferences = format == ChatFormat::Preference;
+        let parts = [0..trained, trained..lengths.len()];
+        let mut packs = match options.packing {
+            true => Some(parts.map(|part| packed(&lengths, part, seq))),
+            false => are_preferences.then(|| parts.map(|part| part.step_by(2).map(|at| vec![at, at + 1]).collect())),
+        };
         let found = packs.as_ref().map_or(found, |[_, of_split]| of_split.len());
         let held_out = if split == files.len() { 0 } else { documents::held_out(options.held_out, found)? };
         rows.ends.truncate(if packs.is_some() { lengths.len() } else { trained + held_out });
@@ -209,10 +221,12 @@ impl Conversations {
         let packs = packs.map(|packs| packs.concat());
         let longest = match &packs {
             None => lengths[..rows.ends.len()].iter().copied().max(),
+            Some(packs) if are_preferences => packs.iter().flatten().map(|&at| lengths[at]).max(),
             Some(packs) => packs.iter().map(|pack| pack.iter().map(|&at| lengths[at]).sum()).max(),
         };
         let Rows { ids, counts, ends, left_out } = rows;
-        Ok(Self { ids, counts, ends, packs, longest: longest.unwrap_or(0), held_out, left_out, tokenizer })
+        let longest = longest.unwrap_or(0);
+        Ok(Self { ids, counts, ends, packs, are_preferences, longest, held_out, left_out, tokenizer })
     }
 
     /// Returns the number of rows.
@@ -220,9 +234,14 @@ impl Conversations {
         self.packs.as_ref().map_or(self.ends.len(), Vec::len)
     }
 
-    /// Returns whether a row may hold several conversations.
+    /// Returns whether a row may hold several conversations, which do not see each other.
     pub fn is_packed(&self) -> bool {
-        self.packs.is_some()
+        self.packs.is_some() && !self.are_preferences
+    }
+
+    /// Returns whether each row is a preference.
+    pub fn are_preferences(&self) -> bool {
+        self.are_preferences
     }
 
     /// Returns the number of conversations.
@@ -240,9 +259,9 @@ impl Conversations {
         &self.left_out
     }
 
-    /// Returns the texts of a row's first conversation: parts that are only read, and parts that count in the loss (`true`).
-    pub fn parts(&self, row: usize) -> Vec<(bool, String)> {
-        let range = self.ranges(row).next().unwrap_or_default();
+    /// Returns the texts of conversation `at` of a row: parts that are only read, and parts that count in the loss (`true`).
+    pub fn parts(&self, row: usize, at: usize) -> Vec<(bool, String)> {
+        let range = self.ranges(row).nth(at).unwrap_or_default();
         let (ids, mut begin) = (&self.ids[range.clone()], 0);
         let part = |counts: &[bool]| {
             let tokens: Vec<u32> = ids[begin..begin + counts.len()].iter().map(|&id| id as u32).collect();
@@ -252,7 +271,7 @@ impl Conversations {
         self.counts[range].chunk_by(|a, b| a == b).map(part).collect()
     }
 
-    /// Returns the number of tokens of the longest row.
+    /// Returns the number of tokens of the longest row; of preferences, of the longest prompt with a completion.
     pub fn seq(&self) -> usize {
         self.longest
     }
@@ -277,8 +296,16 @@ impl Conversations {
 
     /// Returns the number of labels of some rows that the model predicts: the first token of a conversation is not predicted.
     pub fn labels(&self, rows: &[usize]) -> usize {
-        let of = |range: Range<usize>| self.counts[range][1..].iter().filter(|counts| **counts).count();
-        rows.iter().flat_map(|&row| self.ranges(row)).map(of).sum()
+        rows.iter().flat_map(|&row| self.ranges(row)).map(|range| self.labels_in(range)).sum()
+    }
+
+    /// Returns [`labels`](Self::labels) of each sequence of a batch of preferences.
+    pub fn labels_of_each(&self, rows: &[usize]) -> Vec<usize> {
+        self.sequences(rows).iter().flatten().map(|range| self.labels_in(range.clone())).collect()
+    }
+
+    fn labels_in(&self, range: Range<usize>) -> usize {
+        self.counts[range][1..].iter().filter(|counts| **counts).count()
     }
 
     /// Returns the tokens before the first label of a row's first conversation.
@@ -297,19 +324,32 @@ impl Conversations {
         })
     }
 
-    /// Returns a batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels.
+    /// Returns the conversations in each sequence of a batch: those of a row; of preferences, all chosen ones, then all rejected ones.
+    fn sequences(&self, rows: &[usize]) -> Vec<Vec<Range<usize>>> {
+        match self.are_preferences {
+            false => rows.iter().map(|&row| self.ranges(row).collect()).collect(),
+            true => {
+                (0..2).flat_map(|at| rows.iter().map(move |&row| self.ranges(row).skip(at).take(1).collect())).collect()
+            }
+        }
+    }
+
+    /// Returns a batch of rows, padded at their ends to the longest. No token attends to padding, and it has no labels. A batch of
+    /// preferences has two sequences for each row: all chosen ones come first, then all rejected ones.
     pub fn batch(&self, rows: &[usize]) -> TokenBatch {
-        let width = rows.iter().map(|&row| self.ranges(row).map(|range| range.len()).sum()).max().unwrap_or(0);
-        let documents = self.packs.as_ref().map(|_| Vec::new());
+        let sequences = self.sequences(rows);
+        let length = |sequence: &Vec<Range<usize>>| sequence.iter().map(Range::len).sum();
+        let width = sequences.iter().map(length).max().unwrap_or(0);
+        let documents = self.is_packed().then(Vec::new);
         let mut batch = TokenBatch { width, documents, ..TokenBatch::default() };
-        for (at, &row) in rows.iter().enumerate() {
-            for range in self.ranges(row) {
+        for (at, sequence) in sequences.into_iter().enumerate() {
+            for range in sequence {
                 let (ids, counts) = (&self.ids[range.clone()], &self.counts[range]);
                 let labels = ids.iter().zip(counts).map(|(&id, &counts)| if counts { id } else { IGNORED_LABEL });
                 let begin = batch.labels.len();
                 batch.labels.extend(labels);
                 // The token before it is of another conversation.
-                if self.packs.is_some() {
+                if self.is_packed() {
                     batch.labels[begin] = IGNORED_LABEL;
                 }
                 batch.input_ids.extend(ids);
@@ -368,16 +408,16 @@ impl Rows {
     fn read(&mut self, file: &DataFile, format: ChatFormat, encoder: &Encoder<'_>) -> Result<()> {
         let mut part: Vec<(Place, Map<String, Value>)> = Vec::new();
         let mut flush = |part: &mut Vec<(Place, Map<String, Value>)>| -> Result<()> {
-            let encoded: Vec<Result<Encoded>> = std::mem::take(part)
+            let encoded: Vec<Result<Vec<Encoded>>> = std::mem::take(part)
                 .into_par_iter()
                 .map(|(place, row)| {
-                    let encoded = encoder.example(format, row).and_then(|example| encoder.encode(&example));
+                    let encoded = encoder.examples(format, row).and_then(|examples| encoder.encode_all(&examples));
                     encoded.map_err(|problem| place.wrong(&file.path, &problem))
                 })
                 .collect();
             self.left_out.read += encoded.len();
             for encoded in encoded {
-                let (mut ids, mut counts) = match encoded {
+                let mut sequences = match encoded {
                     Ok(encoded) => encoded,
                     Err(error) if encoder.skips => {
                         self.left_out.bad += 1;
@@ -388,18 +428,23 @@ impl Rows {
                     }
                     Err(error) => return Err(error),
                 };
-                let is_cut = ids.len() > encoder.seq;
-                ids.truncate(encoder.seq);
-                counts.truncate(encoder.seq);
+                let is_cut = sequences.iter().any(|(ids, _)| ids.len() > encoder.seq);
+                for (ids, counts) in &mut sequences {
+                    ids.truncate(encoder.seq);
+                    counts.truncate(encoder.seq);
+                }
                 // The first token is not predicted.
-                if !counts.iter().skip(1).any(|counts| *counts) {
+                let has_labels = |counts: &Vec<bool>| counts.iter().skip(1).any(|counts| *counts);
+                if !sequences.iter().all(|(_, counts)| has_labels(counts)) {
                     self.left_out.without_labels += 1;
                     continue;
                 }
                 self.left_out.cut += usize::from(is_cut);
-                self.ids.extend(ids.iter().map(|&id| id as i32));
-                self.counts.extend(counts);
-                self.ends.push(self.ids.len());
+                for (ids, counts) in sequences {
+                    self.ids.extend(ids.iter().map(|&id| id as i32));
+                    self.counts.extend(counts);
+                    self.ends.push(self.ids.len());
+                }
             }
             Ok(())
         };
@@ -426,15 +471,15 @@ struct Encoder<'a> {
 type Encoded = (Vec<u32>, Vec<bool>);
 
 impl Encoder<'_> {
-    /// Returns a row's example, or describes the problem with the row.
-    fn example(&self, format: ChatFormat, mut row: Map<String, Value>) -> Result<Example, String> {
+    /// Returns a row's example, or the two of a preference; or describes the problem with the row.
+    fn examples(&self, format: ChatFormat, mut row: Map<String, Value>) -> Result<Vec<Example>, String> {
         if let Some(name) = REFUSED.iter().find(|name| is_given(row.get(**name))) {
             return Err(format!(
                 "has a \"{name}\" field, which is not supported: move its content into the messages, or remove it"
             ));
         }
         let mut take = |name: &str| row.remove(name);
-        Ok(match format {
+        Ok(vec![match format {
             ChatFormat::Messages => Example::Conversation(messages("messages", take("messages"))?),
             ChatFormat::ShareGpt => Example::Conversation(messages("conversations", take("conversations"))?),
             ChatFormat::PromptCompletion => match (take("prompt"), take("completion")) {
@@ -462,7 +507,22 @@ impl Encoder<'_> {
                     None => Example::Texts([alpaca(&instruction, &input), output]),
                 }
             }
-        })
+            ChatFormat::Preference => {
+                return preference(take("prompt"), take("chosen"), take("rejected")).map(Vec::from);
+            }
+        }])
+    }
+
+    /// Returns the tokens of a row's examples. What both completions of a preference have in common with their prompt has no label in either.
+    fn encode_all(&self, examples: &[Example]) -> Result<Vec<Encoded>, String> {
+        let mut all: Vec<Encoded> = examples.iter().map(|example| self.encode(example)).collect::<Result<_, _>>()?;
+        let first = |(_, counts): &Encoded| counts.iter().position(|counts| *counts).unwrap_or(counts.len());
+        if let [chosen, rejected] = &mut all[..] {
+            let begin = first(chosen).min(first(rejected));
+            chosen.1[begin..].fill(true);
+            rejected.1[begin..].fill(true);
+        }
+        Ok(all)
     }
 
     /// Returns the tokens of an example.
@@ -606,6 +666,69 @@ fn alpaca(instruction: &str, input: &str) -> String {
          ### Instruction:\n{instruction}\n\n{input}### Response:\n"
     )
 }
+
+/// Returns a prompt with two completions. Without a prompt of the same kind, the prompt is what both completions begin with, as in TRL.
+fn preference(prompt: Option<Value>, chosen: Option<Value>, rejected: Option<Value>) -> Result<[Example; 2], String> {
+    match (chosen, rejected) {
+        (Some(Value::String(chosen)), Some(Value::String(rejected))) => {
+            if chosen == rejected {
+                return Err(SAME.into());
+            }
+            let [prompt, chosen, rejected] = match prompt {
+                Some(prompt) => [text("prompt", Some(prompt))?, chosen, rejected],
+                None => {
+                    let same = chosen.chars().zip(rejected.chars()).take_while(|(a, b)| a == b);
+                    let common = &chosen[..same.map(|(char, _)| char.len_utf8()).sum()];
+                    let at = match common.len() == chosen.len().min(rejected.len()) {
+                        // The shorter answer gets its last character.
+                        true => common.len() - common.chars().next_back().map_or(0, char::len_utf8),
+                        // The space before a word belongs to its token.
+                        false => common.strip_suffix(' ').unwrap_or(common).len(),
+                    };
+                    [chosen[..at].into(), chosen[at..].into(), rejected[at..].into()]
+                }
+            };
+            Ok([Example::Texts([prompt.clone(), chosen]), Example::Texts([prompt, rejected])])
+        }
+        (chosen @ Some(Value::Array(_)), rejected) => {
+            let (mut chosen, mut rejected) = (messages("chosen", chosen)?, messages("rejected", rejected)?);
+            if chosen == rejected {
+                return Err(SAME.into());
+            }
+            let prompt = match prompt {
+                prompt @ Some(Value::Array(_)) => messages("prompt", prompt)?,
+                // It repeats the first message, or is all of the prompt.
+                prompt => {
+                    let same = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+                    let same = same.min(chosen.len().min(rejected.len()) - 1);
+                    rejected.drain(..same);
+                    match (chosen.drain(..same).collect::<Vec<_>>(), prompt) {
+                        (common, Some(Value::String(prompt))) if common.is_empty() => {
+                            vec![Message::new("user", prompt)]
+                        }
+                        (common, _) => common,
+                    }
+                }
+            };
+            for (name, messages) in [("prompt", &prompt), ("chosen", &chosen), ("rejected", &rejected)] {
+                if messages.is_empty() {
+                    return Err(format!(
+                        "its \"{name}\" has no messages of its own: expected a prompt, and two different answers"
+                    ));
+                }
+            }
+            Ok([Example::Messages([prompt.clone(), chosen]), Example::Messages([prompt, rejected])])
+        }
+        (chosen, rejected) => {
+            let [chosen, rejected] = [chosen, rejected].map(|value| got(value.as_ref()));
+            let expected = "expected two strings, or two lists of messages";
+            Err(format!("its \"chosen\" {chosen} and its \"rejected\" {rejected}: {expected}"))
+        }
+    }
+}
+
+/// Problem of a preference without one.
+const SAME: &str = "has the same \"chosen\" and \"rejected\": expected two different answers";
 
 /// Returns whether a field exists and is not empty.
 fn is_given(value: Option<&Value>) -> bool {

@@ -91,6 +91,21 @@ pub trait CausalFamily: TextFamily {
         documents: Option<&Documents>,
     ) -> Tensor<B, 1>;
 
+    /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
+    ///
+    /// # Panics
+    /// Same as [`loss`](Self::loss).
+    #[cfg(feature = "burn")]
+    fn row_losses<B: FusedBackend>(
+        model: &Self::Model<B>,
+        input_ids_bt: Tensor<B, 2, Int>,
+        labels_bt: Tensor<B, 2, Int>,
+    ) -> Tensor<B, 1>;
+
+    /// Returns the configuration of the same model without dropout.
+    #[must_use]
+    fn without_dropout(&self) -> Self;
+
     /// Returns the floating-point operations per token of a forward and a backward pass over sequences of `seq` tokens.
     fn flops_per_token(&self, seq: usize) -> u64;
 
@@ -260,7 +275,7 @@ seq2seq_family!(T5Config, T5, t5, "t5-small", |of| of, |c| Seq2SeqSizes {
 
 /// Implements [`TextFamily`] and [`CausalFamily`] for a configuration.
 macro_rules! causal_family {
-    ($config:ident, $model:ident, $family:ident, |$c:ident| $sizes:expr) => {
+    ($config:ident, $model:ident, $family:ident, [$($dropout:ident),*], |$c:ident| $sizes:expr) => {
         text_family!($config, $model, $family, generate_with);
 
         impl CausalFamily for $config {
@@ -288,6 +303,19 @@ macro_rules! causal_family {
                 model.packed_loss(input_ids_bt, labels_bt, documents)
             }
 
+            #[cfg(feature = "burn")]
+            fn row_losses<B: FusedBackend>(
+                model: &$model<B>,
+                input_ids_bt: Tensor<B, 2, Int>,
+                labels_bt: Tensor<B, 2, Int>,
+            ) -> Tensor<B, 1> {
+                model.row_losses(input_ids_bt, labels_bt)
+            }
+
+            fn without_dropout(&self) -> Self {
+                Self { $($dropout: 0.0,)* ..self.clone() }
+            }
+
             fn flops_per_token(&self, seq: usize) -> u64 {
                 $config::flops_per_token(self, seq)
             }
@@ -300,7 +328,7 @@ macro_rules! causal_family {
     };
 }
 
-causal_family!(Gpt2Config, Gpt2, gpt2, |c| CausalSizes {
+causal_family!(Gpt2Config, Gpt2, gpt2, [embd_pdrop, resid_pdrop, attn_pdrop], |c| CausalSizes {
     vocabulary: c.vocab_size,
     positions: c.n_positions,
     width: c.n_embd,
@@ -310,7 +338,7 @@ causal_family!(Gpt2Config, Gpt2, gpt2, |c| CausalSizes {
     kept: 8 * c.n_embd + 2 * c.inner_width(),
 });
 
-causal_family!(LlamaConfig, Llama, llama, |c| CausalSizes {
+causal_family!(LlamaConfig, Llama, llama, [attention_dropout, resid_pdrop], |c| CausalSizes {
     vocabulary: c.vocab_size,
     positions: c.positions(),
     width: c.hidden_size,

@@ -20,8 +20,9 @@ use crate::layers::Ids;
 /// Label of a position that the loss ignores.
 pub const IGNORED_LABEL: i32 = -100;
 
-/// Computes the mean cross-entropy in nats of predicting each label of a row from the tokens before it; labels are shifted here. `model`
-/// returns the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. A soft cap needs all logits in memory at once.
+/// Computes the mean cross-entropy in nats of predicting each label from the tokens before it in its row: `[1]` over all labels, or `[b]`
+/// over those of each row. Labels are shifted here. `model` returns the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. A
+/// soft cap needs all logits in memory at once.
 ///
 /// # Panics
 /// If rows have fewer than 2 tokens, or labels have another shape.
@@ -30,6 +31,7 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     input_ids_bt: Ids<B>,
     labels_bt: Ids<B>,
     logit_cap: Option<f64>,
+    by_row: bool,
     model: impl FnOnce(Ids<B>) -> (Tensor<B, 2>, Tensor<B, 2>),
 ) -> Tensor<B, 1> {
     let [b, t] = input_ids_bt.dims();
@@ -39,13 +41,21 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
     let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
     let (hidden_nd, weight_vd) = model(input_ids_bt);
-    match logit_cap {
-        None => linear_cross_entropy(hidden_nd, weight_vd, next_n, Some(IGNORED_LABEL.into())),
+    let loss = |hidden_nd, next_n| match logit_cap {
+        None => linear_cross_entropy(hidden_nd, weight_vd.clone(), next_n, Some(IGNORED_LABEL.into())),
         Some(cap) => {
-            let logits_nv = zero_ops::linear(hidden_nd, weight_vd.transpose(), None, None);
+            let logits_nv = zero_ops::linear(hidden_nd, weight_vd.clone().transpose(), None, None);
             cross_entropy_with_ignored(soft_capped(logits_nv, cap), next_n)
         }
+    };
+    if !by_row {
+        return loss(hidden_nd, next_n);
     }
+    let row = |row| {
+        let tokens = row * t..(row + 1) * t;
+        loss(hidden_nd.clone().slice(s![tokens.clone(), ..]), next_n.clone().slice(s![tokens]))
+    };
+    Tensor::cat((0..b).map(row).collect(), 0)
 }
 
 /// Implements logits and losses of a causal language model, given its `hidden_rows`, its `lm_head`, its token embedding, and the soft
@@ -120,7 +130,17 @@ macro_rules! next_token_model {
                 let tokens = input_ids_bt.shape().num_elements();
                 assert!(documents.is_none_or(|documents| documents.tokens() == tokens), "documents of other rows");
                 let model = |ids_bt| (self.hidden_rows(ids_bt, documents), self.head_weight());
-                $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), model)
+                $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), false, model)
+            }
+
+            /// Returns the mean loss of each row, like [`loss_with_labels`](Self::loss_with_labels) of that row alone: `[b]`. The sum of a
+            /// row's log-probabilities is this mean, times its number of labels, negated.
+            ///
+            /// # Panics
+            /// Same as [`loss_with_labels`](Self::loss_with_labels).
+            pub fn row_losses(&self, input_ids_bt: $crate::Ids<B>, labels_bt: $crate::Ids<B>) -> Tensor<B, 1> {
+                let model = |ids_bt| (self.hidden_rows(ids_bt, None), self.head_weight());
+                $crate::loss::next_token_loss(input_ids_bt, labels_bt, self.cap(), true, model)
             }
 
             /// Returns the head's weight, `[v, d]`: the token embedding, or its own.

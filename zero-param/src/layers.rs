@@ -75,6 +75,19 @@ pub fn head_cross_entropy(
     cross_entropy(x, of(weight), targets, ignored)
 }
 
+/// Computes [`head_cross_entropy`] of each of `b` groups of as many consecutive rows: `[b]`.
+pub(crate) fn head_cross_entropies(
+    x: Tensor<2>,
+    weight: &Param<Tensor<2>>,
+    targets: Tensor<1, Int>,
+    ignored: Option<i64>,
+    b: usize,
+) -> Tensor<1> {
+    let weight = of(weight);
+    let groups = x.chunk(b, 0).into_iter().zip(targets.chunk(b, 0));
+    Tensor::cat(groups.map(|(x, targets)| cross_entropy(x, weight.clone(), targets, ignored)).collect(), 0)
+}
+
 /// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`, with the output
 /// of its LoRA adapter, if it has one.
 pub fn embedding(weight: &Param<Tensor<2>>, ids: Tensor<2, Int>) -> Tensor<3> {

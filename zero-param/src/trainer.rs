@@ -46,6 +46,7 @@ type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + S
 type Adapter<T> = dyn Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync;
 type Sample<T, M> = dyn Fn(&T, &M, &Device) -> Result<Option<String>> + Send + Sync;
 type Predict<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Vec<Value>> + Send + Sync;
+type Reference<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Vec<f64>> + Send + Sync;
 type Evaluate<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync;
 
 /// Trains tasks `T` with models `M` of Burn 0.22, for `zero_train::trainer::Trainer::on`.
@@ -53,6 +54,7 @@ pub struct Burn022<T, M> {
     model: Arc<Make<T, M>>,
     loss: Arc<Loss<T, M>>,
     evaluate: Option<Arc<Evaluate<T, M>>>,
+    reference: Option<Arc<Reference<T, M>>>,
     adapter: Option<Arc<Adapter<T>>>,
     sample: Option<Arc<Sample<T, M>>>,
     predict: Option<Arc<Predict<T, M>>>,
@@ -71,6 +73,7 @@ impl<T, M> Burn022<T, M> {
             model: Arc::new(model),
             loss: Arc::new(loss),
             evaluate: None,
+            reference: None,
             adapter: None,
             sample: None,
             predict: None,
@@ -84,6 +87,16 @@ impl<T, M> Burn022<T, M> {
         evaluate: impl Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync + 'static,
     ) -> Self {
         Self { evaluate: Some(Arc::new(evaluate)), ..self }
+    }
+
+    /// Sets the measurements of all rows by the model before its first update, for a loss that compares the trained model with that one:
+    /// equally many values for each row, which `Rows::reference` returns later.
+    #[must_use]
+    pub fn reference_by(
+        self,
+        reference: impl Fn(&T, &M, &Rows, &Device) -> Result<Vec<f64>> + Send + Sync + 'static,
+    ) -> Self {
+        Self { reference: Some(Arc::new(reference)), ..self }
     }
 
     /// Sets what `--predictions` writes of held-out rows: an object for each.
@@ -479,6 +492,12 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
                 Ok(terms.iter::<f64>().map(|term| ("loss", term)).collect())
             }
         }
+    }
+
+    fn reference(&self, rows: &Rows) -> Result<Option<Vec<f64>>> {
+        let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
+        let reference = self.integration.reference.as_ref();
+        reference.map(|reference| reference(self.task, &model, rows, &device)).transpose()
     }
 
     fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>> {

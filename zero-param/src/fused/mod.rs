@@ -70,6 +70,7 @@ pub fn linear<const D: usize>(
 }
 
 /// The weight of a product.
+#[derive(Clone)]
 pub(crate) enum Weight {
     Operand(Tensor<2>),
     Frozen(Frozen),

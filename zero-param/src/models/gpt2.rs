@@ -104,6 +104,16 @@ impl Gpt2 {
         labels_bt: Tensor<2, Int>,
         documents: Option<&Arc<Documents>>,
     ) -> Tensor<1> {
+        next_token_loss(self.hidden_rows(ids_bt, documents), &self.wte, None, labels_bt, false)
+    }
+
+    /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
+    pub fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
+        next_token_loss(self.hidden_rows(ids_bt, None), &self.wte, None, labels_bt, true)
+    }
+
+    /// Returns the output of the final norm, `[b * t, d]`.
+    fn hidden_rows(&self, ids_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<2> {
         let [b, t] = ids_bt.dims();
         let device = ids_bt.device();
         let places = match documents {
@@ -121,7 +131,7 @@ impl Gpt2 {
             let (block, masks) = (block.clone(), masks.clone());
             x_nd = checkpoint_block(move |x_nd| block.forward(x_nd, |attn, x_nd| attn.mix(x_nd, &masks, b)), x_nd);
         }
-        next_token_loss(norm(&self.ln_f, self.epsilon, x_nd), &self.wte, None, labels_bt)
+        norm(&self.ln_f, self.epsilon, x_nd)
     }
 
     /// Returns the logits `[b, v]` of the token that follows each row, after reading its next tokens `[b, t]`.

@@ -13,7 +13,7 @@ use zero_kernels::options::{AttentionOptions, Gelu, MASKED};
 use zero_models::{Activation, Documents, ProblemType};
 
 use crate::fused::{attention, dropout, gelu, layer_norm, linear};
-use crate::layers::{self, head_cross_entropy};
+use crate::layers::{self, head_cross_entropies, head_cross_entropy};
 use crate::random::draw_dropout;
 
 /// Label of a position that is ignored.
@@ -198,20 +198,27 @@ pub(super) fn numbers(logits: Tensor<2>) -> Vec<f32> {
 }
 
 /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the rows `[b * t, d]` before it, with a head `[v, d]` and
-/// the soft cap of its logits, if they have one.
+/// the soft cap of its logits, if they have one: `[1]` over all labels, or `[b]` over those of each row.
 pub(super) fn next_token_loss(
     x_nd: Tensor<2>,
     head_vd: &Param<Tensor<2>>,
     cap: Option<f64>,
     labels_bt: Tensor<2, Int>,
+    by_row: bool,
 ) -> Tensor<1> {
     let ([b, t], device) = (labels_bt.dims(), labels_bt.device());
     // A row's last position predicts nothing: ignoring it costs less than copying all others.
     let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
     let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
-    match cap {
-        None => head_cross_entropy(x_nd, head_vd, next_n, Some(IGNORED)),
+    match (cap, by_row) {
+        (None, false) => head_cross_entropy(x_nd, head_vd, next_n, Some(IGNORED)),
+        (None, true) => head_cross_entropies(x_nd, head_vd, next_n, Some(IGNORED), b),
         // All logits are in memory.
-        Some(cap) => cross_entropy(soft_capped(next_logits(x_nd, head_vd), cap), next_n),
+        (Some(cap), _) => {
+            let logits_nv = soft_capped(next_logits(x_nd, head_vd), cap);
+            let parts = if by_row { b } else { 1 };
+            let groups = logits_nv.chunk(parts, 0).into_iter().zip(next_n.chunk(parts, 0));
+            Tensor::cat(groups.map(|(logits, next)| cross_entropy(logits, next)).collect(), 0)
+        }
     }
 }

@@ -165,8 +165,16 @@ impl Llama {
         labels_bt: Tensor<2, Int>,
         documents: Option<&Arc<Documents>>,
     ) -> Tensor<1> {
-        let x_nd = self.hidden_rows(ids_bt, documents);
-        next_token_loss(x_nd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens), self.caps[1], labels_bt)
+        next_token_loss(self.hidden_rows(ids_bt, documents), self.head(), self.caps[1], labels_bt, false)
+    }
+
+    /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
+    pub fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
+        next_token_loss(self.hidden_rows(ids_bt, None), self.head(), self.caps[1], labels_bt, true)
+    }
+
+    fn head(&self) -> &Param<Tensor<2>> {
+        self.lm_head.as_ref().unwrap_or(&self.embed_tokens)
     }
 
     /// Returns the logits `[b, v]` of the token that follows each row, after reading its next tokens `[b, t]`.
@@ -185,7 +193,7 @@ impl Llama {
             x_nd = layer.forward(x_nd, angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
         }
         let x_bd = self.form.norm(&self.norm, cache.end(x_nd, b));
-        let logits_bv = next_logits(x_bd, self.lm_head.as_ref().unwrap_or(&self.embed_tokens));
+        let logits_bv = next_logits(x_bd, self.head());
         self.caps[1].into_iter().fold(logits_bv, soft_capped)
     }
 

@@ -19,14 +19,15 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use burn::module::Module;
+use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use zero_models::{BartConfig, BertConfig, BertKind, CausalFamily, Documents, Gpt2Config, LlamaConfig, ModelError};
-use zero_train::Result;
 use zero_train::data::TokenBatch;
 use zero_train::language::{
     BertTask, CausalTask, ClassesFamily, ClassesTask, Options, Program, Seq2SeqTask, TaskChoice,
 };
 use zero_train::trainer::{Rows, Trainer};
+use zero_train::{Result, TrainError};
 
 pub use bart::Bart;
 pub use bert::{Bert, BertBatch};
@@ -57,6 +58,9 @@ pub trait CausalModel: Module + Sized {
     /// document if rows are packed.
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1>;
 
+    /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
+    fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1>;
+
     /// Returns the logits `[b, v]` of the token that follows each row. `ids_bt` are the tokens `[b, t]` after those in `cache`, and are
     /// added to it; `t` is 1 unless the cache is empty.
     fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2>;
@@ -73,6 +77,10 @@ impl CausalModel for Gpt2 {
         Gpt2::loss(self, ids_bt, labels_bt, documents)
     }
 
+    fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
+        Gpt2::row_losses(self, ids_bt, labels_bt)
+    }
+
     fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
         Gpt2::next_logits(self, ids_bt, cache)
     }
@@ -87,6 +95,10 @@ impl CausalModel for Llama {
 
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1> {
         Llama::loss(self, ids_bt, labels_bt, documents)
+    }
+
+    fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
+        Llama::row_losses(self, ids_bt, labels_bt)
     }
 
     fn next_logits(&self, ids_bt: Tensor<2, Int>, cache: &mut KvCache) -> Tensor<2> {
@@ -125,8 +137,8 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
                 model.classify(ids, types, mask)
             })
         }
-        TaskChoice::CausalLm if options.is_llama(program) => train_causal::<Llama>(options, program),
-        TaskChoice::CausalLm => train_causal::<Gpt2>(options, program),
+        TaskChoice::CausalLm | TaskChoice::Dpo if options.is_llama(program) => train_causal::<Llama>(options, program),
+        TaskChoice::CausalLm | TaskChoice::Dpo => train_causal::<Gpt2>(options, program),
     }
 }
 
@@ -193,20 +205,51 @@ fn train_classes<M: Module, C: ClassesFamily + 'static>(
 }
 
 fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> ExitCode {
-    let integration = Burn022::new(
+    let row_losses = |task: &CausalTask<M::Config>, model: &M, rows: &Rows, device: &Device| {
+        let TokenBatch { width, input_ids, labels, .. } = task.rows().batch(rows)?;
+        Ok::<_, TrainError>(model.row_losses(tokens(input_ids, width, device), tokens(labels, width, device)))
+    };
+    let loss = move |task: &CausalTask<M::Config>, model: &M, rows: &Rows, device: &Device| {
+        if let Some(preferences) = task.preferences(rows) {
+            return Ok(preference_loss(row_losses(task, model, rows, device)?, preferences).0);
+        }
+        let TokenBatch { width, input_ids, labels, documents } = task.rows().batch(rows)?;
+        let documents = documents.map(|lengths| Arc::new(Documents::new(lengths)));
+        Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device), documents.as_ref()))
+    };
+    let mut integration = Burn022::new(
         |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
-        |task, model: &M, rows, device| {
-            let TokenBatch { width, input_ids, labels, documents } = task.rows().batch(rows)?;
-            let documents = documents.map(|lengths| Arc::new(Documents::new(lengths)));
-            Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device), documents.as_ref()))
-        },
+        loss,
     )
+    .evaluated_by(move |task, model, rows, device| {
+        let Some(preferences) = task.preferences(rows) else {
+            return Ok(vec![("loss", loss(task, model, rows, device)?.into_scalar())]);
+        };
+        let (loss, rewards) = preference_loss(row_losses(task, model, rows, device)?, preferences);
+        Ok(task.measured(loss.into_scalar(), &rewards.into_data().iter().collect::<Vec<_>>()))
+    })
     .adapted_by(CausalTask::initial_adapter)
     .sampled_by(|task, model: &M, device| {
         task.sample_by(|prompts, how| Ok(generate::generate(model, task.config(), prompts, how, device)?))
     });
+    if options.task == Some(TaskChoice::Dpo) {
+        integration = integration.reference_by(move |task, model, rows, device| {
+            let losses: Vec<f64> = row_losses(task, model, rows, device)?.into_data().iter().collect();
+            Ok(task.reference_of(&losses))
+        });
+    }
     trainer(Trainer::on(integration, &options.train), program)
         .main_with(|setup| CausalTask::new(options, program, setup))
+}
+
+/// Returns the loss `[1]` of preferences and the rewards of their sequences `[s]`, from the model's mean losses `[s]` and
+/// [`CausalTask::preferences`], like `zero-train` on Burn 0.21.
+fn preference_loss(losses_s: Tensor<1>, preferences: [Vec<f32>; 2]) -> (Tensor<1>, Tensor<1>) {
+    let [factors_s, reference_s] =
+        preferences.map(|values| Tensor::from_data(TensorData::from(&*values), &losses_s.device()));
+    let rewards_s = (reference_s - losses_s) * factors_s;
+    let [chosen_b, rejected_b] = rewards_s.clone().chunk(2, 0).try_into().expect("a row has two sequences");
+    (log_sigmoid(chosen_b - rejected_b).mean().neg(), rewards_s)
 }
 
 fn train_bert(options: &Options, program: &Program<'_>) -> ExitCode {

@@ -39,7 +39,7 @@ fn read(path: &Path, folder: &Path, seq: usize, loss_on: LossOn) -> Result<Conve
 }
 
 fn read_with(path: &Path, folder: &Path, seq: usize, loss_on: LossOn, packing: bool) -> Result<Conversations, String> {
-    let format = ChatFormat::of(&Source::File(path)).unwrap().expect("it has a format");
+    let format = ChatFormat::of(&Source::File(path)).unwrap()[0];
     let folders = [folder];
     let tokenize = TokenizeOptions {
         seq: Some(seq),

@@ -16,6 +16,7 @@ mod llama;
 mod lora;
 #[path = "../../../zero-core/tests/common/mutate.rs"]
 mod mutate;
+mod preferences;
 mod reported;
 mod seq2seq;
 #[path = "../sharded/mod.rs"]

@@ -1,10 +1,16 @@
-//! Training of a GPT-2 or a Llama to predict the next token: a [`Task`] of the [`Trainer`](crate::trainer::Trainer).
+//! Training of a GPT-2 or a Llama to predict the next token, or to prefer one answer to another: a [`Task`] of the
+//! [`Trainer`](crate::trainer::Trainer).
+//!
+//! Preferences are trained by direct preference optimization (Rafailov et al. 2023, <https://arxiv.org/abs/2305.18290>). The reference model
+//! is the model before training. Its log-probabilities are computed once for all rows of a run, so it takes no memory while the run trains.
 
 use std::ops::Range;
 use std::path::Path;
 
 #[cfg(feature = "burn")]
 use burn::tensor::Tensor;
+#[cfg(feature = "burn")]
+use burn::tensor::activation::log_sigmoid;
 use serde_json::Value;
 #[cfg(feature = "burn")]
 use zero_models::Documents;
@@ -21,13 +27,19 @@ use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, Token
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
 use crate::trainer::FusedBackend;
-use crate::trainer::{Activations, InitialAdapter, Profile, Recipe, Rows, Setup, Task};
+#[cfg(feature = "burn")]
+use crate::trainer::scalar;
+use crate::trainer::{Activations, InitialAdapter, Measured, Profile, Recipe, Rows, Setup, Task};
 
 /// A model that predicts the next token, and its training rows.
 pub struct CausalTask<C> {
     /// The preset's or folder's name.
     name: String,
     config: C,
+    /// The configuration to train with: without dropout for preferences, as in TRL.
+    trained: C,
+    /// The strength of the tie to the reference model, if rows are preferences.
+    beta: Option<f64>,
     start: Start,
     rows: CausalRows,
     /// The reason that it is not the program's model.
@@ -52,6 +64,11 @@ impl CausalRows {
     ) -> Result<Self> {
         let folders = options.folders();
         let tokenize = options.tokenize(vocabulary, positions, &folders);
+        if format == Some(ChatFormat::Preference) && options.task != Some(TaskChoice::Dpo) {
+            let expected =
+                "expected --task dpo: the rows of --data are preferences, with the keys `chosen` and `rejected`";
+            return Err(wrong("task", "causal-lm", expected));
+        }
         let (Source::File(path), Some(format)) = (source, format) else {
             if let Some(loss_on) = options.loss_on {
                 let expected =
@@ -106,7 +123,7 @@ impl CausalRows {
         }
     }
 
-    /// Returns the tokens of some rows and their labels.
+    /// Returns the tokens of some rows and their labels; of preferences, those of [`Conversations::batch`].
     ///
     /// # Errors
     ///
@@ -160,10 +177,19 @@ impl<C: CausalFamily> CausalTask<C> {
     ///
     /// [`TrainError`] if something that the options name cannot be used.
     pub fn new(options: &Options, program: &Program<'_>, setup: &Setup<'_>) -> Result<Self> {
-        options.check_for(TaskChoice::CausalLm)?;
+        let is_dpo = options.task == Some(TaskChoice::Dpo);
+        options.check_for(if is_dpo { TaskChoice::Dpo } else { TaskChoice::CausalLm })?;
         let source = options.source(program);
         // A field that is named is one of documents.
-        let format = if options.text_field.is_none() { ChatFormat::of(&source)? } else { None };
+        let formats = if options.text_field.is_none() { ChatFormat::of(&source)? } else { Vec::new() };
+        let format = match is_dpo {
+            false => formats.first().copied(),
+            true if formats.contains(&ChatFormat::Preference) => Some(ChatFormat::Preference),
+            true => {
+                let expected = "expected --data with preferences: rows with the keys `chosen` and `rejected`, and possibly `prompt`";
+                return Err(wrong("task", "dpo", expected));
+            }
+        };
         let default = if format.is_some() { LONGEST } else { DEFAULT_SEQ };
         let seq = options.seq.or(source.row_length()?).unwrap_or(default);
         let (name, config, notice) = match options.chosen()? {
@@ -187,12 +213,45 @@ impl<C: CausalFamily> CausalTask<C> {
         }
         let rows = CausalRows::load(options, &source, format, [sizes.vocabulary, sizes.positions])?;
         let start = Start::new(options, rows.tokenizer(), config.clone().into(), &[])?;
-        Ok(Self { name, config, start, rows, notice })
+        let beta = is_dpo.then(|| options.dpo_beta.unwrap_or(DPO_BETA));
+        let trained = if is_dpo { config.without_dropout() } else { config.clone() };
+        Ok(Self { name, config, trained, beta, start, rows, notice })
     }
 
-    /// Returns the model's configuration.
+    /// Returns the configuration of the model to train.
     pub fn config(&self) -> &C {
-        &self.config
+        &self.trained
+    }
+
+    /// Returns the factors of the rewards of a batch of preferences, sequence by sequence, and the reference's mean losses; `None` if rows
+    /// are no preferences. The reward of a sequence is its factor times the reference's loss minus the model's: beta times the difference of
+    /// their log-probabilities.
+    pub fn preferences(&self, rows: &Rows) -> Option<[Vec<f32>; 2]> {
+        let (CausalRows::Conversations(conversations), Some(beta)) = (&self.rows, self.beta) else { return None };
+        let factors = conversations.labels_of_each(rows).into_iter().map(|labels| (beta * labels as f64) as f32);
+        // Of a row, the reference has the chosen loss first; of a batch, all chosen ones come first.
+        let of = |at: usize| rows.reference().iter().skip(at).step_by(2).map(|&loss| loss as f32);
+        Some([factors.collect(), of(0).chain(of(1)).collect()])
+    }
+
+    /// Returns what [`Task::reference`] returns, from the mean losses of a batch's sequences.
+    pub fn reference_of(&self, losses: &[f64]) -> Vec<f64> {
+        let (chosen, rejected) = losses.split_at(losses.len() / 2);
+        chosen.iter().zip(rejected).flat_map(|(chosen, rejected)| [*chosen, *rejected]).collect()
+    }
+
+    /// Returns the figures of held-out preferences from their loss and their sequences' rewards.
+    pub fn measured(&self, loss: f64, rewards: &[f64]) -> Measured {
+        let (chosen, rejected) = rewards.split_at(rewards.len() / 2);
+        let pairs = || chosen.iter().zip(rejected);
+        let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / chosen.len() as f64;
+        vec![
+            ("loss", loss),
+            ("reward_accuracy", mean(&mut pairs().map(|(chosen, rejected)| f64::from(u8::from(chosen > rejected))))),
+            ("reward_margin", mean(&mut pairs().map(|(chosen, rejected)| chosen - rejected))),
+            ("reward_chosen", mean(&mut chosen.iter().copied())),
+            ("reward_rejected", mean(&mut rejected.iter().copied())),
+        ]
     }
 
     /// Returns the training rows.
@@ -278,29 +337,92 @@ fn profile<C: CausalFamily>(model: &C, micro_batch: usize, seq: usize) -> Profil
     Profile::of_all(&model.clone().into(), activations, model.flops_per_token(seq) as f64 * seq as f64)
 }
 
+/// Default of `--dpo-beta`, the same as TRL's.
+const DPO_BETA: f64 = 0.1;
+
+/// Returns the loss `[1]` of preferences and the rewards of their sequences `[s]`, from the model's mean losses `[s]` and
+/// [`CausalTask::preferences`]: the mean of `-log sigmoid(chosen reward - rejected reward)`.
+#[cfg(feature = "burn")]
+fn preference_loss<B: FusedBackend>(
+    losses_s: Tensor<B, 1>,
+    preferences: [Vec<f32>; 2],
+) -> (Tensor<B, 1>, Tensor<B, 1>) {
+    let [factors_s, reference_s] = preferences.map(|values| Tensor::from_floats(&*values, &losses_s.device()));
+    let rewards_s = (reference_s - losses_s) * factors_s;
+    let [chosen_b, rejected_b] = rewards_s.clone().chunk(2, 0).try_into().expect("a row has two sequences");
+    (log_sigmoid(chosen_b - rejected_b).mean().neg(), rewards_s)
+}
+
+impl<C: CausalFamily> CausalTask<C> {
+    /// Returns the mean loss of each sequence of a batch.
+    #[cfg(feature = "burn")]
+    fn row_losses<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Tensor<B, 1>> {
+        let TokenBatch { width, input_ids, labels, .. } = self.rows.batch(rows)?;
+        let [ids_bt, labels_bt] = [input_ids, labels].map(|ids| tokens(ids, width, device));
+        Ok(C::row_losses(model, ids_bt, labels_bt))
+    }
+
+    /// Returns the number of sequences that the model reads for a row.
+    fn sequences_per_row(&self) -> usize {
+        if self.beta.is_some() { 2 } else { 1 }
+    }
+}
+
 impl<C: CausalFamily> Task for CausalTask<C> {
     #[cfg(feature = "burn")]
     type Model<B: FusedBackend> = C::Model<B>;
 
-    told_by_fields!(rows);
+    told_by_fields!(rows, sequences_per_row);
 
     #[cfg(feature = "burn")]
     fn model<B: FusedBackend>(&self, device: &B::Device) -> Result<C::Model<B>> {
-        self.start.model(self.config.init(device), C::load, device)
+        self.start.model(self.trained.init(device), C::load, device)
     }
 
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>> {
+        if let Some(preferences) = self.preferences(rows) {
+            return Ok(preference_loss(self.row_losses(model, rows, device)?, preferences).0);
+        }
         let TokenBatch { width, input_ids, labels, documents } = self.rows.batch(rows)?;
         let [ids_bt, labels_bt] = [input_ids, labels].map(|ids| tokens(ids, width, device));
         Ok(C::loss(model, ids_bt, labels_bt, documents.map(Documents::new).as_ref()))
     }
 
-    /// Returns the number of labels of conversations. All rows of documents have equally many.
+    #[cfg(feature = "burn")]
+    fn reference<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<f64>>> {
+        if self.beta.is_none() {
+            return Ok(None);
+        }
+        let losses: Vec<f64> = self.row_losses(model, rows, device)?.into_data().iter().collect();
+        Ok(Some(self.reference_of(&losses)))
+    }
+
+    #[cfg(feature = "burn")]
+    fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
+        let Some(preferences) = self.preferences(rows) else {
+            return Ok(vec![("loss", scalar(self.loss(model, rows, device)?))]);
+        };
+        let (loss, rewards) = preference_loss(self.row_losses(model, rows, device)?, preferences);
+        Ok(self.measured(scalar(loss), &rewards.into_data().iter().collect::<Vec<_>>()))
+    }
+
+    /// Returns the number of labels of conversations. All rows of documents have equally many, and the loss of preferences is a mean over
+    /// rows.
     fn weights(&self, rows: &Rows) -> Result<Vec<f64>> {
         Ok(match &self.rows {
-            CausalRows::Documents(_) => Vec::new(),
-            CausalRows::Conversations(conversations) => vec![conversations.labels(rows) as f64],
+            CausalRows::Conversations(conversations) if self.beta.is_none() => vec![conversations.labels(rows) as f64],
+            _ => Vec::new(),
         })
     }
 
@@ -317,7 +439,7 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     }
 
     fn has_perplexity(&self) -> bool {
-        true
+        self.beta.is_none()
     }
 
     fn checksum(&self, rows: Range<usize>) -> Result<Option<u32>> {
@@ -328,7 +450,9 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     }
 
     fn profile(&self, micro_batch: usize) -> Result<Profile> {
-        Ok(self.start.profile(profile(&self.config, micro_batch, self.rows.seq())))
+        let sequences = self.sequences_per_row();
+        let whole = profile(&self.config, sequences * micro_batch, self.rows.seq());
+        Ok(self.start.profile(Profile { flops_per_row: whole.flops_per_row * sequences as f64, ..whole }))
     }
 
     /// Generates the tokens that follow the prompt of the last row.
@@ -339,21 +463,32 @@ impl<C: CausalFamily> Task for CausalTask<C> {
 
     fn examples(&self) -> Option<String> {
         let CausalRows::Conversations(rows) = &self.rows else { return None };
-        let example = |row: usize| {
+        let example = |(row, of, at): (usize, &str, usize)| {
             let part = |(counts, text): (bool, String)| format!("  {} {text:?}", if counts { '+' } else { '-' });
-            let parts: Vec<String> = rows.parts(row).into_iter().map(part).collect();
-            let of = if rows.is_packed() { ", its first conversation" } else { "" };
+            let parts: Vec<String> = rows.parts(row, at).into_iter().map(part).collect();
             format!("row {}{of}:\n{}", row + 1, parts.join("\n"))
         };
-        let examples: Vec<String> = (0..rows.rows().min(3)).map(example).collect();
+        let shown = (0..rows.rows().min(3)).flat_map(|row| match (rows.are_preferences(), rows.is_packed()) {
+            (true, _) => vec![(row, ", chosen", 0), (row, ", rejected", 1)],
+            (false, true) => vec![(row, ", its first conversation", 0)],
+            (false, false) => vec![(row, "", 0)],
+        });
+        let examples: Vec<String> = shown.map(example).collect();
         Some(format!("examples (+ counts in the loss, - is only read):\n{}", examples.join("\n")))
     }
 
     fn settings(&self) -> Value {
-        self.start.settings()
+        let mut settings = self.start.settings();
+        if let Some(beta) = self.beta {
+            settings["dpo_beta"] = beta.into();
+        }
+        settings
     }
 
     fn recipe(&self) -> Option<Recipe> {
+        if self.beta.is_some() {
+            return Some(recipes::dpo(self.start.has_adapter()));
+        }
         if !C::PRESETS.contains(&&*self.name) || self.start.weights().is_some() {
             return None;
         }

@@ -2,7 +2,7 @@
 
 /// Implements the functions of a task that follow from its fields `name`, `config` and `start`, and the field of its data.
 macro_rules! told_by_fields {
-    ($data:ident) => {
+    ($data:ident $(, $sequences:ident)?) => {
         fn name(&self) -> String {
             self.name.clone()
         }
@@ -16,7 +16,7 @@ macro_rules! told_by_fields {
         }
 
         fn tokens_per_row(&self) -> Option<usize> {
-            Some(self.$data.seq())
+            Some(self.$data.seq() $(* self.$sequences())?)
         }
 
         fn hidden_size(&self) -> Option<usize> {
@@ -72,6 +72,8 @@ pub enum TaskChoice {
     /// Predict the next token: GPT-2, Llama, Mistral, Qwen, Gemma, Phi.
     #[value(alias = "sft")]
     CausalLm,
+    /// Prefer one answer of a prompt to another (direct preference optimization): the models of causal-lm.
+    Dpo,
     /// Predict masked tokens, and whether one text follows another: BERT.
     BertPretraining,
     /// Assign one class or more to a text, or predict numbers from it (regression): BERT, RoBERTa, DistilBERT, BART.
@@ -134,6 +136,9 @@ pub struct Options {
     /// ends the run
     #[arg(long, value_name = "WHAT", default_value = "error")]
     pub on_bad_row: OnBadRow,
+    /// Strength of the tie to the model before training, for --task dpo: the larger, the less the model departs from it [default: 0.1]
+    #[arg(long, value_name = "BETA")]
+    pub dpo_beta: Option<f64>,
     /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each sees only itself, as in a row
     /// of its own
     #[arg(long)]
@@ -199,10 +204,12 @@ pub fn main(options: &Options, program: &Program<'_>) -> ExitCode {
             trainer.main_with(|_| ClassesTask::<BartConfig>::new(options, program))
         }
         TaskChoice::TextClassification => trainer.main_with(|_| ClassesTask::<BertConfig>::new(options, program)),
-        TaskChoice::CausalLm if options.is_llama(program) => {
+        TaskChoice::CausalLm | TaskChoice::Dpo if options.is_llama(program) => {
             trainer.main_with(|setup| CausalTask::<LlamaConfig>::new(options, program, setup))
         }
-        TaskChoice::CausalLm => trainer.main_with(|setup| CausalTask::<Gpt2Config>::new(options, program, setup)),
+        TaskChoice::CausalLm | TaskChoice::Dpo => {
+            trainer.main_with(|setup| CausalTask::<Gpt2Config>::new(options, program, setup))
+        }
     }
 }
 
@@ -222,12 +229,17 @@ impl Options {
             let expected = "expected --task causal-lm, the only one that reads conversations";
             return Err(wrong("loss-on", format!("{loss_on:?}").to_lowercase(), expected));
         }
-        if self.on_bad_row == OnBadRow::Skip && task != TaskChoice::CausalLm {
-            return Err(wrong(
-                "on-bad-row",
-                "skip",
-                "expected --task causal-lm, the only one that reads conversations",
-            ));
+        if self.on_bad_row == OnBadRow::Skip && ![TaskChoice::CausalLm, TaskChoice::Dpo].contains(&task) {
+            let expected = "expected --task causal-lm or dpo, the only ones that read conversations";
+            return Err(wrong("on-bad-row", "skip", expected));
+        }
+        if let Some(beta) = self.dpo_beta {
+            if task != TaskChoice::Dpo {
+                return Err(wrong("dpo-beta", beta, "expected --task dpo, the only one that reads preferences"));
+            }
+            if !(beta.is_finite() && beta > 0.0) {
+                return Err(wrong("dpo-beta", beta, "expected a finite number above 0"));
+            }
         }
         if self.packing && task != TaskChoice::CausalLm {
             return Err(wrong("packing", true, "expected --task causal-lm, the only one that reads conversations"));

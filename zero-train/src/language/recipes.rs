@@ -35,6 +35,13 @@ pub(super) fn bert() -> Recipe {
     Recipe { lr: 1e-4, beta2: 0.999, weight_decay: 0.01, clip: 1.0, schedule: ScheduleChoice::Linear, source }
 }
 
+/// Returns the recipe of direct preference optimization, of the full model or of an adapter.
+pub(super) fn dpo(of_adapter: bool) -> Recipe {
+    let source = "TRL's DPOConfig, https://huggingface.co/docs/trl/dpo_trainer";
+    let lr = if of_adapter { 1e-5 } else { 1e-6 };
+    Recipe { lr, beta2: 0.999, weight_decay: 0.0, clip: 1.0, schedule: ScheduleChoice::Linear, source }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

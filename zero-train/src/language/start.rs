@@ -170,6 +170,11 @@ impl Start {
         initial_adapter(adapted, self.adapter.as_deref(), seed).map(Some)
     }
 
+    /// Returns whether an adapter is trained, and not the full model.
+    pub(super) fn has_adapter(&self) -> bool {
+        self.adapted.is_some()
+    }
+
     /// Returns the folder of weights, if there is one.
     pub(super) fn weights(&self) -> Option<&Path> {
         self.weights.as_deref()

@@ -155,6 +155,10 @@ impl<I: FusedBackend, T: TaskOn<I>> RankEngine for OnRank<'_, I, T> {
         self.engine.evaluate(|model| self.task.evaluate(model, rows, &self.device))
     }
 
+    fn reference(&self, rows: &Rows) -> Result<Option<Vec<f64>>> {
+        self.engine.evaluate(|model| self.task.reference(model, rows, &self.device))
+    }
+
     fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>> {
         self.engine.evaluate(|model| self.task.predict(model, rows, &self.device))
     }

@@ -147,6 +147,12 @@ pub trait RankEngine {
     /// The errors of the task.
     fn evaluate(&self, rows: &Rows) -> Result<Measured>;
 
+    /// Returns the task's measurements of rows by the current model, which is the initial one: [`Task::reference`].
+    ///
+    /// # Errors
+    /// The errors of the task.
+    fn reference(&self, rows: &Rows) -> Result<Option<Vec<f64>>>;
+
     /// Returns the model's predictions for rows, if the task makes any.
     ///
     /// # Errors

@@ -1,15 +1,20 @@
 //! The training examples of a batch.
 
 use core::ops::Deref;
+use std::collections::BTreeMap;
 
 use zero_core::random::Draws;
 
 /// The numbers of some training examples, as a slice, and a seed for each.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Rows {
     numbers: Vec<usize>,
     seeds: Vec<u64>,
+    reference: Vec<f64>,
 }
+
+/// What [`Task::reference`](super::Task::reference) has measured, by row.
+pub(super) type Reference = BTreeMap<usize, Vec<f64>>;
 
 impl Rows {
     /// Returns a seed for each row, to draw random numbers from (crops of an image, masks of a text). It follows from the
@@ -17,6 +22,17 @@ impl Rows {
     /// and differs between epochs. Held-out rows have the same seeds in every evaluation.
     pub fn seeds(&self) -> &[u64] {
         &self.seeds
+    }
+
+    /// Returns what [`Task::reference`](super::Task::reference) returned for these rows; empty if it returned `None`.
+    pub fn reference(&self) -> &[f64] {
+        &self.reference
+    }
+
+    /// Adds what was measured of these rows before training.
+    pub(super) fn with(self, reference: &Reference) -> Self {
+        let reference = self.numbers.iter().filter_map(|row| reference.get(row)).flatten().copied().collect();
+        Self { reference, ..self }
     }
 }
 
@@ -40,7 +56,7 @@ impl<'a> IntoIterator for &'a Rows {
 impl FromIterator<(usize, u64)> for Rows {
     fn from_iter<I: IntoIterator<Item = (usize, u64)>>(rows: I) -> Self {
         let (numbers, seeds) = rows.into_iter().unzip();
-        Self { numbers, seeds }
+        Self { numbers, seeds, reference: Vec::new() }
     }
 }
 

@@ -59,6 +59,23 @@ pub trait Task: Sync + Sized {
     #[cfg(feature = "burn")]
     fn loss<B: FusedBackend>(&self, model: &Self::Model<B>, rows: &Rows, device: &B::Device) -> Result<Tensor<B, 1>>;
 
+    /// Measures these examples by the model before its first update, for a loss that compares the trained model with that one, such as that
+    /// of direct preference optimization: equally many values for each example, example after example. A run measures every example that
+    /// it uses before it trains, and gives the values to the other functions ([`Rows::reference`]). `None`: the loss needs none.
+    ///
+    /// # Errors
+    /// Same as [`loss`](Self::loss).
+    #[cfg(feature = "burn")]
+    fn reference<B: FusedBackend>(
+        &self,
+        model: &Self::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<f64>>> {
+        let _ = (model, rows, device);
+        Ok(None)
+    }
+
     /// Returns the numbers of items over which the means of these examples are taken: entry `i` belongs to term `i` of
     /// [`loss`](Self::loss) and to value `i` of [`evaluate`](Self::evaluate). A mean without an entry is over the examples.
     ///

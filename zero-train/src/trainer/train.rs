@@ -10,7 +10,7 @@ use super::integration::{Integration, RankEngine};
 use super::observer::Observer;
 use super::plan::Plan;
 use super::ranks::Ranks;
-use super::training::{Measured, Training};
+use super::training::{Measured, Training, reference_of};
 use crate::error::{Result, TrainError, wrong_data};
 use crate::monitor::Phase;
 use crate::signals::Watch;
@@ -45,11 +45,13 @@ fn run_rank(
     observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured> {
+    // By the initial model, which a checkpoint replaces.
+    let reference = reference_of(plan, engine)?;
     let (state, warnings) = begin(plan, engine)?;
     let done = state.step;
     // Rank 0 alone prints and writes.
     let observer = observer.filter(|_| engine.rank() == 0);
-    let mut training = Training::new(task, engine, plan, observer, allocator, state);
+    let mut training = Training::new(task, engine, plan, observer, allocator, state, reference);
     for warning in warnings {
         training.observe(|observer| observer.warn(done, &warning));
     }

@@ -4,8 +4,9 @@
 //! device, so that the device has work while metrics are written. A step is recorded at once if something is due after it:
 //! evaluation, a checkpoint, the end of an epoch or of the run, a signal.
 
-use std::ops::Range;
+use std::collections::BTreeSet;
 use std::path::Path;
+use std::rc::Rc;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use super::checkpoints::{Best, TrainerState};
 use super::integration::RankEngine;
 use super::observer::Observer;
 use super::plan::Plan;
+use super::rows::Reference;
 use super::steps::Steps;
 use super::{BackendChoice, Measured as Means, Rows, Task};
 use crate::config::{LossScale, Precision};
@@ -63,6 +65,7 @@ pub(super) struct Training<'a, 'p, T> {
     allocator: Option<&'a PageKeeper>,
     peak_flops: Option<f64>,
     state: TrainerState,
+    reference: Rc<Reference>,
     measured: Measured,
     /// Sum and number of training losses since the last checkpoint, for --keep-best without --eval.
     since_save: (f64, usize),
@@ -103,7 +106,9 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         observer: Option<&'a Mutex<Observer<'p>>>,
         allocator: Option<&'a PageKeeper>,
         state: TrainerState,
+        reference: Result<Reference, Signal>,
     ) -> Self {
+        let signal = reference.as_ref().err().copied();
         Self {
             task,
             plan,
@@ -113,7 +118,8 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             engine,
             saved: state.step,
             state,
-            measured: Measured::default(),
+            reference: Rc::new(reference.unwrap_or_default()),
+            measured: Measured { signal, ..Measured::default() },
             since_save: (0.0, 0),
             fresh_bytes: allocator.map(|keeper| keeper.stats().fresh_bytes),
             made: None,
@@ -142,8 +148,11 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
 
     /// Evaluates one row and predicts it, so that an evaluation that fails is found before an epoch of training.
     pub(super) fn try_evaluation(&self) -> Result<()> {
+        if self.measured.signal.is_some() {
+            return Ok(());
+        }
         let data = &self.plan.data;
-        let first = Rows::from(&[data.order.rows][..]);
+        let first = Rows::from(&[data.order.rows][..]).with(&self.reference);
         if data.held_out > 0 && self.engine.evaluate(&first)?.is_empty() {
             let told = "the task's `evaluate` returned no values: expected the loss first, then any other metrics";
             return Err(TrainError::Run(told.into()));
@@ -160,7 +169,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
     /// Trains the next step of the run. Returns whether there is another.
     pub(super) fn step(&mut self) -> Result<bool> {
         let step = self.made.as_ref().map_or(self.state.step, |made| made.step) + 1;
-        if step > self.plan.steps {
+        if step > self.plan.steps || self.measured.signal.is_some() {
             return Ok(false);
         }
         let made = self.make(step);
@@ -200,9 +209,10 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let wire_before = self.engine.metrics().wire_bytes;
         let (lr, loss_scale) = (self.engine.lr(), self.engine.loss_scale());
         // Made as they are used: there may be very many.
-        let (plan, used) = (self.plan, self.state.data.used);
+        let (plan, used, reference) = (self.plan, self.state.data.used, Rc::clone(&self.reference));
         let rows = |micro: usize| {
-            plan.data.order.rows(used + (micro * world + rank) * batch.micro, batch.micro, plan.zero.seed)
+            let first = used + (micro * world + rank) * batch.micro;
+            plan.data.order.rows(first, batch.micro, plan.zero.seed).with(&reference)
         };
         let (shares, mut tokens) = (self.shares(batch.accumulation, rows)?, Some(0));
         for micro in 0..batch.accumulation {
@@ -414,7 +424,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if averages {
             self.engine.swap_averages()?;
         }
-        let evaluated = evaluate_all(self.task, self.engine, self.plan);
+        let evaluated = evaluate_all(self.task, self.engine, self.plan, &self.reference);
         if averages {
             self.engine.swap_averages()?;
         }
@@ -462,8 +472,8 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         if let Some(path) = plan.predictions.as_ref().filter(|_| self.measured.signal.is_none()) {
             let mut lines = Vec::new();
             let rows = plan.data.order.rows;
-            let others = rows..rows + plan.data.held_out + plan.data.unlabelled;
-            self.measured.signal = each_of(others, plan, self.engine, |rows, counted| {
+            let others: Vec<usize> = (rows..rows + plan.data.held_out + plan.data.unlabelled).collect();
+            self.measured.signal = each_of(&others, plan, self.engine, &self.reference, |rows, counted| {
                 let told = self.engine.predict(rows)?.unwrap_or_default();
                 told.iter().take(counted).for_each(|line| lines.extend(format!("{line}\n").bytes()));
                 Ok(())
@@ -496,10 +506,15 @@ fn save(plan: &Plan, engine: &mut dyn RankEngine, dir: &Path, state: &TrainerSta
 
 /// Evaluates all held-out rows. Returns the figures, or the signal that ended it. All ranks evaluate equally often, because
 /// they may have to gather parameters together.
-fn evaluate_all(task: &impl Task, engine: &dyn RankEngine, plan: &Plan) -> Result<Result<Evaluated, Signal>> {
+fn evaluate_all(
+    task: &impl Task,
+    engine: &dyn RankEngine,
+    plan: &Plan,
+    reference: &Reference,
+) -> Result<Result<Evaluated, Signal>> {
     let (mut names, mut sums): (Vec<&str>, Vec<[f64; 2]>) = Default::default();
-    let held_out = plan.data.order.rows..plan.data.order.rows + plan.data.held_out;
-    let signal = each_of(held_out, plan, engine, |rows, counted| {
+    let held_out: Vec<usize> = (plan.data.order.rows..plan.data.order.rows + plan.data.held_out).collect();
+    let signal = each_of(&held_out, plan, engine, reference, |rows, counted| {
         let (values, weights) = (engine.evaluate(rows)?, task.weights(rows)?);
         sums.resize(values.len(), [0.0; 2]);
         names = values.iter().map(|(name, _)| *name).collect();
@@ -530,26 +545,57 @@ fn evaluate_all(task: &impl Task, engine: &dyn RankEngine, plan: &Plan) -> Resul
     Ok(Ok(told.into_iter().map(|(name, value)| (name.to_string(), value)).collect()))
 }
 
-/// Calls `each` with batches of rows that are not trained on, and the number of these rows that count. Each rank takes an
-/// equal share, in order; the first ranks take one row more if the rows do not divide. A rank that has no batch left while
-/// others do gets a row that does not count. Between batches, ranks agree on whether a signal ends it, and return that
-/// signal.
+/// Measures all rows of a run by the initial model, if the task asks for it, or returns the signal that ended it. A collective operation.
+pub(super) fn reference_of(plan: &Plan, engine: &dyn RankEngine) -> Result<Result<Reference, Signal>> {
+    let (order, used) = (plan.data.order, plan.steps * plan.plan.batch.global);
+    let held_out = order.rows..order.rows + plan.data.held_out;
+    // Those of the first steps, if there are fewer steps than an epoch has.
+    let trained: BTreeSet<usize> = (0..used.min(order.rows)).map(|position| order.row(position)).collect();
+    let rows: Vec<usize> = trained.into_iter().chain(held_out).collect();
+    if engine.reference(&rows[..1].into())?.is_none() {
+        return Ok(Ok(Reference::default()));
+    }
+    let mut mine = Vec::new();
+    let signal = each_of(&rows, plan, engine, &Reference::default(), |rows, counted| {
+        let values = engine.reference(rows)?.unwrap_or_default();
+        let width = values.len() / rows.len();
+        for (row, values) in rows.iter().zip(values.chunks_exact(width)).take(counted) {
+            mine.extend([*row as f64, width as f64]);
+            mine.extend(values);
+        }
+        Ok(())
+    })?;
+    if let Some(signal) = signal {
+        return Ok(Err(signal));
+    }
+    let bytes = mine.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let all = engine.all_gather_bytes(bytes)?.concat();
+    let mut values = all.chunks_exact(8).map(|value| f64::from_le_bytes(value.try_into().expect("8 bytes")));
+    let mut reference = Reference::default();
+    while let (Some(row), Some(width)) = (values.next(), values.next()) {
+        reference.insert(row as usize, values.by_ref().take(width as usize).collect());
+    }
+    Ok(Ok(reference))
+}
+
+/// Calls `each` with batches of rows, and the number of these rows that count. Each rank takes an equal share, in order; the first ranks
+/// take one row more if the rows do not divide. A rank that has no batch left while others do gets a row that does not count. Between
+/// batches, ranks agree on whether a signal ends it, and return that signal.
 fn each_of(
-    others: Range<usize>,
+    all: &[usize],
     plan: &Plan,
     engine: &dyn RankEngine,
+    reference: &Reference,
     mut each: impl FnMut(&Rows, usize) -> Result<()>,
 ) -> Result<Option<Signal>> {
     let (world, batch, rank) = (plan.plan.world, plan.plan.batch.micro, engine.rank());
-    let share = |rank: usize| others.len() / world + usize::from(rank < others.len() % world);
-    let begin = others.start + (0..rank).map(share).sum::<usize>();
-    let mine: Vec<usize> = (begin..begin + share(rank)).collect();
-    let mut batches = mine.chunks(batch);
+    let share = |rank: usize| all.len() / world + usize::from(rank < all.len() % world);
+    let begin = (0..rank).map(share).sum::<usize>();
+    let mut batches = all[begin..begin + share(rank)].chunks(batch);
     for _ in 0..share(0).div_ceil(batch) {
-        match batches.next() {
-            Some(rows) => each(&rows.into(), rows.len())?,
-            None => each(&[begin - 1][..].into(), 0)?,
-        }
+        let rows = batches.next();
+        let counted = rows.map_or(0, <[usize]>::len);
+        each(&Rows::from(rows.unwrap_or_else(|| &all[begin - 1..begin])).with(reference), counted)?;
         let asked = engine.all_gather(&[Signal::asked()])?;
         if let Some(signal) = Signal::of_ranks(asked.iter().map(|rank| rank[0])) {
             return Ok(Some(signal));
