@@ -634,10 +634,14 @@ impl Encoder<'_> {
                 true => &text,
                 false => &template.render(&messages[..=at], false)?,
             };
-            if !(through.starts_with(&before) && text.starts_with(through)) {
-                return Err(self.unstable(&format!("message {at} differently when others follow"), MARKS));
-            }
-            answers.push(before.len()..through.len());
+            let end = match through.starts_with(&before) && text.starts_with(through) {
+                true => Some(through.len()),
+                false => answer_end(template, messages, at, &text)?.filter(|_| text.starts_with(&before)),
+            };
+            let end = end
+                .filter(|end| before.len() <= *end)
+                .ok_or_else(|| self.unstable(&format!("message {at} differently when others follow"), MARKS))?;
+            answers.push(before.len()..end);
         }
         Ok((text, answers))
     }
@@ -649,6 +653,28 @@ impl Encoder<'_> {
             self.tokenizer.whose()
         )
     }
+}
+
+/// Returns the end of message `at` in the text of a conversation, for a template that renders it otherwise when it is the last one, as
+/// Qwen3's adds an empty thought then. With a mark in place of the message, the same text must surround the mark, and what follows it must
+/// begin as in a conversation that ends with the mark. `None` if it does not.
+fn answer_end(
+    template: &ChatTemplate<'_>,
+    messages: &[Message],
+    at: usize,
+    text: &str,
+) -> Result<Option<usize>, String> {
+    if text.contains(MARK) {
+        return Ok(None);
+    }
+    let mut messages = messages.to_vec();
+    messages[at].content = MARK.into();
+    let (all, last) = (template.render(&messages, false)?, template.render(&messages[..=at], false)?);
+    let (Some((before, after)), Some((_, end))) = (all.split_once(MARK), last.split_once(MARK)) else {
+        return Ok(None);
+    };
+    let is_same = text.len() >= before.len() + after.len() && text.starts_with(before) && text.ends_with(after);
+    Ok((is_same && after.starts_with(end)).then(|| text.len() - after.len() + end.len()))
 }
 
 /// Advice for a template that does not mark the assistant's tokens.

@@ -414,6 +414,30 @@ for model in tiny llama-tiny; do
   done
 done
 
+echo 'preferences'
+for model in gpt2_tiny qwen3_tiny gemma2_tiny; do
+  mkdir "$work/prefer-$model"
+  cp "$fixture/../texts/$model"/* "$fixture/../$model"/*.{json,safetensors} "$work/prefer-$model"
+  python3 - "$fixture/../preferences.json" "$work" "$model" <<'PYTHON'
+import json, sys
+
+made, work, model = sys.argv[1:]
+case = json.load(open(made))["training"][0]
+open(f"{work}/prefer-{model}/chat_template.jinja", "w").write(case["template"])
+open(f"{work}/preferences.jsonl", "w").writelines(json.dumps(row) + "\n" for row in case["rows"])
+PYTHON
+  for options in '' '--ranks 3 --stage 3 --checkpoint-activations all' '--ranks 2 --lora-r 2 --lora-targets all-linear --quantize nf4'; do
+    for front in old new; do
+      # shellcheck disable=SC2086
+      (cd "$work" && declare -n program=$front && "${program[@]}" --task dpo --weights prefer-$model --data preferences.jsonl --seq 32 --batch 2 \
+        --steps 5 --lr 1e-3 --eval 4 --out "prefer-$front-out" $options >log 2>&1) || { cat "$work/log"; exit 1; }
+      # Rewards are differences of log-probabilities: they are compared absolutely.
+      { values "$work/prefer-$front-out/metrics.jsonl" loss; evaluated prefer-$front | awk '{ printf "%.9f\n", 1 + $1 }'; } >"$work/$front.losses"
+    done
+    same "$work"/{new,old}.losses
+  done
+done
+
 echo 'a run that is killed goes on from its last checkpoint'
 killed=(--weights "$fixture" --data "$fixture/batches.safetensors" --batch 2 --steps 60 --save-every 2)
 for ranks_are in threads processes; do

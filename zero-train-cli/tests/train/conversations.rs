@@ -23,6 +23,13 @@ fn made() -> Value {
     serde_json::from_slice(&std::fs::read(fixtures().join("conversations.json")).unwrap()).unwrap()
 }
 
+/// Cases of another file: `tests/fixtures/make_conversations.py` says how to make one.
+fn other_cases() -> Vec<Value> {
+    let Some(path) = std::env::var_os("ZERO_CONVERSATIONS") else { return Vec::new() };
+    let mut made: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    serde_json::from_value(made["cases"].take()).unwrap()
+}
+
 fn copy(from: &Path, to: &Path) {
     std::fs::create_dir_all(to).unwrap();
     for entry in std::fs::read_dir(from).unwrap().map(Result::unwrap).filter(|entry| entry.path().is_file()) {
@@ -71,8 +78,9 @@ fn ids_and_labels_are_those_of_trl() {
     let made = made();
     let dir = tempfile::tempdir().unwrap();
     let mut wrong = Vec::new();
-    let cases = made["cases"].as_array().unwrap();
+    let mut cases = made["cases"].as_array().unwrap().clone();
     assert!(cases.len() >= 27);
+    cases.extend(other_cases());
     for case in cases {
         let text = |key: &str| case[key].as_str().unwrap();
         let (name, folder) = (text("name"), dir.path().join(text("name")));
@@ -82,6 +90,7 @@ fn ids_and_labels_are_those_of_trl() {
         }
         let path = folder.join("rows.jsonl");
         std::fs::write(&path, lines(case["rows"].as_array().unwrap())).unwrap();
+        println!("{name}: {} rows", case["rows"].as_array().unwrap().len());
         let loss_on = if text("loss_on") == "all" { LossOn::All } else { LossOn::Completions };
         let got = read(&path, &folder, case["seq"].as_u64().unwrap() as usize, loss_on).unwrap();
         let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
