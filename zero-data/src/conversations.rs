@@ -545,14 +545,10 @@ impl Encoder<'_> {
                 let (text, answers) = self.answers(messages)?;
                 let cut = self.tokenizer.encode_with_offsets(&text)?;
                 let (ids, offsets) = (cut.get_ids().to_vec(), cut.get_offsets());
-                let is_marked = self.template()?.is_marked;
                 let mut counts = vec![false; ids.len()];
                 for answer in answers.into_iter().filter(|answer| !answer.is_empty()) {
                     let first = offsets.iter().position(|(_, end)| *end > answer.start);
                     let last = offsets.iter().rposition(|(begin, _)| *begin < answer.end);
-                    // transformers ends a marked part with the first token of its last character.
-                    let has_last = |(begin, end): &(usize, usize)| (*begin..*end).contains(&(answer.end - 1));
-                    let last = offsets.iter().position(has_last).filter(|_| is_marked).or(last);
                     if let (Some(first), Some(last)) = (first, last) {
                         counts[first..(last + 1).max(first)].fill(true);
                     }

@@ -355,6 +355,7 @@ fn tell(line: &dyn core::fmt::Display) {
 
 fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
     let kept = match &plan.checkpoints.dir {
+        Some(_) if step == 0 => "there is nothing to save".to_string(),
         Some(dir) => {
             let dir = dir.display();
             format!("this step's checkpoint is in {dir}; the same command with --resume auto resumes from it")

@@ -45,12 +45,14 @@ fn run_rank(
     observer: Option<&Mutex<Observer<'_>>>,
     allocator: Option<&PageKeeper>,
 ) -> Result<Measured> {
-    // By the initial model, which a checkpoint replaces.
-    let reference = reference_of(plan, engine)?;
-    let (state, warnings) = begin(plan, engine)?;
-    let done = state.step;
     // Rank 0 alone prints and writes.
     let observer = observer.filter(|_| engine.rank() == 0);
+    let say =
+        |line: &str| observer.into_iter().for_each(|observer| observer.lock().expect("of rank 0 alone").say(line));
+    // By the initial model, which a checkpoint replaces.
+    let reference = reference_of(plan, engine, say)?;
+    let (state, warnings) = begin(plan, engine)?;
+    let done = state.step;
     let mut training = Training::new(task, engine, plan, observer, allocator, state, reference);
     for warning in warnings {
         training.observe(|observer| observer.warn(done, &warning));

@@ -546,7 +546,11 @@ fn evaluate_all(
 }
 
 /// Measures all rows of a run by the initial model, if the task asks for it, or returns the signal that ended it. A collective operation.
-pub(super) fn reference_of(plan: &Plan, engine: &dyn RankEngine) -> Result<Result<Reference, Signal>> {
+pub(super) fn reference_of(
+    plan: &Plan,
+    engine: &dyn RankEngine,
+    say: impl FnOnce(&str),
+) -> Result<Result<Reference, Signal>> {
     let (order, used) = (plan.data.order, plan.steps * plan.plan.batch.global);
     let held_out = order.rows..order.rows + plan.data.held_out;
     // Those of the first steps, if there are fewer steps than an epoch has.
@@ -555,6 +559,7 @@ pub(super) fn reference_of(plan: &Plan, engine: &dyn RankEngine) -> Result<Resul
     if engine.reference(&rows[..1].into())?.is_none() {
         return Ok(Ok(Reference::default()));
     }
+    say(&format!("measuring {} rows by the model before training, the reference", rows.len()));
     let mut mine = Vec::new();
     let signal = each_of(&rows, plan, engine, &Reference::default(), |rows, counted| {
         let values = engine.reference(rows)?.unwrap_or_default();
