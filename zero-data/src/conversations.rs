@@ -308,11 +308,14 @@ impl Conversations {
         self.counts[range][1..].iter().filter(|counts| **counts).count()
     }
 
-    /// Returns the tokens before the first label of a row's first conversation.
-    pub fn prompt(&self, row: usize) -> &[i32] {
+    /// Returns the last answer of a row's first conversation, or its chosen answer, and the tokens before it: at least one.
+    pub fn prompt_and_answer(&self, row: usize) -> [&[i32]; 2] {
         let range = self.ranges(row).next().unwrap_or_default();
-        let length = self.counts[range.clone()].iter().take_while(|counts| !**counts).count();
-        &self.ids[range][..length]
+        let (ids, counts) = (&self.ids[range.clone()], &self.counts[range]);
+        let end = counts.iter().rposition(|counts| *counts).map_or(0, |last| last + 1);
+        let length = counts[..end].iter().rev().take_while(|counts| **counts).count();
+        let begin = (end - length).max(1).min(end);
+        [&ids[..begin], &ids[begin..end]]
     }
 
     /// Returns a checksum of the tokens and labels of some rows, which identifies the data.

@@ -45,7 +45,7 @@ type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
 type Loss<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Tensor<1>> + Send + Sync;
 type Adapter<T> = dyn Fn(&T, u64) -> Result<Option<InitialAdapter>> + Send + Sync;
 type Sample<T, M> = dyn Fn(&T, &M, &Device) -> Result<Option<String>> + Send + Sync;
-type Predict<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Vec<Value>> + Send + Sync;
+type Predict<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Option<Vec<Value>>> + Send + Sync;
 type Reference<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Vec<f64>> + Send + Sync;
 type Evaluate<T, M> = dyn Fn(&T, &M, &Rows, &Device) -> Result<Measured> + Send + Sync;
 
@@ -99,11 +99,11 @@ impl<T, M> Burn022<T, M> {
         Self { reference: Some(Arc::new(reference)), ..self }
     }
 
-    /// Sets what `--predictions` writes of held-out rows: an object for each.
+    /// Sets what `--predictions` writes of held-out rows: an object for each. `None`: the task predicts no single rows.
     #[must_use]
     pub fn predicted_by(
         self,
-        predict: impl Fn(&T, &M, &Rows, &Device) -> Result<Vec<Value>> + Send + Sync + 'static,
+        predict: impl Fn(&T, &M, &Rows, &Device) -> Result<Option<Vec<Value>>> + Send + Sync + 'static,
     ) -> Self {
         Self { predict: Some(Arc::new(predict)), ..self }
     }
@@ -503,7 +503,7 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
     fn predict(&self, rows: &Rows) -> Result<Option<Vec<Value>>> {
         let (model, device) = (self.model().valid(), self.device.clone().without_autodiff());
         let predict = self.integration.predict.as_ref();
-        predict.map(|predict| predict(self.task, &model, rows, &device)).transpose()
+        predict.map_or(Ok(None), |predict| predict(self.task, &model, rows, &device))
     }
 
     fn sample(&self) -> Result<Option<String>> {

@@ -438,6 +438,22 @@ PYTHON
   done
 done
 
+echo 'answers at evaluations'
+python3 - "$work/preferences.jsonl" "$work/answers.jsonl" <<'PYTHON'
+import json, sys
+
+rows = map(json.loads, open(sys.argv[1]))
+open(sys.argv[2], "w").writelines(json.dumps({"messages": row["prompt"] + row["chosen"]}) + "\n" for row in rows)
+PYTHON
+for front in old new; do
+  (cd "$work" && declare -n program=$front && "${program[@]}" --weights prefer-qwen3_tiny --data answers.jsonl --seq 32 --batch 2 --steps 5 --lr 1e-3 \
+    --ranks 2 --stage 3 --eval 5 --eval-metric exact-match --predictions $front.answers --out "answers-$front-out" >log 2>&1) ||
+    { cat "$work/log"; exit 1; }
+  { values "$work/answers-$front-out/metrics.jsonl" loss; evaluated answers-$front; } >"$work/$front.losses"
+done
+same "$work"/{new,old}.losses
+diff "$work"/{new,old}.answers
+
 echo 'a run that is killed goes on from its last checkpoint'
 killed=(--weights "$fixture" --data "$fixture/batches.safetensors" --batch 2 --steps 60 --save-every 2)
 for ranks_are in threads processes; do

@@ -34,7 +34,7 @@ pub fn generate<M: CausalModel>(
     how: &Sampling,
     device: &Device,
 ) -> Result<Vec<Vec<u32>>, ModelError> {
-    alone(|hooks| generate_by(&mut Cached::new(model, config.sizes(), device), prompts, how, hooks))
+    alone(|hooks| generate_with(model, config, prompts, how, device, hooks))
 }
 
 /// A model with its cache.
@@ -90,9 +90,11 @@ impl Generator for TextGenerator {
     fn launch(&self, job: &Job<'_>, body: &RankBody<'_>) -> Result<()> {
         let dir = Some(job.dir());
         match job.config() {
-            ModelConfig::Gpt2(config) => launch(job, body, config, |device| Gpt2::build(config, dir, 0, device), texts),
+            ModelConfig::Gpt2(config) => {
+                launch(job, body, config, |device| Gpt2::build(config, dir, 0, device), generate_with)
+            }
             ModelConfig::Llama(config) => {
-                launch(job, body, config, |device| Llama::build(config, dir, 0, device), texts)
+                launch(job, body, config, |device| Llama::build(config, dir, 0, device), generate_with)
             }
             ModelConfig::Bart(config) => {
                 launch(job, body, config, |device| Bart::build(config, dir, 0, device), seq2seq::generate_with)
@@ -108,7 +110,12 @@ impl Generator for TextGenerator {
 /// The function that generates text with a model of configuration `C`.
 type Texts<M, C> = fn(&M, &C, &[Vec<u32>], &Sampling, &Device, Hooks<'_>) -> Result<Vec<Vec<u32>>, ModelError>;
 
-fn texts<M: CausalModel>(
+/// Generates the tokens that follow each prompt, like [`generate`], with hooks.
+///
+/// # Errors
+///
+/// The errors of [`generate_by`].
+pub fn generate_with<M: CausalModel>(
     model: &M,
     config: &M::Config,
     prompts: &[Vec<u32>],

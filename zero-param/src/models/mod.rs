@@ -21,6 +21,7 @@ use std::sync::Arc;
 use burn::module::Module;
 use burn::tensor::activation::log_sigmoid;
 use burn::tensor::{Device, Int, Tensor, TensorData};
+use zero_models::generate::{Hooks, Sampling};
 use zero_models::{BartConfig, BertConfig, BertKind, CausalFamily, Documents, Gpt2Config, LlamaConfig, ModelError};
 use zero_train::data::TokenBatch;
 use zero_train::language::{
@@ -167,7 +168,7 @@ fn train_seq2seq<M: Seq2SeqModel>(options: &Options, program: &Program<'_>) -> E
         let loss = loss(task, model, rows, device).into_scalar::<f64>();
         Ok(task.measured(rows, loss, &made(task, model, rows, device)?))
     })
-    .predicted_by(move |task, model, rows, device| Ok(task.predictions(rows, made(task, model, rows, device)?)))
+    .predicted_by(move |task, model, rows, device| Ok(Some(task.predictions(rows, made(task, model, rows, device)?))))
     .adapted_by(Seq2SeqTask::initial_adapter);
     trainer(Trainer::on(integration, &options.train), program).main_with(|_| Seq2SeqTask::new(options, program))
 }
@@ -198,7 +199,7 @@ fn train_classes<M: Module, C: ClassesFamily + 'static>(
     })
     .predicted_by(move |task, model, rows, device| {
         let (logits, targets) = logits(task, model, rows, device);
-        Ok(task.predictions(rows, &logits.into_data().iter::<f64>().collect::<Vec<_>>(), &targets))
+        Ok(Some(task.predictions(rows, &logits.into_data().iter::<f64>().collect::<Vec<_>>(), &targets)))
     })
     .adapted_by(ClassesTask::initial_adapter);
     trainer(Trainer::on(integration, &options.train), program).main_with(|_| ClassesTask::new(options, program))
@@ -217,16 +218,28 @@ fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> Exi
         let documents = documents.map(|lengths| Arc::new(Documents::new(lengths)));
         Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device), documents.as_ref()))
     };
+    let answers =
+        |task: &CausalTask<M::Config>,
+         model: &M,
+         prompts: &[Vec<u32>],
+         how: &Sampling,
+         device: &Device,
+         hooks: Hooks<'_>| { Ok(generate::generate_with(model, task.config(), prompts, how, device, hooks)?) };
     let mut integration = Burn022::new(
         |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
         loss,
     )
     .evaluated_by(move |task, model, rows, device| {
         let Some(preferences) = task.preferences(rows) else {
-            return Ok(vec![("loss", loss(task, model, rows, device)?.into_scalar())]);
+            let loss = loss(task, model, rows, device)?.into_scalar();
+            return task
+                .measured_by(rows, loss, |prompts, how, hooks| answers(task, model, prompts, how, device, hooks));
         };
         let (loss, rewards) = preference_loss(row_losses(task, model, rows, device)?, preferences);
         Ok(task.measured(loss.into_scalar(), &rewards.into_data().iter().collect::<Vec<_>>()))
+    })
+    .predicted_by(move |task, model, rows, device| {
+        task.predictions_by(rows, |prompts, how, hooks| answers(task, model, prompts, how, device, hooks))
     })
     .adapted_by(CausalTask::initial_adapter)
     .sampled_by(|task, model: &M, device| {

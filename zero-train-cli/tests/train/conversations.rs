@@ -496,3 +496,46 @@ fn what_cannot_be_used_is_one_line() {
     let text = told(&[json!({ "text": "to be or not to be" })], &["--loss-on", "all"]);
     assert!(text.contains("--loss-on all: expected --data as well, with conversations"), "{text}");
 }
+
+/// The model learns one answer by heart; it is generated at every evaluation.
+#[test]
+fn answers_are_generated_at_evaluations() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    inputs(dir);
+    let say = |role: &str, content: &str| json!({ "role": role, "content": content });
+    let row = |question: &str| json!({ "messages": [say("user", question), say("assistant", "a king")] });
+    let rows: Vec<Value> =
+        ["who", "to be", "or", "not", "is it?", "no."].iter().map(|question| row(question)).collect();
+    std::fs::write(dir.join("chats.jsonl"), lines(rows.iter().cycle().take(60))).unwrap();
+    let how =
+        ["--weights", "llama", "--data", "chats.jsonl", "--seq", "36", "--lr", "1e-2", "--eval", "5", "--batch", "4"];
+    let measured =
+        ["--eval-metric", "exact-match", "--eval-samples", "2", "--eval-every", "10", "--predictions", "made.jsonl"];
+    for cut in [&["--ranks", "1"][..], &["--ranks", "3", "--stage", "3"]] {
+        let run = cut[1];
+        let summary = texts::train(dir, run, &[&how, &measured, &["--steps", "20"], cut]);
+        let evaluated = summary["epochs"].as_array().unwrap().last().unwrap()["eval"].clone();
+        let evaluated: Vec<(String, f64)> = serde_json::from_value(evaluated).unwrap();
+        assert!(matches!(&evaluated[1], (name, 1.0) if name == "exact_match"), "{evaluated:?}");
+        let events = json_lines(&dir.join(run).join("out/events.jsonl"));
+        let samples: Vec<&str> = events
+            .iter()
+            .filter(|event| event["kind"] == "sample")
+            .map(|event| event["text"].as_str().unwrap())
+            .collect();
+        assert!(samples.len() >= 4, "{samples:?}");
+        assert!(samples.last().unwrap().contains("label \"a king\", prediction \"a king\""), "{samples:?}");
+        let made = json_lines(&dir.join("made.jsonl"));
+        assert_eq!(made.len(), 5);
+        assert!(made.iter().all(|line| line["prediction"] == "a king" && line["prompt"].is_string()), "{made:?}");
+    }
+    // An answer that is not learnt is not right.
+    let summary = texts::train(dir, "short", &[&how, &measured[..2], &["--steps", "1"]]);
+    assert_eq!(summary["epochs"][0]["eval"][1], json!(["exact_match", 0.0]));
+    let train = [&["train", "--steps", "1"][..], &how].concat();
+    let text = refused(&[&train[..], &["--packing", "--eval-samples", "1"]].concat(), dir);
+    assert!(text.contains("--eval-samples 1: expected a task that predicts single rows"), "{text}");
+    let text = refused(&["train", "--task", "seq2seq", "--eval-metric", "exact-match", "--data", "chats.jsonl"], dir);
+    assert!(text.contains("--eval-metric exact-match: expected --task causal-lm"), "{text}");
+}

@@ -11,18 +11,18 @@ use std::path::Path;
 use burn::tensor::Tensor;
 #[cfg(feature = "burn")]
 use burn::tensor::activation::log_sigmoid;
-use serde_json::Value;
+use serde_json::{Value, json};
 #[cfg(feature = "burn")]
 use zero_models::Documents;
-use zero_models::generate::Sampling;
 #[cfg(feature = "burn")]
 use zero_models::generate::alone;
+use zero_models::generate::{Hooks, Sampling};
 use zero_models::{CausalFamily, ModelConfig};
 
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{OnBadRow, Options, Program, TaskChoice, recipes};
+use super::{EvalMetric, OnBadRow, Options, Program, TaskChoice, recipes};
 use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, TokenBatch, TokenRows, Tokenizer};
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
@@ -40,6 +40,9 @@ pub struct CausalTask<C> {
     trained: C,
     /// The strength of the tie to the reference model, if rows are preferences.
     beta: Option<f64>,
+    metric: Option<EvalMetric>,
+    /// Number of tokens of the longest answer of a held-out row.
+    longest_answer: usize,
     start: Start,
     rows: CausalRows,
     /// The reason that it is not the program's model.
@@ -78,6 +81,10 @@ impl CausalRows {
             if options.packing {
                 let expected = "expected --data as well, with conversations; rows of documents are always full";
                 return Err(wrong("packing", true, expected));
+            }
+            if options.eval_metric.is_some() {
+                let expected = "expected --data as well, with conversations, which have answers";
+                return Err(wrong("eval-metric", "exact-match", expected));
             }
             if options.on_bad_row == OnBadRow::Skip {
                 let expected = "expected --data as well, with conversations; the first row determines the format, so it must be a good one";
@@ -141,11 +148,15 @@ impl CausalRows {
     /// Returns the prompt that the model continues after training: the beginning of a document, or everything before an answer.
     fn prompt(&self, row: usize, most: usize) -> Result<Vec<u32>> {
         let prompt = match self {
-            Self::Conversations(rows) if !rows.prompt(row).is_empty() => rows.prompt(row).to_vec(),
+            Self::Conversations(rows) => rows.prompt_and_answer(row)[0].to_vec(),
             rows => rows.batch(&[row])?.input_ids.into_iter().take(16).collect(),
         };
-        Ok(prompt.into_iter().take(most).map(|id| id as u32).collect())
+        Ok(unsigned(&prompt).take(most).collect())
     }
+}
+
+fn unsigned(ids: &[i32]) -> impl Iterator<Item = u32> {
+    ids.iter().map(|&id| id as u32)
 }
 
 /// Prints which rows are left out or cut.
@@ -215,7 +226,16 @@ impl<C: CausalFamily> CausalTask<C> {
         let start = Start::new(options, rows.tokenizer(), config.clone().into(), &[])?;
         let beta = is_dpo.then(|| options.dpo_beta.unwrap_or(DPO_BETA));
         let trained = if is_dpo { config.without_dropout() } else { config.clone() };
-        Ok(Self { name, config, trained, beta, start, rows, notice })
+        let held_out = options.train.eval.unwrap_or(rows.held_out()).min(rows.rows());
+        let longest_answer = match &rows {
+            CausalRows::Documents(_) => None,
+            CausalRows::Conversations(conversations) => {
+                let answers = (rows.rows() - held_out..rows.rows()).map(|row| conversations.prompt_and_answer(row)[1]);
+                answers.map(<[i32]>::len).max()
+            }
+        };
+        let (longest_answer, metric) = (longest_answer.unwrap_or(0).max(1), options.eval_metric);
+        Ok(Self { name, config, trained, beta, metric, longest_answer, start, rows, notice })
     }
 
     /// Returns the configuration of the model to train.
@@ -271,6 +291,69 @@ impl<C: CausalFamily> CausalTask<C> {
     /// If the adapter's folder cannot be read, or is of another model.
     pub fn initial_adapter(&self, seed: u64) -> Result<Option<InitialAdapter>> {
         self.start.initial_adapter(seed)
+    }
+
+    /// Returns the loss of held-out rows with the figures of the requested metric, for which `generate` makes answers as in
+    /// [`predictions_by`](Self::predictions_by).
+    ///
+    /// # Errors
+    ///
+    /// An error of `generate`.
+    pub fn measured_by(
+        &self,
+        rows: &Rows,
+        loss: f64,
+        generate: impl FnOnce(&[Vec<u32>], &Sampling, Hooks<'_>) -> Result<Vec<Vec<u32>>>,
+    ) -> Result<Measured> {
+        let mut measured = vec![("loss", loss)];
+        if self.metric == Some(EvalMetric::ExactMatch)
+            && let Some(predictions) = self.predictions_by(rows, generate)?
+        {
+            let right = predictions.iter().filter(|line| line["prediction"] == line["label"]).count();
+            measured.push(("exact_match", right as f64 / predictions.len() as f64));
+        }
+        Ok(measured)
+    }
+
+    /// Returns the last answer of each of these conversations, and the one that `generate` makes, greedily; `None` for documents and packed
+    /// rows. The number of passes does not depend on the text, so that ranks which gather together never wait for one that has ended early.
+    ///
+    /// # Errors
+    ///
+    /// An error of `generate`.
+    pub fn predictions_by(
+        &self,
+        rows: &[usize],
+        generate: impl FnOnce(&[Vec<u32>], &Sampling, Hooks<'_>) -> Result<Vec<Vec<u32>>>,
+    ) -> Result<Option<Vec<Value>>> {
+        let CausalRows::Conversations(conversations) = &self.rows else { return Ok(None) };
+        if conversations.is_packed() {
+            return Ok(None);
+        }
+        let tokenizer = conversations.tokenizer();
+        let text = |ids: &[u32]| tokenizer.decode(ids).trim().to_string();
+        let both: Vec<[Vec<u32>; 2]> =
+            rows.iter().map(|&row| conversations.prompt_and_answer(row).map(|ids| unsigned(ids).collect())).collect();
+        let prompts: Vec<Vec<u32>> = both.iter().map(|[prompt, _]| prompt.clone()).collect();
+        // A turn ends with a special token, which may not be the tokenizer's own end, and which a newline may follow.
+        let is_special = |id: &&u32| tokenizer.decode(&[**id]).is_empty();
+        let ends = both.iter().filter_map(|[_, answer]| answer.iter().rev().take(2).find(is_special).copied());
+        let stop = ends.chain(tokenizer.end()).collect();
+        let how = Sampling {
+            max_new_tokens: self.longest_answer,
+            max_length: Some(self.config.sizes().positions),
+            stop,
+            ..Sampling::default()
+        };
+        let mut passes = 0;
+        let mut goes_on = |_| {
+            passes += 1;
+            passes < how.max_new_tokens
+        };
+        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row };
+        let made = generate(&prompts, &how, hooks)?;
+        let line = |((&row, [prompt, answer]), made): ((&usize, &[Vec<u32>; 2]), &Vec<u32>)| json!({ "row": row, "prompt": text(prompt), "label": text(answer), "prediction": text(made) });
+        Ok(Some(rows.iter().zip(&both).zip(&made).map(line).collect()))
     }
 
     /// Returns the prompt of the last row, and the tokens that follow by `generate`. `None` if there is no tokenizer or prompt.
@@ -411,10 +494,22 @@ impl<C: CausalFamily> Task for CausalTask<C> {
     #[cfg(feature = "burn")]
     fn evaluate<B: FusedBackend>(&self, model: &C::Model<B>, rows: &Rows, device: &B::Device) -> Result<Measured> {
         let Some(preferences) = self.preferences(rows) else {
-            return Ok(vec![("loss", scalar(self.loss(model, rows, device)?))]);
+            let loss = scalar(self.loss(model, rows, device)?);
+            return self
+                .measured_by(rows, loss, |prompts, how, hooks| Ok(C::generate(model, prompts, how, device, hooks)?));
         };
         let (loss, rewards) = preference_loss(self.row_losses(model, rows, device)?, preferences);
         Ok(self.measured(scalar(loss), &rewards.into_data().iter().collect::<Vec<_>>()))
+    }
+
+    #[cfg(feature = "burn")]
+    fn predict<B: FusedBackend>(
+        &self,
+        model: &C::Model<B>,
+        rows: &Rows,
+        device: &B::Device,
+    ) -> Result<Option<Vec<Value>>> {
+        self.predictions_by(rows, |prompts, how, hooks| Ok(C::generate(model, prompts, how, device, hooks)?))
     }
 
     /// Returns the number of labels of conversations. All rows of documents have equally many, and the loss of preferences is a mean over

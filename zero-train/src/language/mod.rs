@@ -93,6 +93,13 @@ pub enum OnBadRow {
     Skip,
 }
 
+/// A metric of held-out conversations, other than the loss.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum EvalMetric {
+    /// The fraction of answers that the model generates exactly.
+    ExactMatch,
+}
+
 /// Options of a command that trains a language model.
 #[derive(Debug, Clone, Args)]
 pub struct Options {
@@ -143,6 +150,10 @@ pub struct Options {
     /// of its own
     #[arg(long)]
     pub packing: bool,
+    /// Evaluate conversations also by this metric: `exact-match`, the fraction of held-out rows whose last answer the model generates
+    /// exactly, greedily
+    #[arg(long, value_name = "METRIC")]
+    pub eval_metric: Option<EvalMetric>,
     /// Use this tokenizer: a tokenizer.json, or a folder with the files of a tokenizer (tokenizer.json, BERT's vocab.txt
     /// and others). `zero tokenizer` trains one for BERT [default: the one in --weights or --model, otherwise the
     /// built-in tokenizer of GPT-2]
@@ -232,6 +243,11 @@ impl Options {
         if self.on_bad_row == OnBadRow::Skip && ![TaskChoice::CausalLm, TaskChoice::Dpo].contains(&task) {
             let expected = "expected --task causal-lm or dpo, the only ones that read conversations";
             return Err(wrong("on-bad-row", "skip", expected));
+        }
+        if self.eval_metric.is_some() && task != TaskChoice::CausalLm {
+            let expected =
+                "expected --task causal-lm; --task seq2seq and text-classification always measure their accuracy";
+            return Err(wrong("eval-metric", "exact-match", expected));
         }
         if let Some(beta) = self.dpo_beta {
             if task != TaskChoice::Dpo {

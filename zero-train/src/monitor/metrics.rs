@@ -126,6 +126,8 @@ pub enum EventKind {
     Skip,
     /// Held-out rows were evaluated.
     Evaluation,
+    /// The prediction for a held-out row, at an evaluation.
+    Sample,
     /// An epoch has ended; `values` holds the mean training loss.
     Epoch,
     /// A checkpoint was saved.

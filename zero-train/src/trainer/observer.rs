@@ -4,6 +4,8 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
+use serde_json::Value;
+
 use super::bar::Bar;
 use super::plan::Plan;
 use crate::Result;
@@ -203,6 +205,14 @@ impl<'a> Observer<'a> {
     pub(super) fn warn(&mut self, step: usize, warning: &str) {
         self.say(&format!("warning: {warning}"));
         self.note(Event::new(EventKind::Warning, step, warning.into()));
+    }
+
+    /// Reports the prediction for a held-out row.
+    pub(super) fn sample(&mut self, step: usize, prediction: &Value) {
+        let parts = prediction.as_object().into_iter().flatten().map(|(name, value)| format!("{name} {value}"));
+        let text = parts.collect::<Vec<_>>().join(", ");
+        self.say(&text);
+        self.note(Event::new(EventKind::Sample, step, text));
     }
 
     /// Reports a saved checkpoint.

@@ -101,6 +101,10 @@ pub struct Options {
     /// Write the trained model's predictions for the held-out rows to this file at the end, one JSON object per line
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub predictions: Option<PathBuf>,
+    /// Show the predictions for the first of the held-out rows at every evaluation, in the terminal, in events.jsonl and in the report
+    /// [default: 0]
+    #[cfg_attr(feature = "cli", arg(long, value_name = "ROWS", default_value_t = 0, hide_default_value = true))]
+    pub eval_samples: usize,
     /// Keep an exponential moving average (EMA) of the weights, in fp32 and sharded like the optimizer state. Each update sets
     /// average = DECAY * average + (1 - DECAY) * weights. Checkpoints contain it; `zero export --ema` writes it [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
@@ -287,6 +291,7 @@ impl Default for Options {
             hyper: Default::default(),
             eval: None,
             predictions: None,
+            eval_samples: 0,
             ema_decay: None,
             eval_ema: false,
             decay_except: DecayExcept::Vectors,

@@ -49,6 +49,8 @@ pub(super) struct Plan {
     pub checkpoints: Checkpoints,
     /// The folder for the 16-bit model that the configuration asks for.
     pub save_16bit: Option<PathBuf>,
+    /// Number of held-out rows whose predictions are shown at every evaluation.
+    pub eval_samples: usize,
     /// The file for predictions.
     pub predictions: Option<PathBuf>,
     /// True if a progress bar is shown.
@@ -136,6 +138,7 @@ impl Plan {
             memory: budget.told(),
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
+            eval_samples: options.eval_samples.min(data.held_out),
             predictions: predictions(options, &data)?,
             model: Model { name, profile, config: task.model_config(), settings: task.settings(), files: task.files() },
             data,

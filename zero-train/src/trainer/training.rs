@@ -157,11 +157,14 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             let told = "the task's `evaluate` returned no values: expected the loss first, then any other metrics";
             return Err(TrainError::Run(told.into()));
         }
-        if let Some(path) = self.plan.predictions.as_ref().filter(|_| data.held_out + data.unlabelled > 0)
-            && self.engine.predict(&first)?.is_none()
-        {
-            let expected = "expected a task that predicts single rows, such as text-classification";
-            return Err(wrong("predictions", path.display(), expected));
+        let file = self.plan.predictions.as_ref().filter(|_| data.held_out + data.unlabelled > 0);
+        let samples = (self.plan.eval_samples > 0).then_some(self.plan.eval_samples);
+        if (file.is_some() || samples.is_some()) && self.engine.predict(&first)?.is_none() {
+            let expected = "expected a task that predicts single rows, such as text-classification, or conversations that are not packed";
+            return Err(match (file, samples) {
+                (Some(path), _) => wrong("predictions", path.display(), expected),
+                (None, samples) => wrong("eval-samples", samples.unwrap_or_default(), expected),
+            });
         }
         Ok(())
     }
@@ -425,6 +428,13 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             self.engine.swap_averages()?;
         }
         let evaluated = evaluate_all(self.task, self.engine, self.plan, &self.reference);
+        // All ranks predict the same rows.
+        let first = self.plan.data.order.rows;
+        let shown: Vec<usize> = (first..first + self.plan.eval_samples).collect();
+        let samples = match shown.is_empty() {
+            true => None,
+            false => self.engine.predict(&Rows::from(&shown[..]).with(&self.reference))?,
+        };
         if averages {
             self.engine.swap_averages()?;
         }
@@ -437,6 +447,9 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         };
         let seconds = begin.elapsed().as_secs_f64();
         self.observe(|observer| observer.evaluation(self.state.step, &values, seconds, said));
+        for sample in samples.unwrap_or_default() {
+            self.observe(|observer| observer.sample(self.state.step, &sample));
+        }
         self.phase(Phase::Train);
         Ok(Some(values))
     }
