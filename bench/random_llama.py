@@ -1,4 +1,4 @@
-"""Creates a Qwen2.5 with random bfloat16 weights as a Hugging Face folder with one shard per layer, without holding the model in memory.
+"""Creates a Qwen2.5 or a Llama 3 with random bfloat16 weights as a Hugging Face folder with one shard per layer, without holding the model in memory.
 
 With `part` below 1, that fraction of each matrix is random, and the rest is a hole in the file, which reads as zeros and takes no disk space.
 """
@@ -9,7 +9,7 @@ import numpy
 
 # Vocabulary, width, feed-forward width, layers, heads, heads of keys.
 SIZES = {"qwen2.5-0.5b": (151936, 896, 4864, 24, 14, 2), "qwen2.5-7b": (152064, 3584, 18944, 28, 28, 4),
-         "qwen2.5-32b": (152064, 5120, 27648, 64, 40, 8)}
+         "qwen2.5-32b": (152064, 5120, 27648, 64, 40, 8), "llama-3-8b": (128256, 4096, 14336, 32, 32, 8)}
 
 
 def tensors(name):
@@ -21,7 +21,8 @@ def tensors(name):
         own = [("input_layernorm.weight", (d,)), ("post_attention_layernorm.weight", (d,)), ("self_attn.o_proj.weight", (d, d)),
                ("mlp.gate_proj.weight", (f, d)), ("mlp.up_proj.weight", (f, d)), ("mlp.down_proj.weight", (d, f))]
         for part, width in (("q", d), ("k", k), ("v", k)):
-            own += [(f"self_attn.{part}_proj.weight", (width, d)), (f"self_attn.{part}_proj.bias", (width,))]
+            own += [(f"self_attn.{part}_proj.weight", (width, d))]
+            own += [] if name.startswith("llama") else [(f"self_attn.{part}_proj.bias", (width,))]
         yield [(f"model.layers.{n}.{tensor}", shape) for tensor, shape in own]
 
 
@@ -59,8 +60,9 @@ def weights(folder, part=1.0):
                     left, shift = left - len(piece), 0
             out.truncate(begin + at)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": where}))
-    config = dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", vocab_size=v, hidden_size=d, intermediate_size=f, num_hidden_layers=layers,
-                  num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6,
+    is_llama = folder.name.startswith("llama")
+    config = dict(architectures=["LlamaForCausalLM" if is_llama else "Qwen2ForCausalLM"], model_type="llama" if is_llama else "qwen2", vocab_size=v, hidden_size=d, intermediate_size=f, num_hidden_layers=layers,
+                  num_attention_heads=heads, num_key_value_heads=kv, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=5e5 if is_llama else 1e6,
                   tie_word_embeddings=False, torch_dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     return folder

@@ -92,7 +92,36 @@ pub enum Rule {
         /// L2 penalty.
         weight_decay: f32,
     },
+    /// Matrices in the layers of a model: `m = momentum m + (1 - momentum) g`, `u = momentum m + (1 - momentum) g` with Nesterov,
+    /// otherwise `u = m`, `p = p (1 - lr weight_decay) - lr s orthogonal(u)`: *Muon*, Jordan et al. 2024,
+    /// <https://kellerjordan.github.io/posts/muon/>. For a matrix `[d_in, d_out]`, `s = sqrt(max(1, d_out / d_in))`, or with
+    /// `match_rms` `s = 0.2 sqrt(max(d_in, d_out))`, which makes steps as large as AdamW's: Liu et al. 2025,
+    /// <https://arxiv.org/abs/2502.16982>.
+    ///
+    /// All other parameters ([`Rule::of`]): AdamW, with `adam_lr` times the learning rate.
+    Muon {
+        /// Decay of the mean of gradients.
+        momentum: f32,
+        /// Uses Nesterov momentum.
+        nesterov: bool,
+        /// Decoupled weight decay, of all parameters.
+        weight_decay: f32,
+        /// Scales steps to AdamW's size.
+        match_rms: bool,
+        /// Factor of the learning rate of AdamW.
+        adam_lr: f64,
+        /// AdamW's decay of the mean of gradients.
+        beta_1: f32,
+        /// AdamW's decay of the mean of squared gradients.
+        beta_2: f32,
+        /// Added to the square root of AdamW's second moment.
+        #[serde(rename = "eps")]
+        epsilon: f32,
+    },
 }
+
+/// Names of fields that hold tables of embeddings, or the last layer of a model, apart from those that contain "embed".
+const ENDS: [&str; 8] = ["wte", "wpe", "shared", "lm_head", "head", "classifier", "score", "relative_attention_bias"];
 
 impl Rule {
     /// Returns AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
@@ -133,6 +162,41 @@ impl Rule {
         Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }
     }
 
+    /// Returns Muon with the defaults of PyTorch, 0.95 with Nesterov and 0.1, and those of AdamW with the same learning rate.
+    pub const fn muon() -> Self {
+        Rule::Muon {
+            momentum: 0.95,
+            nesterov: true,
+            weight_decay: 0.1,
+            match_rms: false,
+            adam_lr: 1.0,
+            beta_1: 0.9,
+            beta_2: 0.999,
+            epsilon: 1e-8,
+        }
+    }
+
+    /// Returns the rule of a parameter, and the factor of its learning rate: this rule and 1, but AdamW for parameters that Muon does not
+    /// apply to. These are vectors, tensors of more than two dimensions, and the tables and heads of a model: a field in the path is named
+    /// `lm_head`, `head`, `classifier`, `score`, `wte`, `wpe`, `shared`, or contains `embed`.
+    pub fn of(self, path: &str, shape: &[usize]) -> (Self, f64) {
+        let Rule::Muon { weight_decay, adam_lr, beta_1, beta_2, epsilon, .. } = self else { return (self, 1.0) };
+        let is_end = |name: &str| ENDS.contains(&name) || name.contains("embed");
+        match shape.len() == 2 && !path.split('.').any(is_end) {
+            true => (self, 1.0),
+            false => (Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: true }, adam_lr),
+        }
+    }
+
+    /// Returns the factor of an orthogonalized update of a matrix `[d_in, d_out]`; 1 for other rules than Muon.
+    pub fn scale(self, [d_in, d_out]: [usize; 2]) -> f32 {
+        let Rule::Muon { match_rms, .. } = self else { return 1.0 };
+        match match_rms {
+            true => 0.2 * (d_in.max(d_out) as f64).sqrt() as f32,
+            false => (d_out as f64 / d_in as f64).max(1.0).sqrt() as f32,
+        }
+    }
+
     /// Returns the weight decay.
     pub fn weight_decay(mut self) -> f32 {
         *self.decay()
@@ -152,12 +216,13 @@ impl Rule {
             | Rule::Lamb { weight_decay, .. }
             | Rule::Sgd { weight_decay, .. }
             | Rule::Lion { weight_decay, .. }
-            | Rule::Adagrad { weight_decay, .. } => weight_decay,
+            | Rule::Adagrad { weight_decay, .. }
+            | Rule::Muon { weight_decay, .. } => weight_decay,
         }
     }
 
-    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta. Has no effect on a
-    /// rule without momentum.
+    /// Sets the momentum (the first beta of Adam, LAMB and Lion, the momentum of Muon) and, for Adam and LAMB, the second beta. Has no
+    /// effect on a rule without momentum.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         match self {
             Rule::AdamW { beta_1, beta_2, .. }
@@ -166,6 +231,7 @@ impl Rule {
                 (*beta_1, *beta_2) = (momentum, second_beta);
             }
             Rule::Sgd { momentum: own, .. } if *own != 0.0 => *own = momentum,
+            Rule::Muon { momentum: own, .. } => *own = momentum,
             Rule::Lion { beta_1, .. } => *beta_1 = momentum,
             Rule::Sgd { .. } | Rule::Adagrad { .. } => {}
         }
@@ -180,15 +246,17 @@ impl Rule {
             Rule::Sgd { .. } => "sgd",
             Rule::Lion { .. } => "lion",
             Rule::Adagrad { .. } => "adagrad",
+            Rule::Muon { .. } => "muon",
         }
     }
 
-    /// Returns PyTorch's and DeepSpeed's names of the states kept for each parameter. Each has one fp32 number per element.
+    /// Returns PyTorch's and DeepSpeed's names of the states kept for each parameter, or for each matrix of Muon. Each has one fp32 number
+    /// per element.
     pub fn state_names(&self) -> &'static [&'static str] {
         match self {
             Rule::AdamW { .. } | Rule::Adam { .. } | Rule::Lamb { .. } => &["exp_avg", "exp_avg_sq"],
             Rule::Sgd { momentum: 0.0, .. } => &[],
-            Rule::Sgd { .. } => &["momentum_buffer"],
+            Rule::Sgd { .. } | Rule::Muon { .. } => &["momentum_buffer"],
             Rule::Lion { .. } => &["exp_avg"],
             Rule::Adagrad { .. } => &["sum"],
         }

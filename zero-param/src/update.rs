@@ -78,7 +78,8 @@ impl Updates {
     pub(crate) fn end(&self, zero: &Zero) -> Result<(), CommError> {
         let shared = &mut *self.0.lock();
         let Running { mut step, gradients, updated, .. } = shared.running.take().expect("a step has begun");
-        step.run(None, |sums| zero.runtime().collective().all_gather_values(sums))?;
+        let runtime = zero.runtime();
+        step.run(None, &*runtime.collective(), &*runtime.owners())?;
         drop(gradients);
         step.start()?;
         for parameter in updated {
@@ -183,6 +184,8 @@ impl Optimizer for Ruled {
             .get_mut(parameter.index)
             .and_then(Option::take)
             .unwrap_or_else(|| EngineCell::ready(parameter.template(Kind::Gradient, GRADIENT), flat(held(grad))));
+        let (rule, lr_factor) = rule.of(&parameter.path, parameter.shape.as_slice());
+        let lr = lr * lr_factor;
         let operand = |cell| Operand { cell, edits: None };
         let (parameter_operand, gradient, scale) = (operand(cell), operand(gradient), running.factor);
         let update = Update { rule, lr, scale, parameter: parameter_operand, gradient };

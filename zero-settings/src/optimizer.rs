@@ -28,8 +28,12 @@ impl OptimizerPlan {
             Rule::Sgd { .. } => ("SGD", "L2 penalty"),
             Rule::Lion { .. } => ("Lion", "weight decay"),
             Rule::Adagrad { .. } => ("Adagrad", "L2 penalty"),
+            Rule::Muon { .. } => ("Muon for matrices in layers, AdamW for the rest", "weight decay"),
         };
         let mut text = format!("{name}, lr {lr}");
+        if let Rule::Muon { adam_lr, .. } = rule {
+            text += &format!(" and {}", lr * adam_lr);
+        }
         let (betas, epsilon) = self.hyperparameters();
         if let Some((beta_1, beta_2)) = betas {
             text += &format!(", betas {beta_1} and {beta_2}");
@@ -37,7 +41,7 @@ impl OptimizerPlan {
         if let Some(epsilon) = epsilon {
             text += &format!(", epsilon {epsilon}");
         }
-        if let Rule::Sgd { momentum, nesterov, .. } = rule {
+        if let Rule::Sgd { momentum, nesterov, .. } | Rule::Muon { momentum, nesterov, .. } = rule {
             text += &format!(", {} {momentum}", if nesterov { "Nesterov momentum" } else { "momentum" });
         }
         text += &format!(", {decay} {}", rule.weight_decay());
@@ -58,7 +62,8 @@ impl OptimizerPlan {
         match self.rule {
             Rule::AdamW { beta_1, beta_2, epsilon, .. }
             | Rule::Adam { beta_1, beta_2, epsilon, .. }
-            | Rule::Lamb { beta_1, beta_2, epsilon, .. } => (Some((beta_1, beta_2)), Some(epsilon)),
+            | Rule::Lamb { beta_1, beta_2, epsilon, .. }
+            | Rule::Muon { beta_1, beta_2, epsilon, .. } => (Some((beta_1, beta_2)), Some(epsilon)),
             Rule::Lion { beta_1, beta_2, .. } => (Some((beta_1, beta_2)), None),
             Rule::Adagrad { epsilon, .. } => (None, Some(epsilon)),
             Rule::Sgd { .. } => (None, None),
@@ -77,6 +82,22 @@ impl OptimizerPlan {
         if decoupled && params.get("torch_adam") && params.absent("weight_decay") {
             values.set("weight_decay", 0.01.into());
         }
+        let mut lr: f64 = params.get("lr");
+        if name == "Muon" {
+            let rate = |key: &str| values.get(key).and_then(Node::to::<f64>);
+            // Without any, each half has its own default.
+            let adam = rate("adam_lr").unwrap_or(if params.absent("lr") { 3e-4 } else { lr });
+            lr = rate("muon_lr").unwrap_or(lr);
+            if lr == 0.0 && adam != 0.0 {
+                params.conflict(
+                    "adam_lr",
+                    "is the rate of AdamW as a factor of Muon's, which is 0: give a `muon_lr` above 0",
+                );
+            }
+            values.set("adam_lr", (if lr == 0.0 { 1.0 } else { adam / lr }).into());
+            let scale: String = params.get("adjust_lr_fn");
+            values.set("match_rms", (scale == "match_rms_adamw").into());
+        }
         let rule = Node::map([("type", if decoupled { "AdamW" } else { name }.into()), ("params", values)]).to()?;
         if matches!(rule, Rule::Sgd { nesterov: true, momentum: 0.0, .. }) {
             params.conflict("nesterov", "needs a momentum: give `momentum` above 0 or remove `nesterov`");
@@ -88,7 +109,7 @@ impl OptimizerPlan {
                 format!("{min_coeff} is above `max_coeff`, {max_coeff}: give a smaller one, or a larger `max_coeff`");
             params.conflict("min_coeff", &message);
         }
-        Some(Self { lr: params.get("lr"), rule })
+        Some(Self { lr, rule })
     }
 }
 
@@ -99,6 +120,11 @@ impl From<OptimizerPlan> for Node {
         node.set("params.lr", plan.lr.into());
         if let (Some(first), Some(second)) = (node.remove("params.beta_1"), node.remove("params.beta_2")) {
             node.set("params.betas", Node::List(vec![first, second]));
+        }
+        if let Rule::Muon { match_rms, adam_lr, .. } = plan.rule {
+            node.remove("params.match_rms");
+            node.set("params.adjust_lr_fn", if match_rms { "match_rms_adamw" } else { "original" }.into());
+            node.set("params.adam_lr", (plan.lr * adam_lr).into());
         }
         if matches!(plan.rule, Rule::Adam { .. }) {
             node.set("params.adam_w_mode", false.into());

@@ -127,6 +127,8 @@ impl<A: ZeroAutodiff> Fused<A> {
             |meta, gradient, parameter| {
                 let (parameter, gradient) = (shard(parameter, "parameter"), shard(gradient, "gradient"));
                 let (rule, lr_scale) = self.group(&meta.path, &parameter.cell.shape);
+                let (rule, factor) = rule.of(&meta.path, &parameter.cell.shape);
+                let lr_scale = lr_scale * factor;
                 Context::of(&parameter.cell).before_update();
                 let (parameter, gradient) = (parameter.into_operand(), gradient.into_operand());
                 let update = Update { rule, lr: lr * lr_scale, scale, parameter, gradient };
@@ -136,14 +138,12 @@ impl<A: ZeroAutodiff> Fused<A> {
         );
         if step.has_second_pass() && context.has_parts() {
             stop(
-                "LAMB's trust ratio needs the full parameter, but in a mesh with axes other than data, a rank may have \
-                 only a part of it: choose a rule without a trust ratio, such as Rule::adamw, or a mesh with only the \
-                 data axis"
+                "LAMB's trust ratio and Muon's matrices need the full parameter, but in a mesh with axes other than data, a \
+                 rank may have only a part of it: choose another rule, such as Rule::adamw, or a mesh with only the data axis"
                     .into(),
             );
         }
-        let all_gather = |sums: &[f64]| context.collective().all_gather_values(sums);
-        step.run(factor, all_gather).unwrap_or_else(|error| raise(error));
+        step.run(factor, &*context.collective(), &*context.owners()).unwrap_or_else(|error| raise(error));
         // Frees what only these gradients keep, before more is read.
         drop(grads);
         step.start().unwrap_or_else(|error| raise(error));
@@ -245,7 +245,7 @@ impl<A: ZeroAutodiff> Fused<A> {
     pub(super) fn has_one_pass(&self) -> bool {
         let mut rules = self.groups.iter().map(|group| group.rule).chain([self.rule]);
         let has_average = Context::<A::Base>::current().rank.config.ema_decay.is_some();
-        !has_average && rules.all(|rule| !matches!(rule, Rule::Lamb { .. }))
+        !has_average && rules.all(|rule| !matches!(rule, Rule::Lamb { .. } | Rule::Muon { .. }))
     }
 
     /// Uncounts the last step, which a device has skipped.

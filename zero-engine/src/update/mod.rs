@@ -3,11 +3,14 @@
 //! An update runs immediately if the arrays are in host memory, together with the others of its step on a device (`device`), or
 //! concurrently with what follows the step ([`overlapped`]) if something is kept outside the backend.
 //!
+//! Muon takes two passes as well, with an exchange of matrices between them ([`matrices`]).
+//!
 //! A rule with a trust ratio takes two passes. The first advances the states and returns sums of squares. The ranks exchange these for all
 //! parameters at once. The second recomputes the update from parameter and states, and takes the step. So between the passes the host keeps
 //! only these sums, and no gradient; a device keeps the update. Only the second pass overlaps what follows the step.
 
 pub mod device;
+pub mod matrices;
 pub mod norms;
 pub mod overlapped;
 pub mod plan;
@@ -18,8 +21,8 @@ use std::slice::IterMut;
 use std::sync::Arc;
 
 use half::slice::HalfFloatSliceExt;
-use zero_core::Buffer;
 use zero_core::offload::{Access, SwapBuffer};
+use zero_core::{Buffer, Partition};
 use zero_kernels::update::{Average, Chunk, Elements, Kernel, Norms, State, Sweep, Target, update_chunk};
 
 use crate::backend::{Backend, DType, HostData};
@@ -91,6 +94,10 @@ pub struct Job<B: Backend> {
     pub elements: usize,
     /// Index of the first element in the parameter.
     pub first: usize,
+    /// The partition of the parameter's state, and this rank's place in it.
+    pub partition: (Partition, usize),
+    /// Sizes of the parameter.
+    pub shape: Vec<usize>,
     /// The fp32 parameter or its master; a fresh master is created from `copy`.
     pub parameter: Array<B>,
     /// `None` in a second pass on the host; on a device, the update from the first pass.
@@ -109,6 +116,8 @@ pub struct Job<B: Backend> {
     pub number: usize,
     /// Contribution of this rank's shard to the norms of the parameter and of its update.
     pub norms: Norms,
+    /// Of Muon's first pass, this rank's shard of the matrix to be orthogonalized.
+    pub direction: Vec<f32>,
 }
 
 impl<B: Backend> Job<B> {
@@ -122,7 +131,8 @@ impl<B: Backend> Job<B> {
         };
         let mut arrays = vec![(&self.parameter, 4, updated(&self.parameter, is_first))];
         arrays.extend(self.gradient.iter().map(|(home, dtype)| (home, dtype.size(), Access::Read)));
-        arrays.extend(self.states.iter().map(|home| (home, self.state_dtype.size(), updated(home, is_second))));
+        let states = self.states.iter().filter(|_| self.reads_states());
+        arrays.extend(states.map(|home| (home, self.state_dtype.size(), updated(home, is_second))));
         if let Some(average) = self.average.as_ref().filter(|_| !is_first) {
             arrays.push((&average.array, 4, if average.fresh { Access::Write } else { Access::Update }));
         }
@@ -144,6 +154,11 @@ impl<B: Backend> Job<B> {
         matches!(self.kernel.pass, Sweep::Second { .. })
     }
 
+    /// Returns whether the pass reads or writes the states.
+    fn reads_states(&self) -> bool {
+        !(self.is_second_pass() && self.kernel.is_muon())
+    }
+
     /// Returns whether the pass reads or writes the 16-bit copy.
     fn takes_copy(&self) -> bool {
         !self.is_first_pass() || self.parameter.is_fresh()
@@ -158,7 +173,8 @@ impl<B: Backend> Job<B> {
     pub fn compute(&mut self, range: Range<usize>, buffers: &mut [SwapBuffer]) {
         let mut buffers = buffers.iter_mut();
         let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
-        let is_first_pass = self.is_first_pass();
+        let (is_first_pass, reads_states) = (self.is_first_pass(), self.reads_states());
+        let writes_direction = is_first_pass && self.kernel.is_muon();
         let counted = counted.start.saturating_sub(range.start)..counted.end.saturating_sub(range.start);
         let p = numbers(&mut self.parameter, &mut buffers, &range);
         let g = match &mut self.gradient {
@@ -168,12 +184,16 @@ impl<B: Backend> Job<B> {
             Some((home, DType::Bf16)) => Elements::Bf16(numbers(home, &mut buffers, &range)),
             Some((home, _)) => Elements::F32(numbers(home, &mut buffers, &range)),
         };
-        let mut states = self.states.iter_mut().map(|home| match (home.is_fresh(), self.state_dtype) {
-            (fresh, DType::Bf16) => State::Bf16(begun(numbers(home, &mut buffers, &range), fresh)),
-            (fresh, _) => State::F32(begun(numbers(home, &mut buffers, &range), fresh)),
-        });
-        let (a, b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
+        let mut states =
+            self.states.iter_mut().filter(|_| reads_states).map(|home| match (home.is_fresh(), self.state_dtype) {
+                (fresh, DType::Bf16) => State::Bf16(begun(numbers(home, &mut buffers, &range), fresh)),
+                (fresh, _) => State::F32(begun(numbers(home, &mut buffers, &range), fresh)),
+            });
+        let (a, mut b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);
+        if writes_direction {
+            b = State::F32(&mut self.direction[range.clone()]);
+        }
         let average = self.average.as_mut().filter(|_| !is_first_pass).map(|average| Average {
             values: numbers(&mut average.array, &mut buffers, &range),
             decay: average.decay,

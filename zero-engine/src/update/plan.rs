@@ -97,6 +97,7 @@ impl<B: Backend> Update<B> {
         // One filler element if the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
         let (slot, first) = (parent.slot.clone(), parent.partition.range(parent.place()).start);
+        let (partition, shape) = ((parent.partition, parent.place()), parent.shape.to_vec());
         drop(parent);
         self.edit_master(state);
         let place = self.place(state, elements);
@@ -155,6 +156,9 @@ impl<B: Backend> Update<B> {
             cells,
             number,
             norms,
+            partition,
+            shape,
+            direction: Vec::new(),
         };
         (place, job)
     }
@@ -189,7 +193,9 @@ impl<B: Backend> Update<B> {
         if is_overlapped {
             return Where::Overlapped;
         }
-        if B::has_kernels() && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+        // Devices have no kernels for Muon.
+        let is_muon = matches!(self.rule, Rule::Muon { .. });
+        if B::has_kernels() && !is_muon && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
             return Where::Device;
         }
         Where::Here

@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use zero_core::CommError;
+use zero_core::{Collective, CommError};
 
 use super::Job;
 use super::norms::{own_sums, trust};
@@ -25,6 +25,8 @@ pub struct Step<B: Backend> {
     later: Vec<Job<B>>,
     overlapped: Vec<Job<B>>,
     on_device: Vec<Job<B>>,
+    /// Updates whose matrices are orthogonalized.
+    matrices: Vec<Job<B>>,
     /// Number of updates so far.
     count: usize,
 }
@@ -33,8 +35,8 @@ impl<B: Backend> Step<B> {
     /// Begins a step. `updates` is there if the rank keeps state outside of the backend.
     pub fn new(rank: Arc<Rank<B>>, updates: Option<Arc<Updates<B>>>) -> Self {
         rank.copier.sweep();
-        let [here, later, overlapped, on_device] = std::array::from_fn(|_| Vec::new());
-        Self { rank, updates, here, later, overlapped, on_device, count: 0 }
+        let [here, later, overlapped, on_device, matrices] = std::array::from_fn(|_| Vec::new());
+        Self { rank, updates, here, later, overlapped, on_device, matrices, count: 0 }
     }
 
     /// Adds the update of one parameter, and returns the parameter's next version, which may be pending. Called after a fence: no rank
@@ -44,6 +46,7 @@ impl<B: Backend> Step<B> {
         self.count += 1;
         let version = job.version();
         match place {
+            _ if job.kernel.is_muon() => self.matrices.push(job),
             Where::Here if self.updates.is_some() && !job.is_first_pass() => self.later.push(job),
             Where::Here => self.here.extend(job.run()),
             Where::Overlapped => self.overlapped.push(job),
@@ -52,13 +55,17 @@ impl<B: Backend> Step<B> {
         version
     }
 
-    /// Returns whether an update has a second pass, so that the ranks exchange sums.
+    /// Returns whether an update has a second pass, so that the ranks exchange sums or matrices.
     pub fn has_second_pass(&self) -> bool {
+        self.has_sums() || !self.matrices.is_empty()
+    }
+
+    fn has_sums(&self) -> bool {
         [&self.here, &self.overlapped, &self.on_device].into_iter().flatten().any(Job::is_first_pass)
     }
 
-    /// Runs all updates but those that overlap what follows the step. A collective if an update has a second pass: `all_gather` gathers
-    /// each rank's numbers, in rank order. If `factor` is given, gradients on a device are multiplied by it.
+    /// Runs all updates but those that overlap what follows the step. A collective if an update has a second pass. `ranks` are the ranks of
+    /// the run, and `owners` are those in the order of their shards. If `factor` is given, gradients on a device are multiplied by it.
     ///
     /// # Errors
     ///
@@ -66,12 +73,20 @@ impl<B: Backend> Step<B> {
     pub fn run(
         &mut self,
         factor: Option<B::Tensor>,
-        all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, CommError>,
+        ranks: &dyn Collective,
+        owners: &dyn Collective,
     ) -> Result<(), CommError> {
-        if self.has_second_pass() {
-            self.first_passes(all_gather)?;
+        if self.has_second_pass()
+            && let Some(updates) = &self.updates
+        {
+            // They use the same arrays as the updates of the last step.
+            updates.wait(&self.rank)?;
+        }
+        if self.has_sums() {
+            self.first_passes(|sums| ranks.all_gather_values(sums))?;
             self.here.drain(..).for_each(|job| drop(job.run()));
         }
+        super::matrices::run(std::mem::take(&mut self.matrices), &self.rank, owners)?;
         super::device::run(std::mem::take(&mut self.on_device), factor);
         Ok(())
     }
@@ -95,10 +110,6 @@ impl<B: Backend> Step<B> {
         &mut self,
         all_gather: impl FnOnce(&[f64]) -> Result<Vec<Vec<f64>>, CommError>,
     ) -> Result<(), CommError> {
-        // They use the same arrays as the updates of the last step.
-        if let Some(updates) = &self.updates {
-            updates.wait(&self.rank)?;
-        }
         let first: Vec<_> = self.overlapped.extract_if(.., |job| job.is_first_pass()).collect();
         self.overlapped.extend(run_jobs(first, &self.rank)?);
         // In the order in which the forward pass waits for them.

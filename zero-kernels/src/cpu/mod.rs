@@ -17,6 +17,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod norm;
+pub mod orthogonal;
 pub mod parallel;
 mod product;
 pub mod product_bf16;

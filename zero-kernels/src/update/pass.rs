@@ -144,6 +144,12 @@ fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>, counted: Range<usize>) -> N
     let Chunk { p, g, a, b, copy, average, first } = chunk;
     let written = (copy, average);
     match (a, b) {
+        // The matrix that Muon's first pass writes is no state.
+        (State::Bf16(a), State::F32(b)) if kernel.is_muon() => {
+            let mut wide = [0f32; CHUNK];
+            let arrays = (p, g, widened(a, &mut wide), b);
+            in_fp32(kernel, scale, arrays, Some((a, &mut [])), first, written, counted)
+        }
         (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, written, counted),
         (a, b) => {
             let (a, b, mut wide) = (a.halves(), b.halves(), [[0f32; CHUNK]; 2]);
@@ -166,6 +172,7 @@ fn in_fp32(
     counted: Range<usize>,
 ) -> Norms {
     match (kernel.pass, g) {
+        (Sweep::Second { trust }, Elements::F32(g)) if kernel.is_muon() => kernel.step_along(trust, p, g),
         (Sweep::Second { .. }, _) => {}
         (_, Elements::F32(g)) if scale == 1.0 => kernel.apply(p, g, a, b),
         (_, other) => {
@@ -179,7 +186,10 @@ fn in_fp32(
     {
         round_both((kept_a, a), (kept_b, b), first, kernel.time);
     }
-    if kernel.pass != Sweep::Only {
+    if kernel.is_muon() && kernel.pass == Sweep::First {
+        return Norms::default();
+    }
+    if kernel.pass != Sweep::Only && !kernel.is_muon() {
         let (mut norms, mut along) = (Norms::default(), [0f32; SHORT]);
         for (index, p) in p.chunks_mut(SHORT).enumerate() {
             let (first, along) = (index * SHORT, &mut along[..p.len()]);

@@ -17,16 +17,16 @@ pub struct Kernel {
     pub pass: Sweep,
 }
 
-/// A kind of pass over memory. A rule with a trust ratio takes two, since the ratio depends on the full parameter.
+/// A kind of pass over memory. LAMB and Muon take two, since their steps depend on the full parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Sweep {
     /// Does everything.
     Only,
-    /// Updates the states, and sums squares.
+    /// Updates the states. LAMB sums squares; Muon writes the matrix to be orthogonalized.
     First,
-    /// Takes a step in the direction of the states, scaled by the trust ratio.
+    /// Takes a step in the direction of the states, or of the orthogonalized matrix.
     Second {
-        /// Factor of the learning rate.
+        /// Factor of the learning rate: the trust ratio, or [`Rule::scale`].
         trust: f32,
     },
 }
@@ -34,8 +34,23 @@ pub enum Sweep {
 impl Kernel {
     /// Creates the kernel of step `time`, from 1.
     pub fn new(rule: Rule, lr: f64, time: usize) -> Self {
-        let pass = if matches!(rule, Rule::Lamb { .. }) { Sweep::First } else { Sweep::Only };
+        let pass = if matches!(rule, Rule::Lamb { .. } | Rule::Muon { .. }) { Sweep::First } else { Sweep::Only };
         Self { rule, lr, time, fresh: time == 1, pass }
+    }
+
+    /// Returns whether the rule orthogonalizes matrices between its passes.
+    pub fn is_muon(&self) -> bool {
+        matches!(self.rule, Rule::Muon { .. })
+    }
+
+    /// Runs Muon's second pass: a step along the orthogonalized matrix `o`.
+    #[inline(always)]
+    pub fn step_along(self, trust: f32, p: &mut [f32], o: &[f32]) {
+        let keep = (1.0 - self.lr * f64::from(self.rule.weight_decay())) as f32;
+        let lr = (self.lr * f64::from(trust)) as f32;
+        for (p, &o) in p.iter_mut().zip(o) {
+            *p = *p * keep - o * lr;
+        }
     }
 
     /// Sets the second pass, given the norms of the full parameter and of its update.
@@ -122,6 +137,18 @@ impl Kernel {
                     let sign = if update.is_nan() { update } else { sign };
                     *p = *p * keep - sign * lr;
                     *m = old * beta_2 + g * (1.0 - beta_2);
+                }
+            }
+            // Its first pass; `b` is the matrix to be orthogonalized. By the formulas of PyTorch's `lerp`.
+            Rule::Muon { momentum, nesterov, .. } => {
+                let rest = 1.0 - momentum;
+                let lerp = |from: f32, to: f32, weight: f32| match weight < 0.5 {
+                    true => from + weight * (to - from),
+                    false => to - (to - from) * (1.0 - weight),
+                };
+                for (&g, (m, u)) in g.iter().zip(a.iter_mut().zip(b)) {
+                    *m = lerp(if fresh { 0.0 } else { *m }, g, rest);
+                    *u = if nesterov { lerp(g, *m, momentum) } else { *m };
                 }
             }
             Rule::Adagrad { epsilon, weight_decay } => {

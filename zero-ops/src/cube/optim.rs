@@ -32,6 +32,7 @@ fn kind(rule: &Rule) -> Kind {
         Rule::Sgd { nesterov: true, .. } => Kind::Nesterov,
         Rule::Lion { .. } => Kind::Lion,
         Rule::Adagrad { .. } => Kind::Adagrad,
+        Rule::Muon { .. } => unreachable!("the host computes Muon's updates"),
     }
 }
 
@@ -282,6 +283,7 @@ fn numbers<R: CubeRuntime>(item: &Tensors<R>, scale: f32) -> NumbersLaunch<R> {
         Rule::Sgd { momentum, weight_decay, .. } => (momentum, 0.0, 0.0, weight_decay, false),
         Rule::Lion { beta_1, beta_2, weight_decay } => (beta_1, beta_2, 0.0, weight_decay, false),
         Rule::Adagrad { epsilon, weight_decay } => (0.0, 0.0, epsilon, weight_decay, false),
+        Rule::Muon { .. } => unreachable!("the host computes Muon's updates"),
     };
     let time = i32::try_from(update.time).unwrap_or(i32::MAX);
     // A division by 1 changes no bit.

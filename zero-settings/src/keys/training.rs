@@ -71,11 +71,34 @@ const ADAGRAD: &[Key] = keys! {
     max_grad_norm = 0 => K::POSITIVE, CLIPS;
 };
 
+/// Parameters of Muon and of its AdamW, as in DeepSpeed; `adjust_lr_fn` and `nesterov` as in PyTorch.
+const MUON: &[Key] = keys! {
+    lr = 0.02 => K::POSITIVE, T::ACTED.auto(Fill::LearningRate);
+    muon_lr = null, adam_lr = null => K::POSITIVE, T::ACTED;
+    momentum = 0.95 => K::POSITIVE, T::ACTED;
+    nesterov = true => K::Bool, T::ACTED;
+    weight_decay = 0 => K::POSITIVE, T::ACTED.auto(Fill::WeightDecay);
+    adjust_lr_fn = "original" => K::OneOf("original match_rms_adamw"), T::ACTED;
+    betas = [0.9, 0.95] => K::Betas, T::ACTED.auto(Fill::Betas);
+    eps = 1e-10 => K::POSITIVE, T::ACTED.auto(Fill::Epsilon);
+    ns_method = "gram" => K::OneOf("gram standard"), T::no_effect("the standard iteration is used; both have the same result, up to rounding");
+    adam_w_mode = true => K::Bool, NO_SUCH_RULE;
+    max_grad_norm = 0 => K::POSITIVE, CLIPS;
+};
+
 /// `optimizer`.
 pub(crate) static OPTIMIZERS: Tagged = Tagged {
     what: "optimizer",
-    variants: &[("AdamW", ADAM), ("Adam", ADAM), ("Lamb", LAMB), ("SGD", SGD), ("Lion", LION), ("Adagrad", ADAGRAD)],
-    refused: &["Muon", "OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"],
+    variants: &[
+        ("AdamW", ADAM),
+        ("Adam", ADAM),
+        ("Lamb", LAMB),
+        ("SGD", SGD),
+        ("Lion", LION),
+        ("Adagrad", ADAGRAD),
+        ("Muon", MUON),
+    ],
+    refused: &["OneBitAdam", "OneBitLamb", "ZeroOneAdam", "MuAdam", "MuAdamW", "MuSGD"],
     beside: keys! { legacy_fusion = false => K::Bool, KERNEL; },
 };
 

@@ -14,6 +14,7 @@ mod hostile;
 mod inspect_command;
 mod llama;
 mod lora;
+mod muon;
 #[path = "../../../zero-core/tests/common/mutate.rs"]
 mod mutate;
 mod preferences;
