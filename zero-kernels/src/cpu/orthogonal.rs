@@ -5,12 +5,11 @@
 
 use half::bf16;
 
-use super::buffer;
 use super::half::{nearest, wide};
-use super::linear;
-use super::norm::sum_of_squares;
-use super::parallel::{TASK, spread};
-use super::product::Matrix;
+use super::norm::sum_of_squares_of;
+use super::parallel::{TASK, gemm_threads, spread};
+use super::product_bf16::{MatrixBf16, Out, multiply};
+use super::{buffer, buffer_of};
 
 /// Number of iterations, and the coefficients of the polynomial `a x + b x^3 + c x^5` of the singular values.
 const STEPS: usize = 5;
@@ -19,6 +18,8 @@ const B: f32 = -4.775;
 const C: f32 = 2.0315;
 /// The smallest norm that a matrix is divided by.
 const EPSILON: f32 = 1e-7;
+/// Panels of a symmetric product, of which only those on and above the diagonal are computed.
+const PANELS: usize = 6;
 
 /// Replaces `x`, `[rows, columns]`, by a nearly orthogonal matrix with the same singular vectors: its singular values are about 0.7 to 1.2.
 /// A matrix that is 0 stays 0.
@@ -31,64 +32,89 @@ pub fn orthogonalize(x: &mut [f32], rows: usize, columns: usize) {
     if x.is_empty() {
         return;
     }
-    if rows < columns {
-        return iterate(x, rows, columns);
-    }
     // Of a square matrix the output side, the columns, is the smaller one, as in PyTorch, where it is the rows.
-    let mut turned = transposed(x, rows, columns);
-    iterate(&mut turned, columns, rows);
-    x.copy_from_slice(&transposed(&turned, columns, rows));
+    let is_turned = rows >= columns;
+    let sizes = if is_turned { [columns, rows] } else { [rows, columns] };
+    let mut short = buffer_of::<bf16>(x.len());
+    match is_turned {
+        true => transpose(x, [rows, columns], &mut short, nearest),
+        false => over(&mut short, x, |_, x| nearest(x)),
+    }
+    iterate(&mut short, sizes);
+    match is_turned {
+        true => transpose(&short, sizes, x, wide),
+        false => over(x, &short, |_, x| wide(x)),
+    }
 }
 
 /// Runs the iterations on a matrix with at most as many rows as columns.
-fn iterate(x: &mut [f32], rows: usize, columns: usize) {
-    map(x, |x| x);
-    let norm = wide(nearest((sum_of_squares(x) as f32).sqrt())).max(wide(nearest(EPSILON)));
-    map(x, |x| x / norm);
-    let (mut gram, mut square, mut next) = (buffer(rows * rows), buffer(rows * rows), buffer(rows * columns));
+fn iterate(x: &mut [bf16], [rows, columns]: [usize; 2]) {
+    let norm = wide(nearest((sum_of_squares_of(x) as f32).sqrt())).max(wide(nearest(EPSILON)));
+    x.iter_mut().for_each(|x| *x = nearest(wide(*x) / norm));
+    let (mut gram, mut update) = (buffer_of::<bf16>(rows * rows), buffer_of::<bf16>(rows * rows));
+    let mut product = buffer(rows * columns);
     for _ in 0..STEPS {
-        linear::forward(x, Matrix::new(x, rows, columns).transposed(), None, None, &mut gram);
-        map(&mut gram, |x| x);
-        linear::forward(&gram, Matrix::new(&gram, rows, rows), None, None, &mut square);
-        combine(&mut gram, B, &square, C);
-        linear::forward(&gram, Matrix::new(x, rows, columns), None, None, &mut next);
-        combine(x, A, &next, 1.0);
+        let whole = MatrixBf16::new(x, rows, columns);
+        symmetric(whole, whole.transposed(), &mut product, &mut gram, |_, product| product);
+        let square = MatrixBf16::new(&gram, rows, rows);
+        symmetric(square, square, &mut product, &mut update, |at, product| B * wide(gram[at]) + C * product);
+        let out = Out::F32 { data: &mut product, add: false };
+        multiply(out, MatrixBf16::new(&update, rows, rows), MatrixBf16::new(x, rows, columns), gemm_threads());
+        over(x, &product, |x, product| nearest(A * wide(x) + product));
     }
 }
 
-/// Applies `each` to all values, and rounds them to bfloat16.
-fn map(x: &mut [f32], each: impl Fn(f32) -> f32 + Sync) {
-    let len = x.len();
-    spread(len, x.chunks_mut(TASK).collect(), |x: &mut [f32]| x.iter_mut().for_each(|x| *x = rounded(each(*x))));
+/// Writes a symmetric product `left * right` to `out`, `[rows, rows]`. `each` gives an element from its index and the product's. Half of it
+/// is computed, by panels: both halves have the same bits.
+fn symmetric(
+    left: MatrixBf16<'_>,
+    right: MatrixBf16<'_>,
+    product: &mut [f32],
+    out: &mut [bf16],
+    each: impl Fn(usize, f32) -> f32,
+) {
+    let rows = left.rows();
+    let height = rows.div_ceil(PANELS).next_multiple_of(16);
+    for begin in (0..rows).step_by(height) {
+        let (height, width) = (height.min(rows - begin), rows - begin);
+        let product = &mut product[..height * width];
+        let data = Out::F32 { data: product, add: false };
+        multiply(data, left.rows_from(begin, height), right.columns_from(begin, width), gemm_threads());
+        for (row, product) in (begin..).zip(product.chunks(width)) {
+            // Of the columns within the panel, both products are there.
+            for (column, &product) in (row..).zip(&product[row - begin..]) {
+                let value = nearest(each(row * rows + column, product));
+                out[row * rows + column] = value;
+                out[column * rows + row] = value;
+            }
+        }
+    }
 }
 
-/// Sets `x` to `a x + b y`, rounded to bfloat16.
-fn combine(x: &mut [f32], a: f32, y: &[f32], b: f32) {
-    let len = x.len();
-    let tasks: Vec<_> = x.chunks_mut(TASK).zip(y.chunks(TASK)).collect();
-    spread(len, tasks, |(x, y)| x.iter_mut().zip(y).for_each(|(x, y)| *x = rounded(a * *x + b * y)));
+/// Sets each element of `to` from itself and that of `from`.
+fn over<T: Copy + Send, U: Copy + Sync>(to: &mut [T], from: &[U], each: impl Fn(T, U) -> T + Sync + Send) {
+    let tasks: Vec<_> = to.chunks_mut(TASK).zip(from.chunks(TASK)).collect();
+    spread(from.len(), tasks, |(to, from)| to.iter_mut().zip(from).for_each(|(to, from)| *to = each(*to, *from)));
 }
 
-fn rounded(x: f32) -> f32 {
-    let x: bf16 = nearest(x);
-    wide(x)
-}
-
-/// Returns the transpose of a row-major matrix.
-fn transposed(x: &[f32], rows: usize, columns: usize) -> Vec<f32> {
+/// Writes the transpose of a row-major matrix to `out`.
+fn transpose<T: Copy + Sync, U: Send>(
+    x: &[T],
+    [rows, columns]: [usize; 2],
+    out: &mut [U],
+    each: impl Fn(T) -> U + Sync,
+) {
     const TILE: usize = 32;
-    let mut out = buffer(x.len());
     let tasks: Vec<_> = out.chunks_mut(TILE * rows).enumerate().collect();
-    spread(x.len(), tasks, |(index, out): (usize, &mut [f32])| {
+    spread(x.len(), tasks, |(index, out): (usize, &mut [U])| {
         for row in (0..rows).step_by(TILE) {
             for (column, out) in out.chunks_mut(rows).enumerate() {
                 for (at, out) in out[row..rows.min(row + TILE)].iter_mut().enumerate() {
-                    *out = x[(row + at) * columns + index * TILE + column];
+                    *out = each(x[(row + at) * columns + index * TILE + column]);
                 }
             }
         }
     });
-    out
 }
 
 #[cfg(test)]
@@ -102,6 +128,12 @@ mod tests {
             (state >> 8) as f32 / 8_388_608.0 - 1.0
         };
         (0..rows * columns).map(|_| next()).collect()
+    }
+
+    fn transposed(x: &[f32], sizes: [usize; 2]) -> Vec<f32> {
+        let mut out = vec![0.0; x.len()];
+        transpose(x, sizes, &mut out, |x| x);
+        out
     }
 
     #[test]
@@ -125,10 +157,10 @@ mod tests {
     #[test]
     fn a_transpose_gives_the_transposed_result() {
         let x = matrix(20, 50);
-        let (mut wide, mut tall) = (x.clone(), transposed(&x, 20, 50));
+        let (mut wide, mut tall) = (x.clone(), transposed(&x, [20, 50]));
         orthogonalize(&mut wide, 20, 50);
         orthogonalize(&mut tall, 50, 20);
-        assert_eq!(transposed(&tall, 50, 20), wide);
+        assert_eq!(transposed(&tall, [50, 20]), wide);
     }
 
     #[test]

@@ -78,12 +78,19 @@ const VECTOR: usize = 16;
 /// Number of multiplications from which the columns are split.
 const WORTH_SPREADING: usize = 1 << 21;
 
-impl Matrix<'_> {
+impl<T> Matrix<'_, T> {
     /// Returns `columns` of the columns, from `first` on.
-    fn columns_from(self, first: usize, columns: usize) -> Self {
+    pub(super) fn columns_from(self, first: usize, columns: usize) -> Self {
         Self { data: &self.data[first * self.column_stride..], columns, ..self }
     }
 
+    /// Returns `rows` of the rows, from `first` on.
+    pub(super) fn rows_from(self, first: usize, rows: usize) -> Self {
+        Self { data: &self.data[first * self.row_stride..], rows, ..self }
+    }
+}
+
+impl Matrix<'_> {
     /// Returns whether the columns are contiguous and a multiple of 4 KiB apart.
     pub(super) fn has_columns_pages_apart(&self) -> bool {
         self.row_stride == 1 && self.column_stride.is_multiple_of(1 << 10)

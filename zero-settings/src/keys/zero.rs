@@ -69,7 +69,7 @@ pub(crate) const ZERO: &[Key] = keys! {
     enable_sanity_checks = false => K::Bool, T::no_effect("the checks are always on");
     log_trace_cache_warnings = false => K::Bool,
         T::not_yet("changes in the gather order are not logged").since_stage(3);
-    save_muon_momentum_buffer_in_memory = false => K::Bool, T::no_effect("the Muon optimizer is not implemented");
+    save_muon_momentum_buffer_in_memory = false => K::Bool, T::no_effect("the momentum of Muon is sharded, and kept where `offload_optimizer` says");
     leaf_module = null => K::section(keys! { classes = [], names = [], name_suffixes = [] => K::Texts, LEAF; }),
         T::ACTED.since_stage(3);
     // ZeRO++, MiCS, ZenFlow.

@@ -145,7 +145,7 @@ fn features_that_would_change_training_are_refused() {
     for name in ["OneBitAdam", "OneBitLamb", "ZeroOneAdam"] {
         let text =
             format!(r#"{{"train_batch_size": 2, "optimizer": {{"type": "{name}", "params": {{"freeze_step": 1}}}}}}"#);
-        let expected = "is not supported: use one of AdamW, Adam, Lamb, SGD, Lion, Adagrad";
+        let expected = "is not supported: use one of AdamW, Adam, Lamb, SGD, Lion, Adagrad, Muon";
         assert_eq!(message(&text), format!("ds.json: optimizer.type: \"{name}\" {expected}"));
     }
     let lamb = r#"{"train_batch_size": 2, "optimizer": {"type": "Lamb", "params": {"max_grad_norm": 1.0, "amsgrad": true,
