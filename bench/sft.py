@@ -144,6 +144,7 @@ def qlora():
 
 
 def full():
+    (args.dir / "swap").mkdir(exist_ok=True)
     data = rows(args.dir / "rows-llama.safetensors", 2, 2048, 128256)
     within(8192, ["--model", "llama-3.2-1b", "--data", data, "--seq", 2048, "--batch", 1, "--steps", 1, "--lr", "1e-5", "--checkpoint-activations", "all",
                   "--stage", 3, "--offload", "all", "--offload-to", "disk", "--swap", args.dir / "swap"])

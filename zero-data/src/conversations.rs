@@ -115,6 +115,16 @@ enum Example {
     Texts([String; 2]),
 }
 
+impl Example {
+    /// Returns whether an answer has no text.
+    fn has_empty_answer(&self) -> bool {
+        let (Self::Conversation(messages) | Self::Messages([_, messages])) = self else {
+            return matches!(self, Self::Texts([_, completion]) if completion.trim().is_empty());
+        };
+        messages.iter().any(|message| message.role == "assistant" && message.content.trim().is_empty())
+    }
+}
+
 /// Rows of conversations.
 #[derive(Debug)]
 pub struct Conversations {
@@ -133,23 +143,49 @@ pub struct Conversations {
     tokenizer: Tokenizer,
 }
 
-/// Rows that were left out or cut.
+/// Rows that were left out, cut or are unusual.
 #[derive(Debug, Clone, Default)]
 pub struct LeftOut {
     /// Number of rows that were read.
     pub read: usize,
-    /// Number of rows that were left out because none of their tokens has a label.
-    pub without_labels: usize,
-    /// Number of rows of which only the first tokens were kept.
-    pub cut: usize,
-    /// Number of rows that were skipped because they cannot be used.
-    pub bad: usize,
-    /// The problems of the first of these.
-    pub problems: Vec<String>,
+    /// Rows that were left out because none of their tokens has a label.
+    pub without_labels: Noted,
+    /// Rows of which only the first tokens were kept.
+    pub cut: Noted,
+    /// Rows that are used although an answer has no text: the model learns to end its turn.
+    pub empty: Noted,
+    /// Rows that were skipped because they cannot be used, with their problems.
+    pub bad: Noted,
 }
 
-/// Number of bad rows whose problems are kept.
-const PROBLEMS: usize = 10;
+/// Rows of one kind.
+#[derive(Debug, Clone, Default)]
+pub struct Noted {
+    /// Number of rows.
+    pub number: usize,
+    /// The first of them, such as "line 3".
+    pub first: Vec<String>,
+}
+
+impl Noted {
+    fn add(&mut self, row: impl FnOnce() -> String) {
+        self.number += 1;
+        if self.first.len() < NOTED {
+            self.first.push(row());
+        }
+    }
+}
+
+impl core::fmt::Display for Noted {
+    /// Lists the first rows.
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        let more = if self.number > self.first.len() { " and others" } else { "" };
+        write!(f, "{}{more}", self.first.join(", "))
+    }
+}
+
+/// Number of rows that a [`Noted`] lists.
+const NOTED: usize = 10;
 
 impl Conversations {
     /// Reads and tokenizes the rows of a file or folder. The first `options.seq` tokens of each row are kept. If none of
@@ -176,13 +212,13 @@ impl Conversations {
         let encoder = Encoder { tokenizer: &tokenizer, template, loss_on, seq, vocab_size, skips };
         let files = documents::files(path)?;
         let split = files.partition_point(|file| !file.is_held_out);
-        let mut rows = Rows::default();
+        let mut rows = Rows { names_files: files.len() > 1, ..Rows::default() };
         for file in &files[..split] {
             rows.read(file, format, &encoder)?;
         }
         let trained = rows.ends.len();
-        let skipped = |left_out: &LeftOut| match left_out.problems.first() {
-            Some(problem) => format!("; {} rows cannot be used, the first one because: {problem}", left_out.bad),
+        let skipped = |left_out: &LeftOut| match left_out.bad.first.first() {
+            Some(problem) => format!("; {} rows cannot be used, the first one because: {problem}", left_out.bad.number),
             None => String::new(),
         };
         if trained == 0 {
@@ -224,7 +260,7 @@ impl Conversations {
             Some(packs) if are_preferences => packs.iter().flatten().map(|&at| lengths[at]).max(),
             Some(packs) => packs.iter().map(|pack| pack.iter().map(|&at| lengths[at]).sum()).max(),
         };
-        let Rows { ids, counts, ends, left_out } = rows;
+        let Rows { ids, counts, ends, left_out, .. } = rows;
         let longest = longest.unwrap_or(0);
         Ok(Self { ids, counts, ends, packs, are_preferences, longest, held_out, left_out, tokenizer })
     }
@@ -405,31 +441,36 @@ struct Rows {
     counts: Vec<bool>,
     ends: Vec<usize>,
     left_out: LeftOut,
+    /// True if a row is noted with the name of its file.
+    names_files: bool,
 }
 
 impl Rows {
     fn read(&mut self, file: &DataFile, format: ChatFormat, encoder: &Encoder<'_>) -> Result<()> {
         let mut part: Vec<(Place, Map<String, Value>)> = Vec::new();
         let mut flush = |part: &mut Vec<(Place, Map<String, Value>)>| -> Result<()> {
-            let encoded: Vec<Result<Vec<Encoded>>> = std::mem::take(part)
+            let encoded: Vec<(Place, Result<(Vec<Encoded>, bool)>)> = std::mem::take(part)
                 .into_par_iter()
                 .map(|(place, row)| {
-                    let encoded = encoder.examples(format, row).and_then(|examples| encoder.encode_all(&examples));
-                    encoded.map_err(|problem| place.wrong(&file.path, &problem))
+                    let encoded = encoder.examples(format, row).and_then(|examples| {
+                        Ok((encoder.encode_all(&examples)?, examples.iter().any(Example::has_empty_answer)))
+                    });
+                    (place, encoded.map_err(|problem| place.wrong(&file.path, &problem)))
                 })
                 .collect();
             self.left_out.read += encoded.len();
-            for encoded in encoded {
-                let mut sequences = match encoded {
+            for (place, encoded) in encoded {
+                let (mut sequences, is_empty) = match encoded {
                     Ok(encoded) => encoded,
                     Err(error) if encoder.skips => {
-                        self.left_out.bad += 1;
-                        if self.left_out.problems.len() < PROBLEMS {
-                            self.left_out.problems.push(error.to_string());
-                        }
+                        self.left_out.bad.add(|| error.to_string());
                         continue;
                     }
                     Err(error) => return Err(error),
+                };
+                let name = || match self.names_files {
+                    true => format!("{place} of {}", file.path.file_name().unwrap_or_default().display()),
+                    false => place.to_string(),
                 };
                 let is_cut = sequences.iter().any(|(ids, _)| ids.len() > encoder.seq);
                 for (ids, counts) in &mut sequences {
@@ -439,10 +480,15 @@ impl Rows {
                 // The first token is not predicted.
                 let has_labels = |counts: &Vec<bool>| counts.iter().skip(1).any(|counts| *counts);
                 if !sequences.iter().all(|(_, counts)| has_labels(counts)) {
-                    self.left_out.without_labels += 1;
+                    self.left_out.without_labels.add(name);
                     continue;
                 }
-                self.left_out.cut += usize::from(is_cut);
+                if is_cut {
+                    self.left_out.cut.add(name);
+                }
+                if is_empty {
+                    self.left_out.empty.add(name);
+                }
                 for (ids, counts) in sequences {
                     self.ids.extend(ids.iter().map(|&id| id as i32));
                     self.counts.extend(counts);

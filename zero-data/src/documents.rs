@@ -501,7 +501,13 @@ impl Place {
 
     /// Returns the error for this row of a file.
     pub(super) fn wrong(self, path: &Path, problem: &str) -> DataError {
-        wrong_data(path, format!("{} {}: {problem}", self.unit, self.number))
+        wrong_data(path, format!("{self}: {problem}"))
+    }
+}
+
+impl core::fmt::Display for Place {
+    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
+        write!(f, "{} {}", self.unit, self.number)
     }
 }
 

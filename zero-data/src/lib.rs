@@ -27,7 +27,7 @@ mod wordpiece;
 
 use std::path::Path;
 
-pub use self::conversations::{ChatFormat, Conversations, LONGEST, LeftOut, LossOn};
+pub use self::conversations::{ChatFormat, Conversations, LONGEST, LeftOut, LossOn, Noted};
 use self::error::wrong;
 pub use self::error::{DataError, Result};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};

@@ -94,8 +94,8 @@ fn ids_and_labels_are_those_of_trl() {
         let loss_on = if text("loss_on") == "all" { LossOn::All } else { LossOn::Completions };
         let got = read(&path, &folder, case["seq"].as_u64().unwrap() as usize, loss_on).unwrap();
         let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
-        assert_eq!(got.rows() + got.left_out().without_labels, case["rows"].as_array().unwrap().len(), "{name}");
-        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.left_out().without_labels);
+        assert_eq!(got.rows() + got.left_out().without_labels.number, case["rows"].as_array().unwrap().len(), "{name}");
+        assert_eq!(got.rows(), expected.len(), "{name}: {} are left out", got.left_out().without_labels.number);
         for (row, (got, expected)) in rows(&got).iter().zip(&expected).enumerate() {
             if got != expected {
                 wrong.push(format!("{name}, row {row}:\n{got:?}\nexpected\n{expected:?}"));
@@ -320,7 +320,7 @@ fn tables_arrays_and_parquet_are_read_alike() {
     std::fs::write(dir.join("split/train.jsonl"), lines([&silent, &chats[0]])).unwrap();
     std::fs::write(dir.join("split/validation.jsonl"), lines([&chats[1], &silent])).unwrap();
     let split = loaded("split");
-    assert_eq!((rows(&split), split.held_out(), split.left_out().without_labels), (expected, 1, 2));
+    assert_eq!((rows(&split), split.held_out(), split.left_out().without_labels.number), (expected, 1, 2));
 }
 
 #[test]
@@ -335,7 +335,7 @@ fn the_command_says_what_is_left_out_and_measures_what_is_held_out() {
     let told = |ran: &std::process::Output| String::from_utf8_lossy(&ran.stderr).into_owned();
     let ran = zero(&[&train[..], &["--steps", "2", "--eval", "5"]].concat(), dir);
     assert!(ran.status.success(), "{}", told(&ran));
-    let left_out = "warning: chats.jsonl: 2 of 82 rows are skipped";
+    let left_out = "warning: chats.jsonl: 2 of 82 rows are skipped: no token of an answer fits into the longest row (--seq): line 1, line 82\n";
     assert_eq!(told(&ran).matches(left_out).count(), 1, "{}", told(&ran));
     let shown = String::from_utf8_lossy(&ran.stdout);
     assert!(shown.contains("perplexity") && shown.contains("generated text:"), "{shown}");
@@ -375,12 +375,19 @@ fn bad_rows_are_skipped_with_a_line_each() {
     assert!(ran.status.success(), "{told}");
     assert_eq!(told.matches("; the row is skipped").count(), 10, "{told}");
     assert!(told.contains("3 more rows cannot be used, and are skipped (13 of 37)"), "{told}");
-    assert!(told.contains("rows are cut to the length of the longest row (--seq)"), "{told}");
+    assert!(told.contains("rows are cut to the length of the longest row (--seq): line 2, "), "{told}");
     // If none is left, the reason is told.
     std::fs::write(dir.join("pairs.jsonl"), format!("{bad}\n{bad}\n")).unwrap();
     let text = refused(&[&train[..], &["--on-bad-row", "skip"]].concat(), dir);
     let reason = "2 rows cannot be used, the first one because: pairs.jsonl: line 1: its \"prompt\" is a string";
     assert!(text.contains(reason), "{text}");
+    // An answer without text is trained on, as in TRL, and counted.
+    let empty = json!({ "prompt": "to", "completion": " " });
+    std::fs::write(dir.join("pairs.jsonl"), format!("{good}{empty}\n")).unwrap();
+    let ran = zero(&train, dir);
+    let told = String::from_utf8_lossy(&ran.stderr);
+    let expected = "1 of 25 rows have an answer without text, of which the model learns only the end: line 25";
+    assert!(ran.status.success() && told.contains(expected), "{told}");
     // Documents have no bad rows.
     std::fs::write(dir.join("text.txt"), "to be or not to be\n".repeat(50)).unwrap();
     let text = refused(&["train", "--weights", "llama", "--data", "text.txt", "--on-bad-row", "skip"], dir);

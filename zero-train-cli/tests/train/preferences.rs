@@ -69,7 +69,7 @@ fn ids_and_masks_are_those_of_trl() {
         let got =
             Conversations::load(&path, ChatFormat::Preference, LossOn::Completions, &tokenize, tokenizer).unwrap();
         let expected: Vec<[Vec<i64>; 2]> = serde_json::from_value(case["made"].clone()).unwrap();
-        assert_eq!(2 * got.rows(), expected.len(), "{name}: {} are left out", got.left_out().without_labels);
+        assert_eq!(2 * got.rows(), expected.len(), "{name}: {} are left out", got.left_out().without_labels.number);
         let got: Vec<_> = (0..got.rows()).flat_map(|row| sequences(&got, row)).collect();
         for (at, (got, expected)) in got.iter().zip(&expected).enumerate() {
             if got != expected {

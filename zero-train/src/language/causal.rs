@@ -23,7 +23,7 @@ use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
 use super::{EvalMetric, OnBadRow, Options, Program, TaskChoice, recipes};
-use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, Source, TokenBatch, TokenRows, Tokenizer};
+use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, LeftOut, Source, TokenBatch, TokenRows, Tokenizer};
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
 use crate::trainer::FusedBackend;
@@ -161,22 +161,21 @@ fn unsigned(ids: &[i32]) -> impl Iterator<Item = u32> {
 
 /// Prints which rows are left out or cut.
 fn warn_of(path: &Path, rows: &Conversations) {
-    let left_out = rows.left_out();
-    left_out.problems.iter().for_each(|problem| eprintln!("warning: {problem}; the row is skipped"));
-    let more = left_out.bad - left_out.problems.len();
-    let all = left_out.read;
+    let LeftOut { read, without_labels, cut, empty, bad } = rows.left_out();
+    bad.first.iter().for_each(|problem| eprintln!("warning: {problem}; the row is skipped"));
     let path = path.display();
+    let more = bad.number - bad.first.len();
     if more > 0 {
-        eprintln!("warning: {path}: {more} more rows cannot be used, and are skipped ({} of {all})", left_out.bad);
+        eprintln!("warning: {path}: {more} more rows cannot be used, and are skipped ({} of {read})", bad.number);
     }
-    if left_out.without_labels > 0 {
-        eprintln!(
-            "warning: {path}: {} of {all} rows are skipped: no token of an answer fits into the longest row (--seq)",
-            left_out.without_labels
-        );
-    }
-    if left_out.cut > 0 {
-        eprintln!("warning: {path}: {} of {all} rows are cut to the length of the longest row (--seq)", left_out.cut);
+    for (rows, what) in [
+        (without_labels, "are skipped: no token of an answer fits into the longest row (--seq)"),
+        (cut, "are cut to the length of the longest row (--seq)"),
+        (empty, "have an answer without text, of which the model learns only the end"),
+    ] {
+        if rows.number > 0 {
+            eprintln!("warning: {path}: {} of {read} rows {what}: {rows}", rows.number);
+        }
     }
 }
 
