@@ -3,7 +3,7 @@
 
   bench/sft.py packing [--rounds 3]           gpt2, rows of 512 tokens: tokens/s of packed conversations over that of full rows, in pairs
   bench/sft.py peer --venv DIR [--rounds 2]   a Qwen2.5-0.5B, LoRA of rank 16, 2 rows of 512 tokens: tokens/s over that of TRL's SFTTrainer
-  bench/sft.py qlora [--limit-mib 7168]       a Llama-3-8B, nf4, LoRA of rank 16, one row of 2,048 tokens: one step in a memory cgroup
+  bench/sft.py qlora [--limit-mib 7168]       a Llama-3-8B, nf4 on a disk, LoRA of rank 16, one row of 2,048 tokens: one step in a memory cgroup
   bench/sft.py full [--limit-mib 8192]        a Llama-3.2-1B in full, one row of 1,024 tokens, all state on a disk: one step in a memory cgroup
 
 Weights are random; of the 8B model's file most is a hole, which reads as zeros. Two compute threads, one rank. A cgroup needs root.
@@ -140,14 +140,19 @@ def qlora():
     folder = random_llama.weights(args.dir / "llama-3-8b", 0.02)
     data = rows(args.dir / "rows-llama.safetensors", 2, 2048, 128256)
     within(7168, ["--weights", folder, "--data", data, "--batch", 1, "--steps", 1, "--lr", "1e-4", "--lora-r", 16, "--lora-targets", "all-linear",
-                  "--quantize", "nf4", "--dtype", "bf16", "--checkpoint-activations", "all", "--memory", f"{(args.limit_mib or 7168) - 256}MiB"])
+                  "--quantize", "nf4", "--dtype", "bf16", "--checkpoint-activations", "all", "--stage", 3, "--offload", "all", "--offload-to", "disk",
+                  "--swap", swap()])
+
+
+def swap():
+    (args.dir / "swap").mkdir(exist_ok=True)
+    return args.dir / "swap"
 
 
 def full():
-    (args.dir / "swap").mkdir(exist_ok=True)
     data = rows(args.dir / "rows-llama.safetensors", 2, 2048, 128256)
     within(8192, ["--model", "llama-3.2-1b", "--data", data, "--seq", 2048, "--batch", 1, "--steps", 1, "--lr", "1e-5", "--checkpoint-activations", "all",
-                  "--stage", 3, "--offload", "all", "--offload-to", "disk", "--swap", args.dir / "swap"])
+                  "--stage", 3, "--offload", "all", "--offload-to", "disk", "--swap", swap()])
 
 
 globals()[args.what]()

@@ -70,12 +70,13 @@ impl MemoryNeed {
                 true
             }
         };
-        let largest = profile.largest();
-        let piece = if stage.shards_optimizer() { Partition::new(largest, plan.shards()).stride() } else { largest };
+        // A frozen parameter is gathered, but has no gradient.
+        let (largest, trained) = (profile.largest(), profile.parameters.iter().copied().max().unwrap_or(0));
+        let piece = if stage.shards_optimizer() { Partition::new(trained, plan.shards()).stride() } else { trained };
         // One gathered copy, one dense gradient and its reduced shard, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let mut working =
-            4 * (gathered + largest + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
+            4 * (gathered + trained + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
         if plan.nvme_path().is_some() {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
