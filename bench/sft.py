@@ -4,7 +4,7 @@
   bench/sft.py packing [--rounds 3]           gpt2, rows of 512 tokens: tokens/s of packed conversations over that of full rows, in pairs
   bench/sft.py peer --venv DIR [--rounds 2]   a Qwen2.5-0.5B, LoRA of rank 16, 2 rows of 512 tokens: tokens/s over that of TRL's SFTTrainer
   bench/sft.py qlora [--limit-mib 7168]       a Llama-3-8B, nf4 on a disk, LoRA of rank 16, one row of 2,048 tokens: one step in a memory cgroup
-  bench/sft.py full [--limit-mib 8192]        a Llama-3.2-1B in full, one row of 1,024 tokens, all state on a disk: one step in a memory cgroup
+  bench/sft.py full [--limit-mib 8192]        a Llama-3.2-1B in full, one row of 2,048 tokens, all state on a disk: one step in a memory cgroup
 
 Weights are random; of the 8B model's file most is a hole, which reads as zeros. Two compute threads, one rank. A cgroup needs root.
 Speed is tokens that are no padding, over the time of the steps after the first.

@@ -1,5 +1,5 @@
-//! Conversations, and prompts with completions: one per row, of which the model learns the answers. Or preferences: two completions of a
-//! prompt per row, a chosen one and a rejected one.
+//! Conversations, and prompts with completions: one per row, of which the model learns the answers. A row may also be a preference: a
+//! chosen and a rejected completion of one prompt.
 //!
 //! * In: JSON, JSON lines, Parquet or a table, in the formats of TRL (<https://huggingface.co/docs/trl/dataset_formats>),
 //!   ShareGPT and Stanford Alpaca.
@@ -143,7 +143,7 @@ pub struct Conversations {
     tokenizer: Tokenizer,
 }
 
-/// Rows that were left out, cut or are unusual.
+/// Rows that were left out, cut, or have an answer without text.
 #[derive(Debug, Clone, Default)]
 pub struct LeftOut {
     /// Number of rows that were read.

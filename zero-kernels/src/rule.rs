@@ -121,7 +121,18 @@ pub enum Rule {
 }
 
 /// Names of fields that hold tables of embeddings, or the last layer of a model, apart from those that contain "embed".
-const ENDS: [&str; 8] = ["wte", "wpe", "shared", "lm_head", "head", "classifier", "score", "relative_attention_bias"];
+const ENDS: [&str; 10] = [
+    "wte",
+    "wpe",
+    "shared",
+    "relative_attention_bias",
+    "lm_head",
+    "head",
+    "classification_head",
+    "seq_relationship",
+    "classifier",
+    "score",
+];
 
 impl Rule {
     /// Returns AdamW with PyTorch's defaults: 0.9, 0.999, 1e-8, 0.01.
@@ -162,7 +173,7 @@ impl Rule {
         Rule::Adagrad { epsilon: 1e-10, weight_decay: 0.0 }
     }
 
-    /// Returns Muon with the defaults of PyTorch, 0.95 with Nesterov and 0.1, and those of AdamW with the same learning rate.
+    /// Returns Muon with PyTorch's defaults: Nesterov momentum 0.95 and weight decay 0.1; and AdamW's, with the same learning rate.
     pub const fn muon() -> Self {
         Rule::Muon {
             momentum: 0.95,
@@ -178,10 +189,11 @@ impl Rule {
 
     /// Returns the rule of a parameter, and the factor of its learning rate: this rule and 1, but AdamW for parameters that Muon does not
     /// apply to. These are vectors, tensors of more than two dimensions, and the tables and heads of a model: a field in the path is named
-    /// `lm_head`, `head`, `classifier`, `score`, `wte`, `wpe`, `shared`, or contains `embed`.
+    /// `wte`, `wpe`, `shared`, `relative_attention_bias`, `lm_head`, `head`, `classification_head`, `seq_relationship`, `classifier` or
+    /// `score`, possibly with the suffix `_adapter`, or contains `embed`.
     pub fn of(self, path: &str, shape: &[usize]) -> (Self, f64) {
         let Rule::Muon { weight_decay, adam_lr, beta_1, beta_2, epsilon, .. } = self else { return (self, 1.0) };
-        let is_end = |name: &str| ENDS.contains(&name) || name.contains("embed");
+        let is_end = |name: &str| ENDS.contains(&name.trim_end_matches("_adapter")) || name.contains("embed");
         match shape.len() == 2 && !path.split('.').any(is_end) {
             true => (self, 1.0),
             false => (Rule::AdamW { beta_1, beta_2, epsilon, weight_decay, bias_correction: true }, adam_lr),
@@ -262,8 +274,8 @@ impl Rule {
         }
     }
 
-    /// Returns the number of states that the rule keeps per parameter.
+    /// Returns the number of states that the rule keeps per parameter; of Muon, that of AdamW's parameters.
     pub fn states(&self) -> usize {
-        self.state_names().len()
+        if matches!(self, Rule::Muon { .. }) { 2 } else { self.state_names().len() }
     }
 }

@@ -57,7 +57,7 @@ impl Zero {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] for an optimizer other than AdamW, Adam and LAMB, or one with AMSGrad or cautious weight decay; [`Error::Checkpoint`].
+    /// [`Error::State`] for an optimizer that the engine does not run (it runs AdamW, Adam and LAMB, and those of the trainer), or one with AMSGrad or cautious weight decay; [`Error::Checkpoint`].
     pub fn save<M: Module>(
         &self,
         model: &M,
@@ -181,6 +181,7 @@ impl Zero {
                 let rank = &self.runtime().rank;
                 let average = rank.config.ema_decay.map(|_| EMA);
                 let average = average.filter(|name| checkpoint.tensor(&state_name(&parameter.path, name)).is_ok());
+                let (rule, _) = rule.of(&parameter.path, parameter.shape.as_slice());
                 for &name in rule.state_names().iter().chain(&average) {
                     let values = self.read(checkpoint, parameter, &state_name(&parameter.path, name))?;
                     let dtype = if name == EMA { DType::F32 } else { rank.state_dtype() };

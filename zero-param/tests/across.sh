@@ -185,6 +185,11 @@ for type in Adam SGD Lion Adagrad Muon; do
     config=rule on $front 4 "$type-$front" "${weights[@]}" >"$work/$front.losses"
   done
   # Muon computes in bf16, where the last bit of a gradient may change a number by 2^-8 of it.
+  if [ $type = Muon ]; then
+    config=rule on new 4 Muon-on "${weights[@]}" --resume "$work/Muon-old/step-00000003" | tail -n 1 >"$work/on.losses"
+    tail -n 1 "$work/old.losses" >"$work/expected"
+    near "$work"/{on.losses,expected}
+  fi
   if [ $type = Muon ]; then near "$work"/{old,new}.losses; else same "$work"/{new,old}.losses; fi
 done
 

@@ -89,8 +89,8 @@ impl<A: ZeroAutodiff> Fused<A> {
         self
     }
 
-    /// Sets the momentum (the first beta of Adam, LAMB and Lion) and, for Adam and LAMB, the second beta, of all groups from the next step
-    /// on, for schedules that cycle the momentum. A rule without momentum stays without.
+    /// Sets the momentum (the first beta of Adam, LAMB and Lion, the momentum of Muon's matrices) and, for Adam and LAMB, the second beta, of
+    /// all groups from the next step on, for schedules that cycle the momentum. A rule without momentum stays without.
     pub fn set_momentum(&mut self, momentum: f32, second_beta: f32) {
         for rule in self.groups.iter_mut().map(|group| &mut group.rule).chain([&mut self.rule]) {
             rule.set_momentum(momentum, second_beta);

@@ -1,4 +1,4 @@
-//! Muon's updates: full matrices are orthogonalized, each by one rank.
+//! Muon's updates: full matrices are orthogonalized, each by one rank, or by every rank if each has all of it.
 //!
 //! The momentum of a matrix is sharded like any state. In each round, every rank gets the shards of one matrix from all ranks,
 //! orthogonalizes it, and returns to each rank its shard. Matrices are taken by size, so that the ranks of a round have equally much to do.
@@ -27,7 +27,7 @@ pub(super) fn run<B: Backend>(
     while jobs.peek().is_some() {
         let mut round: Vec<Job<B>> = jobs.by_ref().take(owners.world()).collect();
         round.iter_mut().for_each(|job| job.direction = vec![0.0; job.elements]);
-        // In memory at once, and from a disk through its buffers. Their order may change.
+        // Jobs in memory run at once, others through the disk's buffers; the order may change.
         let mut round = run_jobs(round, rank)?;
         round.sort_by_key(|job| (std::cmp::Reverse(job.partition.0.numel()), job.number));
         exchange(&mut round, owners)?;
@@ -72,14 +72,16 @@ fn exchange<B: Backend>(round: &mut [Job<B>], owners: &dyn Collective) -> Result
     let mut shards = owners.all_to_all(Buffer::F32(sent))?.into_f32();
     if let Some(job) = round.get(own) {
         let partition = job.partition.0;
+        // With hybrid sharding, consecutive owners have copies of a shard.
+        let range = |owner: usize| partition.range(owner * partition.world() / world);
         let mut matrix = vec![0.0; partition.numel()];
-        for (place, shard) in shards.chunks(stride).enumerate() {
-            let range = partition.range(place);
+        for (owner, shard) in shards.chunks(stride).enumerate() {
+            let range = range(owner);
             matrix[range.clone()].copy_from_slice(&shard[..range.len()]);
         }
         orthogonal(job, &mut matrix);
-        for (place, shard) in shards.chunks_mut(stride).enumerate() {
-            let range = partition.range(place);
+        for (owner, shard) in shards.chunks_mut(stride).enumerate() {
+            let range = range(owner);
             shard[..range.len()].copy_from_slice(&matrix[range]);
         }
     }

@@ -100,7 +100,7 @@ pub struct Job<B: Backend> {
     pub shape: Vec<usize>,
     /// The fp32 parameter or its master; a fresh master is created from `copy`.
     pub parameter: Array<B>,
-    /// `None` in a second pass on the host; on a device, the update from the first pass.
+    /// The gradient. In a second pass: `None` on the host, the update from the first pass on a device, and Muon's orthogonal matrix.
     pub gradient: Option<(Array<B>, DType)>,
     /// In the order of the rule's names; zero if fresh.
     pub states: Vec<Array<B>>,
@@ -116,7 +116,7 @@ pub struct Job<B: Backend> {
     pub number: usize,
     /// Contribution of this rank's shard to the norms of the parameter and of its update.
     pub norms: Norms,
-    /// Of Muon's first pass, this rank's shard of the matrix to be orthogonalized.
+    /// This rank's shard of the matrix to be orthogonalized, written by Muon's first pass.
     pub direction: Vec<f32>,
 }
 
@@ -144,7 +144,7 @@ impl<B: Backend> Job<B> {
         arrays
     }
 
-    /// Returns whether a second pass follows, once the parameter's norms are known.
+    /// Returns whether a second pass follows, once the parameter's norms or its orthogonal matrix are known.
     pub fn is_first_pass(&self) -> bool {
         self.kernel.pass == Sweep::First
     }

@@ -32,7 +32,7 @@ pub fn orthogonalize(x: &mut [f32], rows: usize, columns: usize) {
     if x.is_empty() {
         return;
     }
-    // Of a square matrix the output side, the columns, is the smaller one, as in PyTorch, where it is the rows.
+    // A square matrix is turned, as PyTorch stores it.
     let is_turned = rows >= columns;
     let sizes = if is_turned { [columns, rows] } else { [rows, columns] };
     let mut short = buffer_of::<bf16>(x.len());
@@ -81,7 +81,7 @@ fn symmetric(
         let data = Out::F32 { data: product, add: false };
         multiply(data, left.rows_from(begin, height), right.columns_from(begin, width), gemm_threads());
         for (row, product) in (begin..).zip(product.chunks(width)) {
-            // Of the columns within the panel, both products are there.
+            // The panel holds both halves of its square on the diagonal.
             for (column, &product) in (row..).zip(&product[row - begin..]) {
                 let value = nearest(each(row * rows + column, product));
                 out[row * rows + column] = value;

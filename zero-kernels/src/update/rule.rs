@@ -139,7 +139,7 @@ impl Kernel {
                     *m = old * beta_2 + g * (1.0 - beta_2);
                 }
             }
-            // Its first pass; `b` is the matrix to be orthogonalized. By the formulas of PyTorch's `lerp`.
+            // The first pass writes the matrix to be orthogonalized to `b`. The means are computed like PyTorch's `lerp`.
             Rule::Muon { momentum, nesterov, .. } => {
                 let rest = 1.0 - momentum;
                 let lerp = |from: f32, to: f32, weight: f32| match weight < 0.5 {

@@ -543,6 +543,16 @@ fn answers_are_generated_at_evaluations() {
     let train = [&["train", "--steps", "1"][..], &how].concat();
     let text = refused(&[&train[..], &["--packing", "--eval-samples", "1"]].concat(), dir);
     assert!(text.contains("--eval-samples 1: expected a task that predicts single rows"), "{text}");
+    let metric =
+        "--eval-metric exact-match: expected held-out conversations (--eval ROWS) without --packing and --loss-on all";
+    for more in [&["--packing"][..], &["--loss-on", "all"]] {
+        let text = refused(&[&train[..], &measured[..2], more].concat(), dir);
+        assert!(text.contains(metric), "{text}");
+    }
+    let how = [&["train", "--steps", "1"][..], &how[..4]].concat();
+    assert!(refused(&[&how[..], &measured[..2]].concat(), dir).contains(metric));
+    let text = refused(&[&how[..], &["--eval-samples", "1"]].concat(), dir);
+    assert!(text.contains("--eval-samples 1: expected held-out rows: add --eval ROWS"), "{text}");
     let text = refused(&["train", "--task", "seq2seq", "--eval-metric", "exact-match", "--data", "chats.jsonl"], dir);
     assert!(text.contains("--eval-metric exact-match: expected --task causal-lm"), "{text}");
 }

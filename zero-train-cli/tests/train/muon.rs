@@ -107,6 +107,16 @@ fn bits_do_not_depend_on_stages_tiers_or_a_resume() {
             of(&others, name, &["--ranks", "3", "--stage", "3", "--steps", "5"]);
             assert_eq!(losses(dir, name), losses(dir, "run-3-0"), "{name}");
         }
+        // Shards of two ranks, and copies on two others.
+        let four = |run: &str, stage: &str, others: Value| {
+            let summary = of(&others, run, &["--ranks", "4", "--steps", "5", "--stage", stage]);
+            assert_eq!(summary["model_state_bytes"], summary["model_state_bytes_formula"], "{run}");
+        };
+        four("four", "0", json!({ "gradient_clipping": 0 }));
+        four("hybrid", "3", json!({ "gradient_clipping": 0, "zero_optimization": { "mics_shard_size": 2 } }));
+        // The sums of gradients have another order.
+        let (hybrid, four) = (losses(dir, "hybrid"), losses(dir, "four"));
+        assert!(hybrid.iter().zip(&four).all(|(a, b)| (a - b).abs() < 1e-5), "{hybrid:?}, {four:?}");
         let half = |run: &str, stage: &str, tier: Value| {
             let half = json!({ "enabled": true, "bf16_optimizer_states": true });
             let others = json!({ "bf16": half, "zero_optimization": { "offload_optimizer": tier } });

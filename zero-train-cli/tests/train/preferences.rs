@@ -139,6 +139,10 @@ fn stages_and_resumed_runs_agree() {
     inputs(dir, &made("training")[3]);
     let train = |run: &str, more: &[&str]| texts::train(dir, run, &[&HOW, &ADAM, &["--batch", "2"], more]);
     assert_stages_agree(dir, "full-", ["2", "4"], train);
+    // A resumed run may use other rows than its first steps would with these ranks.
+    train("fewer", &["--ranks", "4", "--stage", "2", "--steps", "6", "--save-every", "6"]);
+    train("fewer", &["--ranks", "1", "--stage", "2", "--steps", "9", "--resume", "auto"]);
+    assert_eq!(json_lines(&dir.join("fewer/out/metrics.jsonl")).len(), 9);
     let fresh = ["--batch", "2", "--lora-r", "2", "--quantize", "nf4"];
     let train = |run: &str, more: &[&str]| texts::train(dir, run, &[&HOW, &ADAM, &fresh, more]);
     assert_stages_agree(dir, "lora-", ["2", "4"], train);

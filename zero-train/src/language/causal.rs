@@ -23,7 +23,9 @@ use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
 use super::{EvalMetric, OnBadRow, Options, Program, TaskChoice, recipes};
-use crate::data::{ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, LeftOut, Source, TokenBatch, TokenRows, Tokenizer};
+use crate::data::{
+    ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, LeftOut, LossOn, Source, TokenBatch, TokenRows, Tokenizer,
+};
 use crate::error::{Result, TrainError, wrong};
 #[cfg(feature = "burn")]
 use crate::trainer::FusedBackend;
@@ -41,7 +43,7 @@ pub struct CausalTask<C> {
     /// The strength of the tie to the reference model, if rows are preferences.
     beta: Option<f64>,
     metric: Option<EvalMetric>,
-    /// Number of tokens of the longest answer of a held-out row.
+    /// Number of tokens of the longest answer of a held-out row; 0 if the labels of rows are not answers alone.
     longest_answer: usize,
     start: Start,
     rows: CausalRows,
@@ -83,8 +85,11 @@ impl CausalRows {
                 return Err(wrong("packing", true, expected));
             }
             if options.eval_metric.is_some() {
-                let expected = "expected --data as well, with conversations, which have answers";
-                return Err(wrong("eval-metric", "exact-match", expected));
+                return Err(wrong(
+                    "eval-metric",
+                    "exact-match",
+                    "expected --data as well, with conversations: they have answers",
+                ));
             }
             if options.on_bad_row == OnBadRow::Skip {
                 let expected = "expected --data as well, with conversations; the first row determines the format, so it must be a good one";
@@ -209,11 +214,11 @@ impl<C: CausalFamily> CausalTask<C> {
                     return Err(wrong(
                         "model",
                         name,
-                        "expected a GPT-2, or a Llama, Mistral, Qwen, Gemma or Phi, for --task causal-lm",
+                        "expected a GPT-2, or a Llama, Mistral, Qwen, Gemma or Phi, for --task causal-lm and dpo",
                     ));
                 }
             },
-            None => fitting(program.model, seq, options.seq, setup)?,
+            None => fitting(program.model, (seq, if is_dpo { 2 } else { 1 }), options.seq, setup)?,
         };
         config.validate()?;
         let sizes = config.sizes();
@@ -227,13 +232,19 @@ impl<C: CausalFamily> CausalTask<C> {
         let trained = if is_dpo { config.without_dropout() } else { config.clone() };
         let held_out = options.train.eval.unwrap_or(rows.held_out()).min(rows.rows());
         let longest_answer = match &rows {
-            CausalRows::Documents(_) => None,
-            CausalRows::Conversations(conversations) => {
+            CausalRows::Conversations(conversations)
+                if !conversations.is_packed() && options.loss_on != Some(LossOn::All) =>
+            {
                 let answers = (rows.rows() - held_out..rows.rows()).map(|row| conversations.prompt_and_answer(row)[1]);
-                answers.map(<[i32]>::len).max()
+                answers.map(<[i32]>::len).max().unwrap_or(0).max(1)
             }
+            _ => 0,
         };
-        let (longest_answer, metric) = (longest_answer.unwrap_or(0).max(1), options.eval_metric);
+        let metric = options.eval_metric;
+        if metric.is_some() && (longest_answer == 0 || held_out == 0) {
+            let expected = "expected held-out conversations (--eval ROWS) without --packing and --loss-on all";
+            return Err(wrong("eval-metric", "exact-match", expected));
+        }
         Ok(Self { name, config, trained, beta, metric, longest_answer, start, rows, notice })
     }
 
@@ -248,7 +259,7 @@ impl<C: CausalFamily> CausalTask<C> {
     pub fn preferences(&self, rows: &Rows) -> Option<[Vec<f32>; 2]> {
         let (CausalRows::Conversations(conversations), Some(beta)) = (&self.rows, self.beta) else { return None };
         let factors = conversations.labels_of_each(rows).into_iter().map(|labels| (beta * labels as f64) as f32);
-        // Of a row, the reference has the chosen loss first; of a batch, all chosen ones come first.
+        // The reference has the two losses of each row together; in a batch, all chosen sequences come first.
         let of = |at: usize| rows.reference().iter().skip(at).step_by(2).map(|&loss| loss as f32);
         Some([factors.collect(), of(0).chain(of(1)).collect()])
     }
@@ -314,8 +325,8 @@ impl<C: CausalFamily> CausalTask<C> {
         Ok(measured)
     }
 
-    /// Returns the last answer of each of these conversations, and the one that `generate` makes, greedily; `None` for documents and packed
-    /// rows. The number of passes does not depend on the text, so that ranks which gather together never wait for one that has ended early.
+    /// Returns the last answer of each of these conversations, and the one that `generate` makes, greedily; `None` for documents, packed
+    /// rows, and rows whose labels are all tokens. The number of passes does not depend on the text, so that ranks which gather together never wait for one that has ended early.
     ///
     /// # Errors
     ///
@@ -326,7 +337,7 @@ impl<C: CausalFamily> CausalTask<C> {
         generate: impl FnOnce(&[Vec<u32>], &Sampling, Hooks<'_>) -> Result<Vec<Vec<u32>>>,
     ) -> Result<Option<Vec<Value>>> {
         let CausalRows::Conversations(conversations) = &self.rows else { return Ok(None) };
-        if conversations.is_packed() {
+        if self.longest_answer == 0 {
             return Ok(None);
         }
         let tokenizer = conversations.tokenizer();
@@ -380,12 +391,12 @@ impl<C: CausalFamily> CausalTask<C> {
 /// Returns the program's model, or the largest preset that fits and the reason for it.
 fn fitting<C: CausalFamily>(
     default: &str,
-    seq: usize,
+    (seq, sequences): (usize, usize),
     asked: Option<usize>,
     setup: &Setup<'_>,
 ) -> Result<(String, C, Option<String>)> {
     let shortfall = |model: &C| {
-        let profile = |micro_batch: usize| profile(model, micro_batch, seq.min(model.sizes().positions));
+        let profile = |micro_batch: usize| profile(model, sequences * micro_batch, seq.min(model.sizes().positions));
         setup.memory_shortfall(Some(model.sizes().width), &profile)
     };
     let wanted = C::preset(default)?;
@@ -545,7 +556,12 @@ impl<C: CausalFamily> Task for CausalTask<C> {
 
     fn profile(&self, micro_batch: usize) -> Result<Profile> {
         let sequences = self.sequences_per_row();
-        let whole = profile(&self.config, sequences * micro_batch, self.rows.seq());
+        let mut whole = profile(&self.config, sequences * micro_batch, self.rows.seq());
+        if self.beta.is_some() && !self.start.has_adapter() {
+            // Each sequence keeps the gradient of the head until the backward pass scales it.
+            let head = (self.config.sizes().vocabulary * self.config.sizes().width) as u64;
+            whole.activations.rest += 4 * head * (sequences * micro_batch) as u64;
+        }
         Ok(self.start.profile(Profile { flops_per_row: whole.flops_per_row * sequences as f64, ..whole }))
     }
 

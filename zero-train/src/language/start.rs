@@ -24,7 +24,7 @@ use zero_ops::FusedBackend;
 use super::Options;
 use crate::data::Tokenizer;
 use crate::error::{Result, wrong, wrong_data};
-use crate::trainer::{InitialAdapter, Profile};
+use crate::trainer::{InitialAdapter, Profile, matrices};
 
 /// Returns an adapter as it begins: the one in the folder `dir`, or a fresh one by `seed`.
 pub(super) fn initial_adapter(adapted: &AdaptedModel, dir: Option<&Path>, seed: u64) -> Result<InitialAdapter> {
@@ -201,9 +201,10 @@ impl Start {
         let frozen = frozen.iter().map(|param| param.numel()).collect();
         let bytes = |param: &ModelParam| 2 * param.shape[0] * self.quantize.map_or(0, |how| how.words(param.shape[1]));
         let quantized = packed.iter().map(|param| [param.numel(), bytes(param)]).collect();
+        let matrices = matrices(trained.iter().map(|param| (&*param.path, &*param.shape)));
         let parameters = trained.iter().map(|param| param.numel()).collect();
         // Of the three products of a layer, the one for its weight's gradient is not made.
-        Profile { parameters, frozen, quantized, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
+        Profile { parameters, matrices, frozen, quantized, flops_per_row: whole.flops_per_row * 2.0 / 3.0, ..whole }
     }
 
     /// Returns whether the parameter at this path of the base is quantised: a linear layer's weight that is not trained.

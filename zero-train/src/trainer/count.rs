@@ -15,7 +15,7 @@ use burn_router::{BackendRouter, MultiBackendBridge, RouterTensor, RunnerChannel
 use burn_std::future::DynFut;
 use parking_lot::Mutex;
 
-use super::profile::{Activations, Profile};
+use super::profile::{Activations, Profile, matrices};
 use super::rows::Rows;
 use crate::Result;
 
@@ -52,21 +52,36 @@ pub(super) fn profile<M: Module<Counting>>(
     let activations = Activations { rest: ledger.lock().peak - before, ..Activations::default() };
     drop(loss);
     let flops_per_row = PASSES * ledger.lock().flops / micro_batch as f64;
-    let Sizes { parameters, frozen } = sizes;
-    Ok(Profile { parameters, frozen, quantized: Vec::new(), activations, flops_per_row })
+    let Sizes { parameters, matrices, frozen, .. } = sizes;
+    Ok(Profile { parameters, matrices, frozen, quantized: Vec::new(), activations, flops_per_row })
 }
 
 #[derive(Default)]
 struct Sizes {
+    /// Names of the fields that the walk is in.
+    path: Vec<String>,
     parameters: Vec<usize>,
+    matrices: usize,
     frozen: Vec<usize>,
 }
 
 impl<B: burn::tensor::backend::Backend> ModuleVisitor<B> for Sizes {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let tensor = param.val();
-        let sizes = if tensor.is_require_grad() { &mut self.parameters } else { &mut self.frozen };
-        sizes.push(tensor.shape().num_elements());
+        let (shape, is_trained) = (tensor.dims(), tensor.is_require_grad());
+        if is_trained {
+            self.matrices += matrices([(&*self.path.join("."), &shape[..])].into_iter());
+        }
+        let sizes = if is_trained { &mut self.parameters } else { &mut self.frozen };
+        sizes.push(shape.iter().product());
+    }
+
+    fn enter_module(&mut self, name: &str, _: &str) {
+        self.path.push(name.to_string());
+    }
+
+    fn exit_module(&mut self, _: &str, _: &str) {
+        self.path.pop();
     }
 }
 

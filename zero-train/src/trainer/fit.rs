@@ -5,6 +5,7 @@ use std::path::Path;
 use zero_core::Partition;
 use zero_core::accounting::StateBytes;
 use zero_core::estimate::{Precision, model_state};
+use zero_kernels::Rule;
 use zero_models::hf_export::parse_bytes;
 
 use super::backend::name as option_name;
@@ -75,8 +76,9 @@ impl MemoryNeed {
         let piece = if stage.shards_optimizer() { Partition::new(trained, plan.shards()).stride() } else { trained };
         // One gathered copy, one dense gradient and its reduced shard, and two buckets in flight with their results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
+        let workspace = if matches!(plan.rule(), Rule::Muon { .. }) { MUON * trained } else { 0 };
         let mut working =
-            4 * (gathered + trained + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
+            workspace + 4 * (gathered + trained + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
         if plan.nvme_path().is_some() {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
@@ -114,10 +116,20 @@ impl MemoryNeed {
     }
 }
 
+/// Bytes per element of the largest matrix that Muon's exchange and iterations take: two matrices of what is sent and received, the full
+/// matrix, its bf16 copy, a product, and two squares.
+const MUON: usize = 22;
+
 /// Returns the bytes of one rank's model state by the ZeRO formula.
 pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
-    let trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
+    let mut trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
+    if matches!(plan.rule(), Rule::Muon { .. }) {
+        // A matrix has one state, and the other parameters have two.
+        let state = plan.zero_config(0).optimizer_state_dtype().size() as u64;
+        let state = Precision { parameter: 0, gradient: 0, optimizer: state };
+        trained.optimizer -= model_state(profile.matrices as u64, plan.zero.stage, ranks, state).optimizer;
+    }
     let exactly = |numel: usize| numel * precision.parameter as usize;
     let frozen = profile.frozen_bytes(exactly, |_| true);
     let frozen = model_state(frozen, plan.zero.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });

@@ -74,6 +74,7 @@ pub use options::{
     Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };
 pub use order::Order;
+pub(crate) use profile::matrices;
 pub use profile::{Activations, Profile};
 pub use recipe::Recipe;
 pub use report::Summary;
@@ -326,7 +327,7 @@ impl<'a, F> Trainer<'a, F> {
             return Ok(Ended { summary: None, signal: None });
         }
         let measured = train::train(&self.integration, task.borrow(), &plan, ranks, self.allocator)?;
-        let signal = measured.signal.map(|signal| ended_by(signal, done + measured.steps.number, &plan));
+        let signal = measured.signal.map(|signal| ended_by(signal, [done, measured.steps.number], &plan));
         if !ranks.is_main() || measured.steps.number == 0 {
             return Ok(Ended { summary: None, signal });
         }
@@ -353,9 +354,11 @@ fn tell(line: &dyn core::fmt::Display) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-fn ended_by(signal: Signal, step: usize, plan: &Plan) -> TrainError {
+/// Returns the error of a run that a signal has ended, `made` steps after step `done`.
+fn ended_by(signal: Signal, [done, made]: [usize; 2], plan: &Plan) -> TrainError {
+    let step = done + made;
     let kept = match &plan.checkpoints.dir {
-        Some(_) if step == 0 => "there is nothing to save".to_string(),
+        Some(_) if made == 0 => "no step was made, and nothing was saved".to_string(),
         Some(dir) => {
             let dir = dir.display();
             format!("this step's checkpoint is in {dir}; the same command with --resume auto resumes from it")

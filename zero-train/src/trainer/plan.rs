@@ -138,7 +138,7 @@ impl Plan {
             memory: budget.told(),
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
-            eval_samples: options.eval_samples.min(data.held_out),
+            eval_samples: eval_samples(options, &data)?,
             predictions: predictions(options, &data)?,
             model: Model { name, profile, config: task.model_config(), settings: task.settings(), files: task.files() },
             data,
@@ -261,6 +261,14 @@ impl Plan {
         hop(exactly(large.iter().sum()) as u64 + profile.frozen_bytes(exactly, is_large), size, 2 * micro_batches);
         let there = (0..world).filter(|rank| rank % size == rank * size / world).count() as u64;
         received + used / size - used * there / (world * world)
+    }
+}
+
+/// Returns the number of held-out rows whose predictions are shown.
+fn eval_samples(options: &Options, data: &Data) -> Result<usize> {
+    match options.eval_samples > 0 && data.held_out == 0 {
+        true => Err(wrong("eval-samples", options.eval_samples, "expected held-out rows: add --eval ROWS")),
+        false => Ok(options.eval_samples.min(data.held_out)),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Memory and compute of a model.
 
+use zero_kernels::Rule;
 use zero_models::{ModelConfig, ModelParam};
 
 /// Properties of a model that a plan needs.
@@ -7,6 +8,8 @@ use zero_models::{ModelConfig, ModelParam};
 pub struct Profile {
     /// Sizes of the trained parameters, in elements.
     pub parameters: Vec<usize>,
+    /// Number of elements of the trained matrices that Muon updates by itself ([`Rule::of`]).
+    pub matrices: usize,
     /// Sizes of the frozen parameters, which have no gradient and no optimizer state and take no part in reductions.
     pub frozen: Vec<usize>,
     /// Elements and bytes of the frozen parameters that are held in 8 or 4 bit.
@@ -53,11 +56,22 @@ impl Activations {
     }
 }
 
+/// Returns the number of elements of those parameters, given by path and shape, that Muon updates by itself.
+pub(crate) fn matrices<'a>(parameters: impl Iterator<Item = (&'a str, &'a [usize])>) -> usize {
+    let muon = Rule::muon();
+    parameters
+        .filter(|(path, shape)| muon.of(path, shape).0 == muon)
+        .map(|(_, shape)| shape.iter().product::<usize>())
+        .sum()
+}
+
 impl Profile {
     /// Creates the profile of a model with all parameters trained.
     pub fn of_all(model: &ModelConfig, activations: Activations, flops_per_row: f64) -> Self {
-        let parameters = model.parameters().iter().map(ModelParam::numel).collect();
-        Self { parameters, frozen: Vec::new(), quantized: Vec::new(), activations, flops_per_row }
+        let parameters = model.parameters();
+        let matrices = matrices(parameters.iter().map(|param| (&*param.path, &*param.shape)));
+        let parameters = parameters.iter().map(ModelParam::numel).collect();
+        Self { parameters, matrices, frozen: Vec::new(), quantized: Vec::new(), activations, flops_per_row }
     }
 
     /// Returns the number of elements of all parameters.

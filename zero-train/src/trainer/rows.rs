@@ -13,7 +13,7 @@ pub struct Rows {
     reference: Vec<f64>,
 }
 
-/// What [`Task::reference`](super::Task::reference) has measured, by row.
+/// The values that [`Task::reference`](super::Task::reference) has measured, by row.
 pub(super) type Reference = BTreeMap<usize, Vec<f64>>;
 
 impl Rows {
@@ -31,8 +31,12 @@ impl Rows {
 
     /// Adds what was measured of these rows before training.
     pub(super) fn with(self, reference: &Reference) -> Self {
-        let reference = self.numbers.iter().filter_map(|row| reference.get(row)).flatten().copied().collect();
-        Self { reference, ..self }
+        if reference.is_empty() {
+            return self;
+        }
+        let of =
+            |row: &usize| reference.get(row).expect("all rows that a run uses are measured before").iter().copied();
+        Self { reference: self.numbers.iter().flat_map(of).collect(), ..self }
     }
 }
 

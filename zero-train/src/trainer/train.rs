@@ -2,6 +2,7 @@
 
 use std::sync::Mutex;
 
+use serde_json::Map;
 use zero_core::alloc::PageKeeper;
 
 use super::Task;
@@ -14,6 +15,7 @@ use super::training::{Measured, Training, reference_of};
 use crate::error::{Result, TrainError, wrong_data};
 use crate::monitor::Phase;
 use crate::signals::Watch;
+use crate::step::EngineError;
 
 /// Trains by the plan, and returns the measurements.
 ///
@@ -49,10 +51,13 @@ fn run_rank(
     let observer = observer.filter(|_| engine.rank() == 0);
     let say =
         |line: &str| observer.into_iter().for_each(|observer| observer.lock().expect("of rank 0 alone").say(line));
-    // By the initial model, which a checkpoint replaces.
-    let reference = reference_of(plan, engine, say)?;
-    let (state, warnings) = begin(plan, engine)?;
+    let (state, warnings) = begin(plan)?;
     let done = state.step;
+    // The initial model measures rows before the model of the checkpoint replaces it.
+    let reference = reference_of(plan, &state, engine, say)?;
+    if let Some(checkpoint) = &plan.checkpoints.resume {
+        engine.load(checkpoint)?;
+    }
     let mut training = Training::new(task, engine, plan, observer, allocator, state, reference);
     for warning in warnings {
         training.observe(|observer| observer.warn(done, &warning));
@@ -63,15 +68,15 @@ fn run_rank(
     training.finish()
 }
 
-/// Returns the initial state, fresh or from the checkpoint, which the engine loads too; and the warnings to report.
-fn begin(plan: &Plan, engine: &mut dyn RankEngine) -> Result<(TrainerState, Vec<String>)> {
+/// Returns the initial state, fresh or that of the checkpoint, and the warnings to report.
+fn begin(plan: &Plan) -> Result<(TrainerState, Vec<String>)> {
     let batch = plan.plan.batch.global;
     let data = DataPosition::first(&plan.data, batch);
     let Some(checkpoint) = &plan.checkpoints.resume else {
         return Ok((TrainerState { step: 0, data, epoch: EpochState::first(), best: None }, Vec::new()));
     };
-    let loaded = engine.load(checkpoint)?;
-    let mut state = TrainerState::loaded(&loaded, checkpoint)?;
+    let loaded = checkpoint.state().map_err(EngineError::Checkpoint)?;
+    let mut state = TrainerState::loaded(loaded.as_object().unwrap_or(&Map::new()), checkpoint)?;
     let warning = state.data.differs_from(&data);
     if warning.is_some() {
         state.data.used = 0;

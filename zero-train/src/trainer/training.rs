@@ -152,7 +152,8 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             return Ok(());
         }
         let data = &self.plan.data;
-        let first = Rows::from(&[data.order.rows][..]).with(&self.reference);
+        let first = Rows::from(&[data.order.rows][..]);
+        let first = if data.held_out > 0 { first.with(&self.reference) } else { first };
         if data.held_out > 0 && self.engine.evaluate(&first)?.is_empty() {
             let told = "the task's `evaluate` returned no values: expected the loss first, then any other metrics";
             return Err(TrainError::Run(told.into()));
@@ -428,13 +429,15 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
             self.engine.swap_averages()?;
         }
         let evaluated = evaluate_all(self.task, self.engine, self.plan, &self.reference);
-        // All ranks predict the same rows.
-        let first = self.plan.data.order.rows;
-        let shown: Vec<usize> = (first..first + self.plan.eval_samples).collect();
-        let samples = match shown.is_empty() {
-            true => None,
-            false => self.engine.predict(&Rows::from(&shown[..]).with(&self.reference))?,
-        };
+        let mut samples = Vec::new();
+        if matches!(evaluated, Ok(Ok(_))) {
+            // All ranks predict the same rows.
+            let first = self.plan.data.order.rows;
+            let shown: Vec<usize> = (first..first + self.plan.eval_samples).collect();
+            for rows in shown.chunks(self.plan.plan.batch.micro) {
+                samples.extend(self.engine.predict(&Rows::from(rows).with(&self.reference))?.unwrap_or_default());
+            }
+        }
         if averages {
             self.engine.swap_averages()?;
         }
@@ -447,7 +450,7 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         };
         let seconds = begin.elapsed().as_secs_f64();
         self.observe(|observer| observer.evaluation(self.state.step, &values, seconds, said));
-        for sample in samples.unwrap_or_default() {
+        for sample in samples {
             self.observe(|observer| observer.sample(self.state.step, &sample));
         }
         self.phase(Phase::Train);
@@ -561,17 +564,21 @@ fn evaluate_all(
 /// Measures all rows of a run by the initial model, if the task asks for it, or returns the signal that ended it. A collective operation.
 pub(super) fn reference_of(
     plan: &Plan,
+    state: &TrainerState,
     engine: &dyn RankEngine,
     say: impl FnOnce(&str),
 ) -> Result<Result<Reference, Signal>> {
-    let (order, used) = (plan.data.order, plan.steps * plan.plan.batch.global);
-    let held_out = order.rows..order.rows + plan.data.held_out;
-    // Those of the first steps, if there are fewer steps than an epoch has.
-    let trained: BTreeSet<usize> = (0..used.min(order.rows)).map(|position| order.row(position)).collect();
-    let rows: Vec<usize> = trained.into_iter().chain(held_out).collect();
-    if engine.reference(&rows[..1].into())?.is_none() {
+    let order = plan.data.order;
+    if engine.reference(&[order.row(0)][..].into())?.is_none() {
         return Ok(Ok(Reference::default()));
     }
+    let held_out = order.rows..order.rows + plan.data.held_out;
+    let (used, left) = (state.data.used, plan.steps.saturating_sub(state.step) * plan.plan.batch.global);
+    let trained: BTreeSet<usize> = match left < order.rows {
+        true => (used..used + left).map(|position| order.row(position)).collect(),
+        false => (0..order.rows).collect(),
+    };
+    let rows: Vec<usize> = trained.into_iter().chain(held_out).collect();
     say(&format!("measuring {} rows by the model before training, the reference", rows.len()));
     let mut mine = Vec::new();
     let signal = each_of(&rows, plan, engine, &Reference::default(), |rows, counted| {
