@@ -530,13 +530,7 @@ mod tests {
                     Activations { blocks, block: bytes / blocks as u64, input: bytes / blocks as u64 / 16, rest: 0 }
                 }
             };
-            Ok(Profile {
-                parameters: vec![32 << 20],
-                frozen: Vec::new(),
-                quantized: Vec::new(),
-                activations,
-                flops_per_row: 1.0,
-            })
+            Ok(Profile { parameters: vec![32 << 20], activations, flops_per_row: 1.0, ..Profile::default() })
         }
     }
 
