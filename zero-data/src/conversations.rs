@@ -449,7 +449,7 @@ impl Rows {
     fn read(&mut self, file: &DataFile, format: ChatFormat, encoder: &Encoder<'_>) -> Result<()> {
         let mut part: Vec<(Place, Map<String, Value>)> = Vec::new();
         let mut flush = |part: &mut Vec<(Place, Map<String, Value>)>| -> Result<()> {
-            let encoded: Vec<(Place, Result<(Vec<Encoded>, bool)>)> = std::mem::take(part)
+            let encoded: Vec<EncodedRow> = std::mem::take(part)
                 .into_par_iter()
                 .map(|(place, row)| {
                     let encoded = encoder.examples(format, row).and_then(|examples| {
@@ -518,6 +518,9 @@ struct Encoder<'a> {
 
 /// Tokens, and whether each has a label.
 type Encoded = (Vec<u32>, Vec<bool>);
+
+/// The place of a row, its sequences, and whether an answer has no text.
+type EncodedRow = (Place, Result<(Vec<Encoded>, bool)>);
 
 impl Encoder<'_> {
     /// Returns a row's example, or the two of a preference; or describes the problem with the row.

@@ -218,15 +218,16 @@ fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> Exi
         let documents = documents.map(|lengths| Arc::new(Documents::new(lengths)));
         Ok(model.loss(tokens(input_ids, width, device), tokens(labels, width, device), documents.as_ref()))
     };
-    let answers =
-        |task: &CausalTask<M::Config>,
-         model: &M,
-         prompts: &[Vec<u32>],
-         how: &Sampling,
-         device: &Device,
-         hooks: Hooks<'_>| { Ok(generate::generate_with(model, task.config(), prompts, how, device, hooks)?) };
+    let answers = |task: &CausalTask<M::Config>,
+                   model: &M,
+                   prompts: &[Vec<u32>],
+                   how: &Sampling,
+                   device: &Device,
+                   hooks: Hooks<'_>| {
+        Ok(generate::generate_with(model, task.trained_config(), prompts, how, device, hooks)?)
+    };
     let mut integration = Burn022::new(
-        |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.config(), task.weights(), seed, device)?),
+        |task: &CausalTask<M::Config>, seed, device| Ok(M::build(task.trained_config(), task.weights(), seed, device)?),
         loss,
     )
     .evaluated_by(move |task, model, rows, device| {
@@ -243,7 +244,7 @@ fn train_causal<M: CausalModel>(options: &Options, program: &Program<'_>) -> Exi
     })
     .adapted_by(CausalTask::initial_adapter)
     .sampled_by(|task, model: &M, device| {
-        task.sample_by(|prompts, how| Ok(generate::generate(model, task.config(), prompts, how, device)?))
+        task.sample_by(|prompts, how| Ok(generate::generate(model, task.trained_config(), prompts, how, device)?))
     });
     if options.task == Some(TaskChoice::Dpo) {
         integration = integration.reference_by(move |task, model, rows, device| {

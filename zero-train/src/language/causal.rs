@@ -249,7 +249,7 @@ impl<C: CausalFamily> CausalTask<C> {
     }
 
     /// Returns the configuration of the model to train.
-    pub fn config(&self) -> &C {
+    pub fn trained_config(&self) -> &C {
         &self.trained
     }
 

@@ -72,7 +72,7 @@ pub enum TaskChoice {
     /// Predict the next token: GPT-2, Llama, Mistral, Qwen, Gemma, Phi.
     #[value(alias = "sft")]
     CausalLm,
-    /// Prefer one answer of a prompt to another (direct preference optimization): the models of causal-lm.
+    /// Learn to prefer the chosen answer to a prompt over the rejected one (direct preference optimization): the same models as causal-lm.
     Dpo,
     /// Predict masked tokens, and whether one text follows another: BERT.
     BertPretraining,
@@ -143,15 +143,16 @@ pub struct Options {
     /// ends the run
     #[arg(long, value_name = "WHAT", default_value = "error")]
     pub on_bad_row: OnBadRow,
-    /// Strength of the tie to the model before training, for --task dpo: the larger, the less the model departs from it [default: 0.1]
+    /// Beta of the DPO loss, for --task dpo: a larger value keeps the trained model closer to the reference, which is the model before
+    /// training [default: 0.1]
     #[arg(long, value_name = "BETA")]
     pub dpo_beta: Option<f64>,
-    /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each sees only itself, as in a row
-    /// of its own
+    /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each conversation attends only to its
+    /// own tokens, as if it were alone in a row
     #[arg(long)]
     pub packing: bool,
-    /// Evaluate conversations also by this metric: `exact-match`, the fraction of held-out rows whose last answer the model generates
-    /// exactly, greedily
+    /// Also evaluate conversations by this metric. `exact-match`: the fraction of held-out rows for which greedy decoding produces exactly
+    /// the last answer
     #[arg(long, value_name = "METRIC")]
     pub eval_metric: Option<EvalMetric>,
     /// Use this tokenizer: a tokenizer.json, or a folder with the files of a tokenizer (tokenizer.json, BERT's vocab.txt

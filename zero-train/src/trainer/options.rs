@@ -162,8 +162,8 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
     /// Offload this fraction of the bytes of optimizer state and gradients together, from 0 to 1. The rest stays in the
-    /// backend's memory. With --offload-to disk at stages 2 and 3, gradients are offloaded only once all optimizer state
-    /// is; at stage 1 the fraction is of the optimizer state alone [default: 1 with --offload; without it, as little as makes the run fit in memory]
+    /// backend's memory. With --offload-to disk, optimizer state is offloaded first; at stages 2 and 3, gradients
+    /// follow after all of it, and at stage 1 the fraction applies to the optimizer state only [default: 1 with --offload; without it, as little as makes the run fit in memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
@@ -188,8 +188,8 @@ pub struct Options {
     /// fit in memory otherwise]
     #[cfg_attr(feature = "cli", arg(long))]
     pub offload_activations: bool,
-    /// Use the largest micro-batch that fits in memory by estimate; nothing is run to find it. If you do not set
-    /// activation checkpointing or offload, they may be added to make it fit
+    /// Use the largest micro-batch whose estimated memory fits; no trial step is run. The estimate may include activation
+    /// checkpointing and offload, each only if you did not set it, so that a larger micro-batch fits
     #[cfg_attr(feature = "cli", arg(long, conflicts_with = "batch"))]
     pub auto_find_batch_size: bool,
     /// Gather parameters between processes by collectives that all ranks call in the same order (collective), or let each
