@@ -186,9 +186,9 @@ for type in Adam SGD Lion Adagrad Muon; do
   done
   # Muon computes in bf16, where the last bit of a gradient may change a number by 2^-8 of it.
   if [ $type = Muon ]; then
-    config=rule on new 4 Muon-on "${weights[@]}" --resume "$work/Muon-old/step-00000003" | tail -n 1 >"$work/on.losses"
-    tail -n 1 "$work/old.losses" >"$work/expected"
-    near "$work"/{on.losses,expected}
+    config=rule on new 4 Muon-on "${weights[@]}" --resume "$work/Muon-old/step-00000003" >"$work/on.losses"
+    { head -n 3 "$work/old.losses"; tail -n 1 "$work/on.losses"; } >"$work/goes-on.losses"
+    near "$work"/{old,goes-on}.losses
   fi
   if [ $type = Muon ]; then near "$work"/{old,new}.losses; else same "$work"/{new,old}.losses; fi
 done
