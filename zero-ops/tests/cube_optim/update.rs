@@ -49,6 +49,7 @@ fn reference(kernel: Kernel, scale: f32, p: &mut [f32], g: &[f32], states: &mut 
                 p[i] = p[i] * kept(weight_decay) - sign * lr_32;
                 states[0][i] = m * beta_2 + g * (1.0 - beta_2);
             }
+            Rule::Muon { .. } => unreachable!("the host computes Muon's updates"),
             Rule::Adagrad { epsilon, weight_decay } => {
                 let g = g + p[i] * weight_decay;
                 let s = was(states, 0) + g * g;
