@@ -1,6 +1,6 @@
 //! Copies of shards between the backend's memory and host memory.
 //!
-//! On CUDA, host memory that shards pass through or stay in is page-locked, and copies run in streams of their own ([`zero_core::copies`]).
+//! On CUDA, host memory that shards pass through or stay in is page-locked, and copies run in streams of their own (`zero_core::copies`).
 //! A copy requested by a thread other than the rank's own is waited for on that thread, while the device computes. A copy requested by the
 //! rank's own thread is waited for by the next work that it submits to the device, and by no thread. On other devices, and with a driver
 //! that is too old, the backend copies.

@@ -22,7 +22,7 @@ use zero_models::{CausalFamily, ModelConfig};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{EvalMetric, OnBadRow, Options, Program, TaskChoice, recipes};
+use super::{EvalMetric, OnBadRow, Options, Program, TaskChoice, in_fixed_passes, recipes};
 use crate::data::{
     ChatFormat, Conversations, DEFAULT_SEQ, LONGEST, LeftOut, LossOn, Source, TokenBatch, TokenRows, Tokenizer,
 };
@@ -326,7 +326,7 @@ impl<C: CausalFamily> CausalTask<C> {
     }
 
     /// Returns the last answer of each of these conversations, and the one that `generate` makes, greedily; `None` for documents, packed
-    /// rows, and rows whose labels are all tokens. The number of passes does not depend on the text, so that ranks which gather together never wait for one that has ended early.
+    /// rows, and rows whose labels are all tokens.
     ///
     /// # Errors
     ///
@@ -355,13 +355,7 @@ impl<C: CausalFamily> CausalTask<C> {
             stop,
             ..Sampling::default()
         };
-        let mut passes = 0;
-        let mut goes_on = |_| {
-            passes += 1;
-            passes < how.max_new_tokens
-        };
-        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row };
-        let made = generate(&prompts, &how, hooks)?;
+        let made = in_fixed_passes(&prompts, &how, generate)?;
         let line = |((&row, [prompt, answer]), made): ((&usize, &[Vec<u32>; 2]), &Vec<u32>)| json!({ "row": row, "prompt": text(prompt), "label": text(answer), "prediction": text(made) });
         Ok(Some(rows.iter().zip(&both).zip(&made).map(line).collect()))
     }

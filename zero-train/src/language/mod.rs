@@ -52,6 +52,7 @@ use clap::{Args, FromArgMatches, ValueEnum};
 use zero_core::alloc::PageKeeper;
 #[cfg(feature = "burn")]
 use zero_models::Ids;
+use zero_models::generate::{Hooks, Sampling};
 use zero_models::{BartConfig, BertConfig, BertKind, Gpt2Config, LlamaConfig, ModelConfig, ModelError, T5Config};
 
 pub use self::bert::BertTask;
@@ -354,6 +355,21 @@ impl Options {
             skips_bad_rows: self.on_bad_row == OnBadRow::Skip,
         }
     }
+}
+
+/// Generates tokens after each text by `generate`, in `how.max_new_tokens` passes however long they are, so that ranks which gather together
+/// never wait for one that has ended early.
+fn in_fixed_passes(
+    texts: &[Vec<u32>],
+    how: &Sampling,
+    generate: impl FnOnce(&[Vec<u32>], &Sampling, Hooks<'_>) -> Result<Vec<Vec<u32>>>,
+) -> Result<Vec<Vec<u32>>> {
+    let mut passes = 0;
+    let mut goes_on = |_| {
+        passes += 1;
+        passes < how.max_new_tokens
+    };
+    generate(texts, how, Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row })
 }
 
 /// Returns a tensor `[rows, width]` of numbers, one for each token.

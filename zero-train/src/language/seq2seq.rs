@@ -12,7 +12,7 @@ use zero_models::{ModelConfig, Seq2SeqFamily, Seq2SeqSettings};
 use super::start::Start;
 #[cfg(feature = "burn")]
 use super::tokens;
-use super::{Options, Program, TaskChoice};
+use super::{Options, Program, TaskChoice, in_fixed_passes};
 use crate::data::{TextPairs, Tokenizer};
 use crate::error::{Result, wrong};
 use crate::trainer::{Activations, InitialAdapter, Measured, Profile, Rows, Task};
@@ -86,8 +86,7 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
         self.start.initial_adapter(seed)
     }
 
-    /// Returns the text that `generate` makes from each of these rows, greedily. The number of passes does not depend on the text, so that
-    /// ranks which gather together never wait for one that has ended early.
+    /// Returns the text that `generate` makes from each of these rows, greedily.
     ///
     /// # Errors
     ///
@@ -101,13 +100,7 @@ impl<C: Seq2SeqFamily> Seq2SeqTask<C> {
         let room = self.settings.positions - 1;
         let max_new_tokens = self.texts.longest_target().min(room);
         let how = Sampling { max_new_tokens, ..self.sampling.clone() };
-        let mut passes = 0;
-        let mut goes_on = |_| {
-            passes += 1;
-            passes < how.max_new_tokens
-        };
-        let hooks = Hooks { token: &mut |_, _| (), goes_on: &mut goes_on, number: &|row| row };
-        let made = generate(&texts, &how, hooks)?;
+        let made = in_fixed_passes(&texts, &how, generate)?;
         Ok(made.iter().map(|ids| self.texts.tokenizer().decode(ids).trim().to_string()).collect())
     }
 
