@@ -43,7 +43,7 @@ fn help_teaches() {
       generate     Generate text with a trained model
       chat         Chat with a model: read messages from standard input, and print its answers
       launch       Start ranks as processes, on one machine or many, and restart them if one dies
-      flight       Read flight records (logs of the last operations of each rank), and report which rank is late and what the others wait for
+      flight       Read records of the ranks' last operations, and report which rank the others wait for
       export       Export a checkpoint to a folder that Hugging Face transformers can load
       inspect      Describe and verify a checkpoint, or list the checkpoints in a folder
       report       Write an HTML page that compares runs, from the files in their --out folders

@@ -58,7 +58,7 @@ enum Command {
     Chat(Box<generate::Options>),
     /// Start ranks as processes, on one machine or many, and restart them if one dies
     Launch(launch::LaunchArgs),
-    /// Read flight records (logs of the last operations of each rank), and report which rank is late and what the others wait for
+    /// Read records of the ranks' last operations, and report which rank the others wait for
     Flight(launch::FlightArgs),
     /// Export a checkpoint to a folder that Hugging Face transformers can load
     Export(commands::ExportArgs),
