@@ -7,7 +7,6 @@
 //!   conversations in one row.
 //! * Memory: all tokens, 5 bytes each.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -16,6 +15,8 @@ use serde_json::{Map, Value};
 use zero_models::loss::IGNORED_LABEL;
 
 use super::documents::{self, DataFile, Place, kind_of};
+use super::left_out::LeftOut;
+use super::packing::packed;
 use super::tokenizer::{ChatTemplate, MARK, Message, NO_TEMPLATE, Tokenizer};
 use super::{Source, TokenBatch, TokenizeOptions, check_ids, is_tokens};
 use crate::error::{Result, wrong_data};
@@ -142,50 +143,6 @@ pub struct Conversations {
     left_out: LeftOut,
     tokenizer: Tokenizer,
 }
-
-/// Rows that were left out, cut, or have an answer without text.
-#[derive(Debug, Clone, Default)]
-pub struct LeftOut {
-    /// Number of rows that were read.
-    pub read: usize,
-    /// Rows that were left out because none of their tokens has a label.
-    pub without_labels: Noted,
-    /// Rows of which only the first tokens were kept.
-    pub cut: Noted,
-    /// Rows that are used although an answer has no text: the model learns to end its turn.
-    pub empty: Noted,
-    /// Rows that were skipped because they cannot be used, with their problems.
-    pub bad: Noted,
-}
-
-/// Rows of one kind.
-#[derive(Debug, Clone, Default)]
-pub struct Noted {
-    /// Number of rows.
-    pub number: usize,
-    /// The first of them, such as "line 3".
-    pub first: Vec<String>,
-}
-
-impl Noted {
-    fn add(&mut self, row: impl FnOnce() -> String) {
-        self.number += 1;
-        if self.first.len() < NOTED {
-            self.first.push(row());
-        }
-    }
-}
-
-impl core::fmt::Display for Noted {
-    /// Lists the first rows.
-    fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        let more = if self.number > self.first.len() { " and others" } else { "" };
-        write!(f, "{}{more}", self.first.join(", "))
-    }
-}
-
-/// Number of rows that a [`Noted`] lists.
-const NOTED: usize = 10;
 
 impl Conversations {
     /// Reads and tokenizes the rows of a file or folder. The first `options.seq` tokens of each row are kept. If none of
@@ -403,37 +360,6 @@ impl Conversations {
     }
 }
 
-/// Distributes the conversations in `part` to rows of at most `seq` tokens: the longest first, each into the fullest row that has room
-/// (best-fit decreasing). Rows are in the order of their first conversations, and so are the conversations in a row.
-fn packed(lengths: &[usize], part: Range<usize>, seq: usize) -> Vec<Vec<usize>> {
-    let mut order: Vec<usize> = part.collect();
-    order.sort_by_key(|&at| (std::cmp::Reverse(lengths[at]), at));
-    let (mut rows, mut by_room) = (Vec::<Vec<usize>>::new(), BTreeMap::<usize, Vec<usize>>::new());
-    for at in order {
-        let length = lengths[at];
-        let found = by_room.range(length..).next().map(|(&room, _)| room);
-        let (row, room) = match found {
-            Some(room) => {
-                let with_room = by_room.get_mut(&room).expect("it was found");
-                let row = with_room.pop().expect("a list is not empty");
-                if with_room.is_empty() {
-                    by_room.remove(&room);
-                }
-                (row, room)
-            }
-            None => {
-                rows.push(Vec::new());
-                (rows.len() - 1, seq.max(length))
-            }
-        };
-        rows[row].push(at);
-        by_room.entry(room - length).or_default().push(row);
-    }
-    rows.iter_mut().for_each(|row| row.sort_unstable());
-    rows.sort_unstable();
-    rows
-}
-
 /// The rows read so far.
 #[derive(Default)]
 struct Rows {
@@ -565,7 +491,7 @@ impl Encoder<'_> {
         }])
     }
 
-    /// Returns the tokens of a row's examples. What both completions of a preference have in common with their prompt has no label in either.
+    /// Returns the tokens of a row's examples. Tokens that both completions of a preference share with the prompt have no label.
     fn encode_all(&self, examples: &[Example]) -> Result<Vec<Encoded>, String> {
         let mut all: Vec<Encoded> = examples.iter().map(|example| self.encode(example)).collect::<Result<_, _>>()?;
         let first = |(_, counts): &Encoded| counts.iter().position(|counts| *counts).unwrap_or(counts.len());

@@ -16,6 +16,8 @@ mod documents;
 mod error;
 mod labelled;
 mod labels;
+mod left_out;
+mod packing;
 mod pairs;
 mod rows;
 mod text_pairs;
@@ -27,11 +29,12 @@ mod wordpiece;
 
 use std::path::Path;
 
-pub use self::conversations::{ChatFormat, Conversations, LONGEST, LeftOut, LossOn, Noted};
+pub use self::conversations::{ChatFormat, Conversations, LONGEST, LossOn};
 use self::error::wrong;
 pub use self::error::{DataError, Result};
 pub use self::labelled::{Fields, LabelledBatch, LabelledTexts};
 pub use self::labels::KnownHead;
+pub use self::left_out::{LeftOut, Noted};
 pub use self::pairs::{Masking, PairBatch, SentencePairs};
 pub use self::rows::{TokenBatch, TokenRows};
 pub use self::text_pairs::{TextPairBatch, TextPairs};

@@ -57,7 +57,8 @@ impl Zero {
     ///
     /// # Errors
     ///
-    /// [`Error::State`] for an optimizer that the engine does not run (it runs AdamW, Adam and LAMB, and those of the trainer), or one with AMSGrad or cautious weight decay; [`Error::Checkpoint`].
+    /// [`Error::State`] for an optimizer that the engine does not run, or one with AMSGrad or cautious weight decay; [`Error::Checkpoint`].
+    /// The engine runs AdamW, Adam and LAMB, and the optimizers of the trainer.
     pub fn save<M: Module>(
         &self,
         model: &M,

@@ -89,10 +89,7 @@ impl OptimizerPlan {
             let adam = rate("adam_lr").unwrap_or(if params.absent("lr") { 3e-4 } else { lr });
             lr = rate("muon_lr").unwrap_or(lr);
             if lr == 0.0 && adam != 0.0 {
-                params.conflict(
-                    "adam_lr",
-                    "is the rate of AdamW as a factor of Muon's, which is 0: give a `muon_lr` above 0",
-                );
+                params.conflict("adam_lr", "cannot be above 0 while the rate of Muon is 0: give a `muon_lr` above 0");
             }
             values.set("adam_lr", (if lr == 0.0 { 1.0 } else { adam / lr }).into());
             let scale: String = params.get("adjust_lr_fn");

@@ -25,7 +25,7 @@ use zero_core::offload::{Access, SwapBuffer};
 use zero_core::{Buffer, Partition};
 use zero_kernels::update::{Average, Chunk, Elements, Kernel, Norms, State, Sweep, Target, update_chunk};
 
-use crate::backend::{Backend, DType, HostData};
+use crate::backend::{Backend, DType, HostData, Shape};
 use crate::cell::{Cell, ShardState};
 use crate::copier::Copier;
 use crate::tier::{Home, OnDisk, Stored};
@@ -97,7 +97,7 @@ pub struct Job<B: Backend> {
     /// The partition of the parameter's state, and this rank's place in it.
     pub partition: (Partition, usize),
     /// Sizes of the parameter.
-    pub shape: Vec<usize>,
+    pub shape: Shape,
     /// The fp32 parameter or its master; a fresh master is created from `copy`.
     pub parameter: Array<B>,
     /// The gradient. In a second pass: `None` on the host, the update from the first pass on a device, and Muon's orthogonal matrix.

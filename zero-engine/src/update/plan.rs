@@ -97,7 +97,7 @@ impl<B: Backend> Update<B> {
         // One filler element if the rank has none.
         let elements = parent.partition.len(parent.place()).max(1);
         let (slot, first) = (parent.slot.clone(), parent.partition.range(parent.place()).start);
-        let (partition, shape) = ((parent.partition, parent.place()), parent.shape.to_vec());
+        let (partition, shape) = ((parent.partition, parent.place()), parent.shape.clone());
         drop(parent);
         self.edit_master(state);
         let place = self.place(state, elements);

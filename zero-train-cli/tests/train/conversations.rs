@@ -386,7 +386,7 @@ fn bad_rows_are_skipped_with_a_line_each() {
     std::fs::write(dir.join("pairs.jsonl"), format!("{good}{empty}\n")).unwrap();
     let ran = zero(&train, dir);
     let told = String::from_utf8_lossy(&ran.stderr);
-    let expected = "1 of 25 rows have an answer without text, of which the model learns only the end: line 25";
+    let expected = "1 of 25 rows have an answer without text: the model learns only to end its turn: line 25";
     assert!(ran.status.success() && told.contains(expected), "{told}");
     // Documents have no bad rows.
     std::fs::write(dir.join("text.txt"), "to be or not to be\n".repeat(50)).unwrap();

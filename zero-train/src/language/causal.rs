@@ -88,7 +88,7 @@ impl CausalRows {
                 return Err(wrong(
                     "eval-metric",
                     "exact-match",
-                    "expected --data as well, with conversations: they have answers",
+                    "expected --data with conversations as well: other rows have no answers",
                 ));
             }
             if options.on_bad_row == OnBadRow::Skip {
@@ -176,7 +176,7 @@ fn warn_of(path: &Path, rows: &Conversations) {
     for (rows, what) in [
         (without_labels, "are skipped: no token of an answer fits into the longest row (--seq)"),
         (cut, "are cut to the length of the longest row (--seq)"),
-        (empty, "have an answer without text, of which the model learns only the end"),
+        (empty, "have an answer without text: the model learns only to end its turn"),
     ] {
         if rows.number > 0 {
             eprintln!("warning: {path}: {} of {read} rows {what}: {rows}", rows.number);

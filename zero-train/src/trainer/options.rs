@@ -101,7 +101,7 @@ pub struct Options {
     /// Write the trained model's predictions for the held-out rows to this file at the end, one JSON object per line
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE"))]
     pub predictions: Option<PathBuf>,
-    /// Show the predictions for the first of the held-out rows at every evaluation, in the terminal, in events.jsonl and in the report
+    /// Show the predictions for the first ROWS held-out rows at every evaluation, in the terminal, in events.jsonl and in the report
     /// [default: 0]
     #[cfg_attr(feature = "cli", arg(long, value_name = "ROWS", default_value_t = 0, hide_default_value = true))]
     pub eval_samples: usize,

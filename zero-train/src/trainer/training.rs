@@ -579,7 +579,7 @@ pub(super) fn reference_of(
         false => (0..order.rows).collect(),
     };
     let rows: Vec<usize> = trained.into_iter().chain(held_out).collect();
-    say(&format!("measuring {} rows by the model before training, the reference", rows.len()));
+    say(&format!("measuring {} rows with the initial model, which is the reference", rows.len()));
     let mut mine = Vec::new();
     let signal = each_of(&rows, plan, engine, &Reference::default(), |rows, counted| {
         let values = engine.reference(rows)?.unwrap_or_default();
