@@ -6,12 +6,18 @@ use std::time::{Duration, Instant};
 
 use serde_json::Value;
 
-/// The example that `cargo test` builds together with this test.
 fn own_model(out: &Path, options: &[&str]) -> Command {
+    let mut command = example("own_model", out, options);
+    command.arg("--json");
+    command
+}
+
+/// An example that `cargo test` builds together with this test.
+fn example(name: &str, out: &Path, options: &[&str]) -> Command {
     let deps = std::env::current_exe().expect("a test has a path");
     let target = deps.parent().and_then(Path::parent).expect("target/PROFILE/deps/TEST");
-    let mut command = Command::new(target.join("examples").join("own_model"));
-    command.args(["--threads", "1", "--json", "--out"]).arg(out.join("out"));
+    let mut command = Command::new(target.join("examples").join(name));
+    command.args(["--threads", "1", "--out"]).arg(out.join("out"));
     command.args(options).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
@@ -96,4 +102,14 @@ fn killed_and_resumed_it_goes_on_as_if_nothing_had_happened() {
     assert!(!process.wait().unwrap().success(), "it ended before it was killed");
     summary(&run("broken", "120").output().unwrap());
     assert_eq!(trajectory(&dir.path().join("broken")), trajectory(&dir.path().join("unbroken")));
+}
+
+#[test]
+fn a_task_on_conversations_learns_to_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = ["--steps", "300", "--batch", "4", "--lr", "3e-3"];
+    let done = example("chat", dir.path(), &options).output().unwrap();
+    let text = String::from_utf8_lossy(&done.stdout);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    assert!(text.contains("What does stage 3 shard? The optimizer's state, the gradients and the parameters."), "{text}");
 }

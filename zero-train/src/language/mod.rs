@@ -148,7 +148,7 @@ pub struct Options {
     /// training [default: 0.1]
     #[arg(long, value_name = "BETA")]
     pub dpo_beta: Option<f64>,
-    /// Pack conversations: put several into one row of --seq tokens, so that little padding is computed. Each conversation attends only to its
+    /// Pack conversations: put several into one row of --seq tokens, so that little computation is spent on padding. Each conversation attends only to its
     /// own tokens, as if it were alone in a row
     #[arg(long)]
     pub packing: bool,

@@ -109,13 +109,13 @@ pub struct Options {
     /// average = DECAY * average + (1 - DECAY) * weights. Checkpoints contain it; `zero export --ema` writes it [default: none]
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
-    /// Use the averages of --ema-decay instead of the weights for evaluation, for --predictions, and for the sample of output
-    /// at the end of a run. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model
+    /// Use the averages of --ema-decay instead of the weights for evaluation, for --predictions, and for the sample output (such as
+    /// generated text) that a run on the CPU prints at its end. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model
     /// that is saved at the end contains the averages instead of the weights
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
     /// Exclude parameters from weight decay: `vectors` excludes biases and the parameters of norms, `embeddings` excludes
-    /// these and the embeddings. To match DeepSpeed without parameter groups, use `nothing`
+    /// these and the embeddings. To match a DeepSpeed run that has no parameter groups (all parameters decay), use `nothing`
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT", default_value = "vectors"))]
     pub decay_except: DecayExcept,
     /// Also evaluate every N steps
@@ -161,9 +161,10 @@ pub struct Options {
     /// memory]
     #[cfg_attr(feature = "cli", arg(long, value_name = "WHAT"))]
     pub offload: Option<OffloadChoice>,
-    /// Offload this fraction of the bytes of optimizer state and gradients together, from 0 to 1. The rest stays in the
-    /// backend's memory. With --offload-to disk, optimizer state is offloaded first; at stages 2 and 3, gradients
-    /// follow after all of it, and at stage 1 the fraction applies to the optimizer state only [default: 1 with --offload; without it, as little as makes the run fit in memory]
+    /// Offload this fraction of the state, from 0 to 1; the rest stays in the backend's memory. Needs --offload optimizer or all. With
+    /// --offload-to host, the fraction applies to optimizer state and to gradients equally. With --offload-to disk at stages 2 and 3, it
+    /// applies to their total size, and gradients are offloaded only once all optimizer state is. With --offload-to disk at stage 1,
+    /// it applies to optimizer state, because gradients stay in memory [default: 1]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
@@ -183,13 +184,13 @@ pub struct Options {
     /// Limit activations to SIZE per rank, such as 2GiB: checkpoint as few blocks as the limit allows
     #[cfg_attr(feature = "cli", arg(long, value_name = "SIZE", conflicts_with = "checkpoint_activations"))]
     pub activation_memory: Option<String>,
-    /// Offload the inputs of checkpointed blocks to --offload-to until the backward pass needs them. This checkpoints
+    /// Offload the inputs of checkpointed blocks to the place that --offload-to names, until the backward pass needs them. This checkpoints
     /// every block, unless --checkpoint-activations or --activation-memory is given [default: only if the run would not
     /// fit in memory otherwise]
     #[cfg_attr(feature = "cli", arg(long))]
     pub offload_activations: bool,
-    /// Use the largest micro-batch whose estimated memory fits; no trial step is run. The estimate may include activation
-    /// checkpointing and offload, each only if you did not set it, so that a larger micro-batch fits
+    /// Use the largest micro-batch whose estimated memory fits; no trial step is run. To fit a larger one, Zero may also turn on
+    /// activation checkpointing and offload, unless you set those options yourself
     #[cfg_attr(feature = "cli", arg(long, conflicts_with = "batch"))]
     pub auto_find_batch_size: bool,
     /// Gather parameters between processes by collectives that all ranks call in the same order (collective), or let each
@@ -389,7 +390,7 @@ impl DecayExcept {
 pub enum OffloadChoice {
     /// Nothing.
     None,
-    /// Optimizer state, and reduced gradients until the update. Gradients go to a disk only at stages 2 and 3.
+    /// Optimizer state and gradients. With --offload-to disk, gradients are offloaded only at stages 2 and 3.
     Optimizer,
     /// Optimizer state, gradients and parameters.
     All,
