@@ -163,7 +163,7 @@ pub struct Options {
     pub offload: Option<OffloadChoice>,
     /// Offload this fraction of the state, from 0 to 1; the rest stays in the backend's memory. Needs --offload optimizer or all. With
     /// --offload-to host, the fraction applies to optimizer state and to gradients equally. With --offload-to disk at stages 2 and 3, it
-    /// applies to their total size, and gradients are offloaded only once all optimizer state is. With --offload-to disk at stage 1,
+    /// applies to their total size: optimizer state is offloaded first, and gradients if the fraction is larger than its share. With --offload-to disk at stage 1,
     /// it applies to optimizer state, because gradients stay in memory [default: 1]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
