@@ -36,14 +36,17 @@ def wait_for(text):
         if time.time() > deadline:
             sys.exit(f"no {text!r} within 20 s; the terminal shows {seen[-400:]!r}")
         if select.select([terminal], [], [], 0.1)[0]:
-            seen += os.read(terminal, 4096)
+            try:
+                seen += os.read(terminal, 4096)
+            except OSError:
+                sys.exit(f"zero ended before {text!r}; the terminal shows {seen[-400:]!r}")
 
 
 for question, answer in ANSWERS:
     wait_for(question)
     time.sleep(0.1)
     os.write(terminal, answer + b"\r")
-wait_for("is saved at")
+wait_for("Wrote the configuration to")
 lines = open(file).read().splitlines()
 missing = [line for line in EXPECTED if line not in lines]
 sys.exit(f"missing in {lines}: {missing}" if missing else print(f"{len(ANSWERS)} questions answered; the file is right"))
