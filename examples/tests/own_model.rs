@@ -111,5 +111,8 @@ fn a_task_on_conversations_learns_to_answer() {
     let done = example("chat", dir.path(), &options).output().unwrap();
     let text = String::from_utf8_lossy(&done.stdout);
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
-    assert!(text.contains("What does stage 3 shard? The optimizer's state, the gradients and the parameters."), "{text}");
+    assert!(
+        text.contains("What does stage 3 shard? The optimizer's state, the gradients and the parameters."),
+        "{text}"
+    );
 }

@@ -45,7 +45,9 @@ pub use error::{ConfigError, Format, Problem, ProblemKind, Warning};
 pub use load::Config;
 pub use node::Node;
 pub use optimizer::OptimizerPlan;
-pub use plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan};
+pub use plan::{
+    CommsLogger, FlopsProfiler, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan,
+};
 pub use table::key_table;
 pub use zero_core::config::Float;
 

@@ -311,10 +311,39 @@ pub struct Report {
     pub wall_clock_breakdown: bool,
     /// If true, memory use is printed after each phase.
     pub memory_breakdown: bool,
+    /// A profile of one step.
+    pub flops_profiler: Option<FlopsProfiler>,
+    /// A summary of collectives at the end.
+    pub comms_logger: Option<CommsLogger>,
     /// TensorBoard event files.
     pub tensorboard: Option<LogFiles>,
     /// CSV files, one per quantity.
     pub csv_monitor: Option<LogFiles>,
+}
+
+/// A profile of one step: the floating-point operations and times of its passes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlopsProfiler {
+    /// The step, from 1.
+    pub profile_step: usize,
+    /// The file to write it to; `None` prints it.
+    pub output_file: Option<PathBuf>,
+}
+
+/// A summary of a rank's collectives.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct CommsLogger {
+    /// The operations to log, such as `all_reduce`; `None` for all.
+    pub ops: Option<Vec<String>>,
+}
+
+impl CommsLogger {
+    /// Returns whether an operation is logged, such as `all-reduce`: if one of the names is its name, or a variant of it such as
+    /// `all_gather_into_tensor`.
+    pub fn logs(&self, op: &str) -> bool {
+        let op = op.replace('-', "_");
+        self.ops.as_ref().is_none_or(|ops| ops.iter().any(|name| name.starts_with(&op)))
+    }
 }
 
 /// Location of a log.

@@ -15,7 +15,10 @@ use super::keys::DEEPSPEED;
 use super::load::Config;
 use super::node::Node;
 use super::optimizer::OptimizerPlan;
-use super::plan::{LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan, float_named};
+use super::plan::{
+    CommsLogger, FlopsProfiler, LogFiles, LossScale, Offload, OffloadDevice, Precision, Report, Watchdog, ZeroPlan,
+    float_named,
+};
 use super::reader::Reader;
 use super::scheduler;
 
@@ -114,6 +117,8 @@ impl Config {
                 steps_per_print: top.get("steps_per_print"),
                 wall_clock_breakdown: top.get("wall_clock_breakdown"),
                 memory_breakdown: top.get("memory_breakdown"),
+                flops_profiler: flops_profiler(&top.section("flops_profiler")),
+                comms_logger: comms_logger(&top.section("comms_logger")),
                 tensorboard: log_files(&top.section("tensorboard")),
                 csv_monitor: log_files(&top.section("csv_monitor")),
             },
@@ -258,6 +263,17 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
     section
         .get::<bool>("enabled")
         .then(|| LogFiles { output_path: section.get("output_path"), job_name: section.get("job_name") })
+}
+
+fn flops_profiler(section: &Reader<'_>) -> Option<FlopsProfiler> {
+    section
+        .get::<bool>("enabled")
+        .then(|| FlopsProfiler { profile_step: section.get("profile_step"), output_file: section.get("output_file") })
+}
+
+fn comms_logger(section: &Reader<'_>) -> Option<CommsLogger> {
+    let ops = || if section.get("prof_all") { None } else { Some(section.get("prof_ops")) };
+    section.get::<bool>("enabled").then(|| CommsLogger { ops: ops() })
 }
 
 /// Returns the quantization `format`, if `key` is true.

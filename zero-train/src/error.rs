@@ -64,7 +64,7 @@ pub enum TrainError {
     /// A configuration file, or the plan made of options, is wrong.
     #[error(transparent)]
     Config(#[from] crate::config::ConfigError),
-    /// This process cannot be one of its launcher's ranks.
+    /// This process cannot be one of its launcher's ranks, or no trial of `zero tune` can run.
     #[error("{0}")]
     Launch(String),
     /// A deadline passed while waiting for another rank.

@@ -4,6 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use tracing::field::Empty;
+
 use super::flight::Recorder;
 use super::launcher::Topology;
 use super::operation::{Group, Moved, Op, OperationContext, child_id, words};
@@ -80,7 +82,7 @@ impl<E: Engine> Inner<E> {
     ) -> Result<T, CommError> {
         // Relaxed: a communicator's operations are issued by one thread at a time (its user or its progress thread).
         let seq = self.next.fetch_add(1, Ordering::Relaxed);
-        let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq).entered();
+        let _span = tracing::trace_span!("collective", op, group = %self.group.label, seq, bytes = Empty).entered();
         run(seq)
     }
 
@@ -95,6 +97,9 @@ impl<E: Engine> Inner<E> {
             let moved = Moved::by(&request);
             if let Some(wrong) = moved.and_then(|moved| moved.wrong(group.world())) {
                 return Err(group.at(seq, &name).shape(wrong));
+            }
+            if let Some(Moved { len, dtype, .. }) = moved {
+                tracing::Span::current().record("bytes", len * dtype.size());
             }
             let op = Op { group, seq, words: &words(&request, what) };
             let result = perform(&self.engine, &op, request)?;

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use serde::de::{DeserializeOwned, IgnoredAny};
 use serde_json::{Map, Value};
 use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::BertNormalizer;
@@ -120,7 +121,10 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
     let folder = main[0].parent().unwrap_or(Path::new("")).to_path_buf();
     let mut settings = object(&folder.join("tokenizer_config.json"))?.unwrap_or_default();
     let added = added_tokens(&folder, &mut settings)?;
-    // The library panics at some damaged files.
+    // The library panics at some damaged files, such as a model that is no JSON.
+    for path in main.iter().filter(|path| path.extension().is_some_and(|ending| ending == "json")) {
+        parsed::<IgnoredAny>(path)?;
+    }
     let read = caught(|| tokenizer(&main, &settings, added));
     let problem = |told: String| wrong_data(&main[0], format!("cannot be used as a tokenizer ({told})"));
     let (tokenizer, named) = match read {
@@ -144,13 +148,14 @@ pub(super) fn read(path: &Path) -> Result<Option<Read>> {
 
 /// Reads the JSON object in a file, if there is one.
 fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
-    if !path.is_file() {
-        return Ok(None);
-    }
+    if path.is_file() { parsed(path).map(Some) } else { Ok(None) }
+}
+
+/// Parses a JSON file.
+fn parsed<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let bytes = std::fs::read(path).map_err(io("read", path))?;
     let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
     serde_json::from_slice(bytes)
-        .map(Some)
         .map_err(|error| wrong_data(path, format!("is not a valid JSON object ({error}): download or save it again")))
 }
 

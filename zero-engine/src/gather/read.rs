@@ -38,6 +38,7 @@ fn full<B: Backend>(cell: &Cell<B>, how: Option<Format>, who: Caller) -> Result<
     let (rank, partition) = (&cell.rank, cell.partition);
     let all = 0..partition.world();
     count(cell, how, all.clone());
+    let _span = span(cell, partition.numel()).entered();
     if rank.window.is_remote() {
         return Ok(B::reshape(of_processes(cell, how, all)?, &cell.shape));
     }
@@ -72,6 +73,7 @@ pub(super) fn secondary<B: Backend>(cell: &Cell<B>, second: &Cell<B>) -> Result<
         return Ok(B::zeros(&[1], &cell.device, cell.dtype));
     }
     let owners = owners(cell.partition, &range);
+    let _span = span(cell, range.len()).entered();
     match cell.rank.window.is_remote() {
         true => of_processes(cell, cell.quantized(), owners),
         false => Ok(join(cell, cell.quantized(), &of_threads(cell, owners)?, Caller::OtherThread)),
@@ -105,10 +107,14 @@ fn count<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) 
     }
 }
 
+/// Returns the span of a gather of so many elements.
+fn span<B: Backend>(cell: &Cell<B>, elements: usize) -> tracing::Span {
+    tracing::trace_span!("gather", parameter = key(cell).object, elements, bytes = elements * cell.dtype.size())
+}
+
 /// Returns the cells of those `owners` that own anything; `None` for this rank's own.
 fn of_threads<B: Backend>(cell: &Cell<B>, owners: Range<usize>) -> Result<Vec<Option<Arc<Cell<B>>>>, CommError> {
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
-    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     let peer = |owner| {
         let index = rank.mesh_of(partition).peer(rank.index, owner);
         let peer = rank.window.read(index, key, cell)?.here().expect("ranks of one process publish cells");
@@ -175,7 +181,6 @@ fn assembled<B: Backend>(
 /// Receives shards from other processes directly into their place in the result, which is flat.
 fn of_processes<B: Backend>(cell: &Cell<B>, how: Option<Format>, owners: Range<usize>) -> Result<B::Tensor, CommError> {
     let (rank, partition, key) = (&cell.rank, cell.partition, key(cell));
-    let _span = tracing::trace_span!("gather", parameter = key.object, elements = partition.numel()).entered();
     // The bytes of consecutive shards; the codes of each shard begin with a block of their own.
     let mut end = 0;
     let places: Vec<Range<usize>> = owners

@@ -3,12 +3,12 @@
 use std::alloc::System;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{CommandFactory, FromArgMatches, Parser};
 use zero_core::alloc::PageKeeper;
 use zero_param::models::{self, generate::TextGenerator};
 use zero_train::data::Source;
 use zero_train::format_error;
-use zero_train::language::{Options, Program, generate};
+use zero_train::language::{Options, Program, generate, tune};
 
 /// Reuses the pages of the previous step.
 #[global_allocator]
@@ -20,6 +20,8 @@ static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 enum Cli {
     /// Train a language model on text, labeled rows or token files
     Train(Box<Options>),
+    /// Find the fastest ranks, stage and micro-batch for a training command, by short trials
+    Tune(Box<tune::TuneOptions>),
     /// Generate text with a trained model
     Generate(Box<generate::Options>),
     /// Chat with a model: read messages from standard input, and print its answers
@@ -27,15 +29,21 @@ enum Cli {
 }
 
 fn main() -> ExitCode {
-    let generated = match Cli::parse() {
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let done = match cli {
         Cli::Train(options) => {
             let program = Program { model: "gpt2", data: Source::Text("", "no data"), allocator: Some(&ALLOCATOR) };
             return models::main(&options, &program);
         }
+        Cli::Tune(options) => {
+            let (_, of_tune) = matches.subcommand().expect("a command was parsed");
+            tune::run("zero-022", &options, of_tune)
+        }
         Cli::Generate(options) => generate::run(&TextGenerator, &options),
         Cli::Chat(options) => generate::chat(&TextGenerator, *options),
     };
-    match generated {
+    match done {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("error: {}", format_error(&error));

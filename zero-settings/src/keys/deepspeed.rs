@@ -13,6 +13,7 @@ const COMPILER: T = T::no_effect("it configures PyTorch's graph compiler");
 const LOW_PRECISION_MASTER: T = T::refused(
     "master weights are always fp32; remove the key, or set `bf16.bf16_optimizer_states` to store the moments in bf16",
 );
+const WHOLE_MODEL: T = T::no_effect("operations are counted for the whole model, not for each module");
 const NO_LOGGER: T = T::not_yet("this logger is not implemented; use tensorboard or csv_monitor");
 const NO_PIPELINE: T = T::no_effect("there are no pipeline stages");
 const SAVES: T = T::not_yet("checkpoints do not have this option");
@@ -99,16 +100,20 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
             => K::Text, T::QUIET;
     }), NO_LOGGER;
     flops_profiler = null => K::switch(keys! {
-        enabled = false, detailed = true => K::Bool, T::QUIET;
-        recompute_fwd_factor = 0 => K::POSITIVE, T::QUIET;
-        profile_step = 1, module_depth = -1 => K::INT, T::QUIET;
-        top_modules = 1 => K::COUNT, T::QUIET;
-        output_file = null => K::Text, T::QUIET;
-    }), T::not_yet("operations are not counted");
+        enabled = false => K::Bool, T::QUIET;
+        profile_step = 1 => K::ONE_UP, T::ACTED;
+        output_file = null => K::Text, T::ACTED;
+        detailed = true => K::Bool, WHOLE_MODEL;
+        module_depth = -1 => K::INT, WHOLE_MODEL;
+        top_modules = 1 => K::COUNT, WHOLE_MODEL;
+        recompute_fwd_factor = 0 => K::POSITIVE, T::no_effect("the plan knows which blocks are recomputed");
+    }), T::ACTED;
     comms_logger = null => K::switch(keys! {
-        enabled = false, verbose = false, prof_all = true, debug = false => K::Bool, T::QUIET;
-        prof_ops = [] => K::Texts, T::QUIET;
-    }), T::not_yet("collectives are not logged individually");
+        enabled = false => K::Bool, T::QUIET;
+        prof_all = true => K::Bool, T::ACTED;
+        prof_ops = [] => K::Texts, T::ACTED;
+        verbose = false, debug = false => K::Bool, T::no_effect("--trace FILE records each collective with its thread and time");
+    }), T::ACTED;
     timers = null => K::section(keys! {
         throughput = null => K::section(keys! { enabled = true, synchronized = true => K::Bool, CLOCK; }), T::ACTED;
     }), T::ACTED;
@@ -225,5 +230,5 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
         T::refused("samples are used as the program's loader returns them");
     expert_parallel = null => K::Open(Gate::Enabled), T::refused("there is no expert parallelism; remove the section");
     msamp = null => K::Open(Gate::Enabled), T::refused("fp8 is not supported; use bf16");
-    autotuning = null => K::Open(Gate::Enabled), T::not_yet("settings are used as given, without a search");
+    autotuning = null => K::Open(Gate::Enabled), T::no_effect("`zero tune --config FILE` searches the settings; other commands use them as given");
 };

@@ -60,6 +60,7 @@ fn the_builder_has_the_files_rules() {
         memory_breakdown: true,
         tensorboard: Some(files.clone()),
         csv_monitor: Some(files),
+        ..Report::default()
     };
     assert_eq!(plan.report, report);
 

@@ -217,7 +217,7 @@ fn old_spellings_are_read_with_a_warning() {
 fn keys_without_effect_are_named() {
     let plan = json(
         r#"{"train_batch_size": 2, "sparse_gradients": true, "timers": {"throughput": {"enabled": false}},
-            "flops_profiler": {"enabled": true}, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5,
+            "flops_profiler": {"enabled": true, "top_modules": 3}, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 5,
             "stage3_prefetch_bucket_size": "auto", "stage3_max_reuse_distance": 1e9, "allgather_bucket_size": 2e8,
             "zeropp_loco_param": {"err_beta": 0.5}, "offload_optimizer": {"device": "none", "pin_memory": false}}}"#,
         &on(2),
@@ -227,7 +227,7 @@ fn keys_without_effect_are_named() {
     insta::assert_snapshot!(warnings(&plan), @r#"
     sparse_gradients: has no effect: gradients of embeddings are dense
     timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step
-    flops_profiler: not supported yet: operations are not counted
+    flops_profiler.top_modules: has no effect: operations are counted for the whole model, not for each module
     zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3
     zero_optimization.allgather_bucket_size: has no effect: it does not apply to the all-gather used here
     zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss
@@ -242,7 +242,7 @@ fn keys_without_effect_are_named() {
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000,000 elements, overlapped with the backward pass.
     Warning: sparse_gradients: has no effect: gradients of embeddings are dense.
     Warning: timers.throughput.enabled: has no effect: throughput is always measured, at the end of a step.
-    Warning: flops_profiler: not supported yet: operations are not counted.
+    Warning: flops_profiler.top_modules: has no effect: operations are counted for the whole model, not for each module.
     Warning: zero_optimization.stage3_max_live_parameters: has no effect at stage 2, only from stage 3.
     Warning: zero_optimization.allgather_bucket_size: has no effect: it does not apply to the all-gather used here.
     Warning: zero_optimization.zeropp_loco_param: has no effect: error feedback for quantized gradients is not implemented; with AdamW it did not improve the loss.

@@ -24,4 +24,5 @@ mod seq2seq;
 mod sharded;
 mod tokenizers;
 mod trainer;
+mod tune;
 mod zero_command;

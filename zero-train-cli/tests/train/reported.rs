@@ -383,3 +383,35 @@ fn rows_that_are_never_finite_end_a_run_for_good() {
     let saved = Checkpoint::open(&dir.path().join("ck/step-00000023")).unwrap();
     assert!(values(&saved, ("linear.weight", 6)).iter().all(|weight| weight.is_finite()));
 }
+
+#[test]
+fn a_step_is_profiled_and_collectives_are_summed() {
+    let dir = dir();
+    let profiled = r#""zero_optimization": {"stage": 3}, "flops_profiler": {"enabled": true, "profile_step": 2}, "comms_logger": {"enabled": true}"#;
+    file(dir.path(), profiled);
+    let ran = zero(&train(&["--steps", "3", "--config", "ds.json"]), dir.path());
+    let told = String::from_utf8(ran.stderr).unwrap();
+    assert!(ran.status.success() && !told.contains("warning: flops") && !told.contains("warning: comms"), "{told}");
+    assert_eq!(told.matches("profile of step ").count(), 1);
+    assert!(
+        told.contains(
+            "profile of step 2, 2 ranks\n  parameters                  3.32 M\n  rows                           2\n"
+        ),
+        "{told}"
+    );
+    // All gathers and reductions: the large embedding is gathered once per step, and its gradient reduced.
+    let row = |op: &str| told.lines().find(|line| line.trim_start().starts_with(op)).map(str::to_string);
+    let gathers = row("all-gather (one-sided)").unwrap_or_default();
+    let calls: usize = gathers.split_whitespace().nth(2).unwrap().parse().unwrap();
+    assert!(calls >= 3 && row("reduce_scatter").is_some() && row("all_reduce").is_some(), "{told}");
+
+    // Only these operations, and the profile in a file.
+    let some = r#""zero_optimization": {"stage": 3}, "flops_profiler": {"enabled": true, "output_file": "profile.txt"}, "comms_logger": {"enabled": true, "prof_all": false, "prof_ops": ["all_reduce"]}"#;
+    file(dir.path(), some);
+    let ran = zero(&train(&["--steps", "2", "--config", "ds.json"]), dir.path());
+    let told = String::from_utf8(ran.stderr).unwrap();
+    assert!(!told.contains("profile of") && !told.contains("reduce_scatter") && told.contains("all_reduce"), "{told}");
+    assert!(
+        std::fs::read_to_string(dir.path().join("profile.txt")).unwrap().starts_with("profile of step 1, 2 ranks\n")
+    );
+}

@@ -41,6 +41,7 @@ pub mod generate;
 mod recipes;
 mod seq2seq;
 mod start;
+pub mod tune;
 
 use std::path::{Path, PathBuf};
 #[cfg(feature = "burn")]

@@ -39,6 +39,7 @@ mod bar;
 #[cfg(feature = "burn")]
 mod burn;
 mod checkpoints;
+mod comms;
 #[cfg(feature = "burn")]
 mod count;
 mod facts;
@@ -92,6 +93,7 @@ use zero_core::collective::launcher::started;
 use zero_core::config::Tier;
 use zero_core::offload::SwapDir;
 
+use self::comms::CommsLog;
 use self::fit::{Budget, Candidate};
 use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
@@ -298,7 +300,9 @@ impl<'a, F> Trainer<'a, F> {
         let unheeded = self.integration.check(&plan.run(ranks)?)?;
         ranks.agree(&plan.fingerprint())?;
         let trace = options.trace.as_deref().filter(|_| ranks.is_main());
-        let _trace = trace.map(trace::begin).transpose()?;
+        let comms = plan.plan.report.comms_logger.clone().filter(|_| ranks.is_main() && !options.dry_run);
+        let comms = comms.map(|settings| CommsLog::new(settings, started().is_none()));
+        let _trace = trace::begin(trace, comms.clone())?;
         if !options.json {
             tell(&plan);
         }
@@ -327,6 +331,7 @@ impl<'a, F> Trainer<'a, F> {
             return Ok(Ended { summary: None, signal: None });
         }
         let measured = train::train(&self.integration, task.borrow(), &plan, ranks, self.allocator)?;
+        comms.iter().for_each(|log| eprintln!("{log}"));
         let signal = measured.signal.map(|signal| ended_by(signal, [done, measured.steps.number], &plan));
         if !ranks.is_main() || measured.steps.number == 0 {
             return Ok(Ended { summary: None, signal });

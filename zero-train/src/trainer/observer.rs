@@ -292,6 +292,7 @@ impl<'a> Observer<'a> {
             let mean = self.breakdown.add(metrics, self.plan.plan.report.steps_per_print.unwrap_or(1));
             mean.into_iter().for_each(|line| self.say(&line));
         }
+        self.profile(metrics);
 
         let named = named(metrics);
         let csv = self.csv.iter_mut().map(|csv| csv.write(metrics.step, &named));
@@ -302,6 +303,37 @@ impl<'a> Observer<'a> {
         self.shown.step(metrics);
         if self.out.as_ref().is_some_and(|out| out.page.is_none_or(|page| page.elapsed() >= PAGE_TIME)) {
             self.write_page();
+        }
+    }
+
+    /// Prints or writes the profile of a step (`flops_profiler`), if it is the step to profile.
+    fn profile(&mut self, metrics: &StepMetrics) {
+        let Some(profiler) = self.plan.plan.report.flops_profiler.as_ref().filter(|of| of.profile_step == metrics.step)
+        else {
+            return;
+        };
+        let StepMetrics { step, step_ms, forward_ms, backward_ms, update_ms, .. } = *metrics;
+        let (profile, batch) = (&self.plan.model.profile, self.plan.plan.batch.global);
+        let parameters = profile.parameters.iter().sum::<usize>() as f64 / 1e6;
+        let operations = profile.flops_per_row * batch as f64 / 1e12;
+        let rate = |ms: f64| operations / ms * 1e3;
+        let text = format!(
+            "profile of step {step}, {} ranks\n  parameters            {parameters:>10.2} M\n  rows                  {batch:>10}\n  \
+             forward, backward     {operations:>10.3} TFLOP, {:.3} TFLOPS\n  forward               {forward_ms:>10.1} ms\n  \
+             backward              {backward_ms:>10.1} ms\n  update                {update_ms:>10.1} ms\n  step                  \
+             {step_ms:>10.1} ms, {:.1} rows/s, {:.3} TFLOPS",
+            self.plan.plan.world,
+            rate(forward_ms + backward_ms),
+            batch as f64 / step_ms * 1e3,
+            rate(step_ms)
+        );
+        match &profiler.output_file {
+            None => self.say(&text),
+            Some(path) => {
+                if let Err(error) = std::fs::write(path, text + "\n") {
+                    self.warn(step, &format!("cannot write {}: {error}", path.display()));
+                }
+            }
         }
     }
 

@@ -10,14 +10,23 @@ use std::path::Path;
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
 use tracing_subscriber::layer::SubscriberExt;
 
+use super::comms::CommsLog;
 use crate::error::{Result, TrainError, io};
 
-/// Records spans until the guard is dropped, which completes the file.
-pub(super) fn begin(path: &Path) -> Result<FlushGuard> {
-    let file = File::create(path).map_err(io("create", path))?;
-    let (layer, guard) = ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build();
-    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(layer)).map_err(|_| {
-        TrainError::Run("--trace cannot record: this program already has a tracing subscriber; use that one".into())
+/// Records spans to a file, until the guard is dropped, which completes it; and operations to a log.
+pub(super) fn begin(path: Option<&Path>, comms: Option<CommsLog>) -> Result<Option<FlushGuard>> {
+    if path.is_none() && comms.is_none() {
+        return Ok(None);
+    }
+    let chrome = |path| {
+        let file = File::create(path).map_err(io("create", path))?;
+        Ok::<_, TrainError>(ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build())
+    };
+    let (layer, guard) = path.map(chrome).transpose()?.unzip();
+    tracing::subscriber::set_global_default(tracing_subscriber::registry().with(comms).with(layer)).map_err(|_| {
+        let problem =
+            "--trace and comms_logger cannot record: this program already has a tracing subscriber; use that one";
+        TrainError::Run(problem.into())
     })?;
     Ok(guard)
 }

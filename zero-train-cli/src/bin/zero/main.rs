@@ -8,10 +8,10 @@ mod launch;
 use std::alloc::System;
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
 use zero_core::alloc::PageKeeper;
 use zero_train::format_error;
-use zero_train::language::generate;
+use zero_train::language::{generate, tune};
 use zero_train_cli::generate::Burn021;
 
 /// An allocator that keeps pages: with the system's, page faults of fresh buffers take a quarter of a step's time.
@@ -52,6 +52,8 @@ enum Command {
     Tokenizer(commands::TokenizerArgs),
     /// Train a language model on text, labeled rows or token files
     Train(Box<zero_train::language::Options>),
+    /// Find the fastest ranks, stage and micro-batch for a training command, by short trials
+    Tune(Box<tune::TuneOptions>),
     /// Generate text with a trained model
     Generate(Box<generate::Options>),
     /// Chat with a model: read messages from standard input, and print its answers
@@ -75,13 +77,19 @@ enum Command {
 
 fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
-    let result = match Cli::parse().command {
+    let matches = Cli::command().get_matches();
+    let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
+    let result = match cli.command {
         Command::Config(args) => commands::config(&args).map(done),
         Command::Check(args) => commands::check(&args).map(done),
         Command::Estimate(args) => commands::estimate(&args).map(done),
         Command::Export(args) => commands::export(&args).map(done),
         Command::Tokenizer(args) => commands::tokenizer(&args).map(done),
         Command::Train(options) => Ok(commands::train(&options)),
+        Command::Tune(options) => {
+            let (_, of_tune) = matches.subcommand().expect("a command was parsed");
+            tune::run("zero", &options, of_tune).map(done).map_err(Into::into)
+        }
         Command::Generate(options) => generate::run(&Burn021, &options).map(done).map_err(Into::into),
         Command::Chat(options) => generate::chat(&Burn021, *options).map(done).map_err(Into::into),
         Command::Inspect(args) => inspect::inspect(&args),
