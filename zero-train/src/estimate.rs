@@ -85,6 +85,44 @@ pub fn cheapest(rows: &[Estimate], ranks_here: u64, memory: u64) -> String {
     )
 }
 
+/// A model by its name, with its number of parameters and the elements of the largest one.
+pub type NamedModel = (String, u64, u64);
+
+/// Describes which of these models fit `memory` bytes of a machine with `ranks_here` of `ranks` ranks at stage 3: the largest one for each
+/// kind of offload to a disk.
+pub fn largest(models: &[NamedModel], ranks: u64, ranks_here: u64, precision: Precision, memory: u64) -> String {
+    let mut models = models.to_vec();
+    models.sort_by_key(|(_, parameters, _)| *parameters);
+    let limit = format_bytes(memory);
+    let mut text = format!(
+        "{:<32} {:<16} {:>16} {:>12} {:>12}",
+        "largest model at stage 3", "", "parameters", "in memory", "on a disk"
+    );
+    let ways = [
+        (Offloaded::Nothing, "no offload"),
+        (Offloaded::Optimizer, "--offload optimizer"),
+        (Offloaded::OptimizerAndParameters, "--offload all"),
+    ];
+    for (offloaded, option) in ways {
+        let fitting = models.iter().rev().find_map(|(name, parameters, largest)| {
+            let rows = estimates(*parameters, *largest, ranks, precision);
+            let row = rows.into_iter().find(|row| row.stage.shards_parameters() && row.offloaded == offloaded)?;
+            (row.device * ranks_here <= memory).then_some((name, parameters, row))
+        });
+        // Writing to a string cannot fail.
+        let _ = match fitting {
+            None => write!(text, "\n{option:<32} none fits {limit}"),
+            Some((name, parameters, row)) => write!(
+                text,
+                "\n{option:<32} {name:<16} {parameters:>16} {:>12} {:>12}",
+                format_bytes(row.device * ranks_here),
+                format_bytes(row.host * ranks_here)
+            ),
+        };
+    }
+    text + "\nActivations and buffers are not included; `zero train --model NAME --dry-run` includes them."
+}
+
 /// Formats the table, and says which rows fit `available` bytes when `ranks_here` ranks run on this machine and device and
 /// host share one memory.
 pub fn table(rows: &[Estimate], ranks_here: u64, available: Option<u64>) -> String {

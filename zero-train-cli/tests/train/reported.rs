@@ -415,3 +415,25 @@ fn a_step_is_profiled_and_collectives_are_summed() {
         std::fs::read_to_string(dir.path().join("profile.txt")).unwrap().starts_with("profile of step 1, 2 ranks\n")
     );
 }
+
+#[test]
+fn a_large_step_is_compared_with_the_speed_of_light() {
+    let dir = dir();
+    let large = [
+        "train", "--model", "mini", "--data", "book.txt", "--seq", "128", "--batch", "8", "--ranks", "1", "--steps",
+        "1",
+    ];
+    let ran = zero(&[&large[..], &["--json", "--out", "run"]].concat(), dir.path());
+    let told = String::from_utf8(ran.stderr).unwrap();
+    assert!(ran.status.success() && told.contains(" % of the speed of light (products), ETA"), "{told}");
+    let summary: Value = serde_json::from_slice(&ran.stdout).unwrap();
+    let of = |key: &str| summary["speed_of_light"][key].as_f64().unwrap();
+    assert!(of("products") > of("update") && of("update") > 0.0 && of("disk") == 0.0, "{summary}");
+    let share = summary["speed_of_light_share"].as_f64().unwrap();
+    assert!(share > 0.0 && share < 2.0, "{share}");
+    let page = std::fs::read_to_string(dir.path().join("run/report.html")).unwrap();
+    assert!(page.contains("\"fastest\":["), "the page has the rate");
+    // A small step is not worth a probe.
+    let small: Value = serde_json::from_str(&ok(&train(&["--steps", "1"]), dir.path())).unwrap();
+    assert_eq!(small["speed_of_light"], Value::Null);
+}

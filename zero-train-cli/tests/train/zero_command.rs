@@ -314,6 +314,23 @@ fn estimate_fits_into_the_memory_that_is_named() {
 }
 
 #[test]
+fn estimate_names_the_largest_model_of_a_family_that_fits() {
+    let of =
+        |family: &str, memory: &str| prints(&["estimate", "--largest", family, "--memory", memory, "--ranks", "2"]);
+    // 16 bytes per parameter over both ranks: 23.2 GiB for GPT-2 1.5B, and 11.5 GiB for gpt2-large.
+    let table = of("gpt2", "20GiB");
+    let row = |table: &str, option: &str| table.lines().find(|line| line.starts_with(option)).unwrap().to_string();
+    assert!(row(&table, "no offload").contains(" gpt2-large "), "{table}");
+    // Only parameters of 4 bytes stay: 5.8 GiB for GPT-2 1.5B, and 38.3 GiB for 10B.
+    assert!(row(&table, "--offload optimizer").contains(" gpt2-xl "), "{table}");
+    assert!(row(&table, "--offload all").contains(" gpt2-10b "), "{table}");
+    let none = of("qwen3", "1MiB");
+    assert_eq!(none.matches("none fits 1.00 MiB").count(), 3, "{none}");
+    assert!(refused(&["estimate", "--largest", "gtp"]).contains("expected a family such as gpt2"));
+    assert!(refused(&["estimate", "--largest", "gpt2", "--model", "gpt2"]).contains("cannot be used with"));
+}
+
+#[test]
 fn estimate_prints_every_stage() {
     let table = prints(&["estimate", "--model", "gpt2", "--ranks", "4", "--nodes", "2", "--dtype", "bf16"]);
     assert!(table.starts_with("gpt2: 124439808 parameters, AdamW, 4 ranks, 2 on this machine"), "{table}");

@@ -380,6 +380,12 @@ fn tokens<B: FusedBackend>(numbers: Vec<i32>, width: usize, device: &B::Device) 
     Tensor::from_data(TensorData::new(numbers, [rows, width]), device)
 }
 
+/// Returns the names of presets that begin with `family`, such as `qwen3`.
+pub fn presets(family: &str) -> Vec<&'static str> {
+    let all = [Gpt2Config::PRESETS, LlamaConfig::PRESETS, BertConfig::PRESETS, BartConfig::PRESETS, T5Config::PRESETS];
+    all.concat().into_iter().filter(|name| name.starts_with(family)).collect()
+}
+
 /// Returns a model by the name of a preset, or by a folder with its `config.json`.
 ///
 /// # Errors

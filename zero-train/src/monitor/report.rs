@@ -45,6 +45,9 @@ pub struct RunFacts {
     /// True if `exp(loss)` is a perplexity.
     #[serde(default)]
     pub has_perplexity: bool,
+    /// The most tokens (or rows) per second at this machine's rates, and what bounds them; `None` if unknown.
+    #[serde(default)]
+    pub fastest: Option<(f64, String)>,
     /// Steps of the full run.
     pub steps: usize,
     /// Bytes of one rank's model state by the ZeRO formula.
@@ -267,7 +270,7 @@ impl RunReport {
         };
         let wire = self.ranks.iter().map(|rank| &rank.wire_bytes).max_by_key(|wire| wire.total());
         json!({
-            "name": self.facts.name, "plan": self.facts.plan, "unit": self.facts.unit, "has_perplexity": self.facts.has_perplexity, "steps": self.facts.steps,
+            "name": self.facts.name, "plan": self.facts.plan, "unit": self.facts.unit, "has_perplexity": self.facts.has_perplexity, "fastest": self.facts.fastest, "steps": self.facts.steps,
             "state": self.state, "series": series, "eval": self.eval,
             "ranks": self.ranks.iter().map(rank).collect::<Vec<_>>(),
             "formula": self.facts.formula, "time": self.time, "wire": wire.unwrap_or(&WireBytes::default()),
@@ -359,6 +362,7 @@ mod tests {
             plan: vec!["p".into()],
             unit: "rows".into(),
             has_perplexity: false,
+            fastest: Some((1000.0, "products".into())),
             steps: 100_000,
             formula,
         }

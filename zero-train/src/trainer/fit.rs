@@ -151,7 +151,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
 }
 
 /// Returns the bytes per parameter of each kind of model state.
-fn precision(plan: &ZeroPlan) -> Precision {
+pub(super) fn precision(plan: &ZeroPlan) -> Precision {
     let config = plan.zero_config(0);
     Precision {
         parameter: config.param_dtype.size() as u64,

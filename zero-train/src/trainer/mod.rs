@@ -75,6 +75,7 @@ pub use options::{
     Blocks, DecayExcept, Dtype, GathersChoice, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice,
 };
 pub use order::Order;
+pub use predict::SpeedOfLight;
 pub(crate) use profile::matrices;
 pub use profile::{Activations, Profile};
 pub use recipe::Recipe;

@@ -122,6 +122,7 @@ impl<'a> Observer<'a> {
             plan: plan.to_string().lines().map(str::to_string).collect(),
             unit: plan.data.unit().to_string(),
             has_perplexity: plan.data.has_perplexity,
+            fastest: plan.light.map(|light| (plan.tokens_per_step() as f64 / light.seconds(), light.bound().into())),
             steps: plan.steps,
             formula: plan.state_formula(),
         };
@@ -347,6 +348,10 @@ impl<'a> Observer<'a> {
             return;
         }
         let speed = self.lines.tokens as f64 / self.lines.time.as_secs_f64();
+        let light = self.plan.light.map(|light| {
+            let share = 100.0 * light.share(speed, self.plan.tokens_per_step());
+            format!(", {share:.0} % of the speed of light ({})", light.bound())
+        });
         let mfu = metrics.mfu.map(|mfu| format!(", MFU {:.1} %", 100.0 * mfu * speed / metrics.tokens_per_second));
         // Saves and evaluations included, but for the first step, in which everything is done for the first time.
         let each = match metrics.step - first {
@@ -356,8 +361,9 @@ impl<'a> Observer<'a> {
         let left = Duration::from_secs_f64(each * self.plan.steps.saturating_sub(metrics.step) as f64);
         let StepMetrics { step, lr, .. } = metrics;
         let [loss, norm] = [metrics.loss, metrics.grad_norm].map(figure);
-        let (steps, unit, mfu, left) = (self.plan.steps, self.plan.data.unit(), mfu.unwrap_or_default(), clock(left));
-        let speed = format!("{speed:.0} {unit}/s{mfu}, ETA {left}");
+        let (steps, unit, left) = (self.plan.steps, self.plan.data.unit(), clock(left));
+        let shares = [mfu, light].into_iter().flatten().collect::<String>();
+        let speed = format!("{speed:.0} {unit}/s{shares}, ETA {left}");
         self.log(&format!("step {step}/{steps}: loss {loss}, lr {lr:.3e}, grad norm {norm}, {speed}"));
         (self.lines.last, self.lines.tokens, self.lines.time) = (Instant::now(), 0, Duration::ZERO);
     }

@@ -17,7 +17,7 @@ use super::checkpoints::Checkpoints;
 use super::facts::{Data, Model};
 use super::fit::{Budget, Candidate, MemoryNeed, state_of};
 use super::integration::Run;
-use super::predict::Prediction;
+use super::predict::SpeedOfLight;
 use super::profile::Profile;
 use super::ranks::{Ranks, launch_options};
 use super::zero_plan::zero_plan;
@@ -59,13 +59,18 @@ pub(super) struct Plan {
     pub need: MemoryNeed,
     /// The memory that it may use, formatted.
     pub memory: Option<String>,
-    /// Predicted duration of a step, shown before training; `None` with `--json`, and for small models.
-    pub prediction: Option<Prediction>,
+    /// The least duration of a step; `None` for small models, and if several machines or devices compute.
+    pub light: Option<SpeedOfLight>,
     /// Messages about the choice of the model, the recipe and the tier.
     pub notice: Option<String>,
 }
 
 impl Plan {
+    /// Returns the most tokens (or rows, if they have none) of a step.
+    pub(super) fn tokens_per_step(&self) -> usize {
+        self.plan.batch.global * self.data.units()
+    }
+
     /// Checks the options and everything that they name, before anything is written. `profile` returns that of a micro-batch.
     ///
     /// # Errors
@@ -131,10 +136,11 @@ impl Plan {
                 }
             )));
         }
-        let is_read = !options.json && here.is_main() && options.backend == BackendChoice::Cpu;
-        let prediction = if is_read { Prediction::new(&profile, &plan, &need) } else { None };
+        // Of a machine that runs all ranks.
+        let is_probed = here.is_main() && options.backend == BackendChoice::Cpu && need.ranks == ranks as u64;
+        let light = if is_probed { SpeedOfLight::new(&profile, &plan, &need) } else { None };
         Ok(Self {
-            prediction,
+            light,
             memory: budget.told(),
             backend: options.backend,
             save_16bit: save_16bit(options, &mut plan),
@@ -459,8 +465,8 @@ impl core::fmt::Display for Plan {
         if let Some(dir) = &self.save_16bit {
             writeln!(f, "  16-bit model   saved at the end in {}", dir.display())?;
         }
-        if let Some(prediction) = &self.prediction {
-            writeln!(f, "  time per step  {prediction}")?;
+        if let Some(light) = &self.light {
+            writeln!(f, "  time per step  {light}")?;
         }
         writeln!(f, "  bytes per rank (estimated)")?;
         for (kind, bytes) in [

@@ -1,12 +1,18 @@
-//! Prediction of a step's duration from a short probe of the machine: matrix products, and the disk if state is kept on one.
+//! The least duration of a step on this machine, from a short probe: matrix products, copies in memory, and the disk if state is kept on one.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use zero_core::config::Tier;
+use half::bf16;
+use serde::{Deserialize, Serialize};
+use zero_core::config::{Float, Tier};
+use zero_core::estimate::Precision;
 use zero_core::offload::{BufferPool, DiskError, PendingTransfer, PoolOptions, SwapDir, SwapFileOptions};
+use zero_kernels::cpu::parallel::gemm_threads;
+use zero_kernels::cpu::product_bf16::{self, Out};
 use zero_kernels::cpu::{Matrix, linear};
 
+use super::fit::precision;
 use super::{MemoryNeed, Profile};
 use crate::config::ZeroPlan;
 
@@ -19,41 +25,74 @@ const WORTH_A_PROBE: f64 = 1e11;
 /// Bytes that the probe writes to the disk and reads.
 const PROBE_BYTES: usize = 128 << 20;
 
+/// Bytes that each core copies in the probe of memory, more than its share of a cache.
+const COPIED_BYTES: usize = 32 << 20;
+
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// Predicted seconds of a step.
-#[derive(Clone, Copy)]
-pub(super) struct Prediction {
-    /// Matrix products.
-    pub compute: f64,
-    /// Transfers between disk and memory; partly concurrent with compute.
+/// Seconds that a step's work takes at the rates of this machine, which a probe of about a second measures.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SpeedOfLight {
+    /// Matrix products, at the rate of a large one.
+    pub products: f64,
+    /// The update's reads and writes of memory, at the rate of a copy.
+    pub update: f64,
+    /// Transfers between disk and memory. They overlap with the rest.
     pub disk: f64,
 }
 
-impl Prediction {
-    /// Predicts a step of `plan`. Returns `None` if it takes less than about a second, or when a probe fails.
+impl SpeedOfLight {
+    /// Probes the machine for a step of `plan`. Returns `None` if the step takes less than about a second, or when a probe fails.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, need: &MemoryNeed) -> Option<Self> {
         let operations = profile.flops_per_row * plan.batch.global as f64;
         if operations < WORTH_A_PROBE {
             return None;
         }
-        let compute = operations / (product_rate() * EFFICIENCY);
+        let is_half = plan.zero_config(0).param_dtype != Float::F32;
         let disk = match need.disk {
             0 => 0.0,
             _ => moved_bytes(profile, plan) / disk_rate(&plan.zero_config(0).offload.disk.path).ok()?,
         };
-        Some(Self { compute, disk })
+        let products = operations / if is_half { product_rate_bf16() } else { product_rate() };
+        Some(Self { products, update: updated_bytes(profile, plan) / memory_rate(), disk })
+    }
+
+    /// Returns the least seconds of a step.
+    pub fn seconds(&self) -> f64 {
+        (self.products + self.update).max(self.disk)
+    }
+
+    /// Returns the fraction of this speed that a run reaches with `speed` tokens (or rows) per second, of `tokens` in a step.
+    pub fn share(&self, speed: f64, tokens: usize) -> f64 {
+        self.seconds() * speed / tokens as f64
+    }
+
+    /// Returns what takes most of these seconds.
+    pub fn bound(&self) -> &'static str {
+        match self {
+            Self { products, update, disk } if *disk > products + update => "disk",
+            Self { products, update, .. } if update > products => "memory",
+            _ => "products",
+        }
     }
 }
 
-impl core::fmt::Display for Prediction {
+impl core::fmt::Display for SpeedOfLight {
     fn fmt(&self, f: &mut core::fmt::Formatter<'_>) -> core::fmt::Result {
-        write!(f, "about {:.0} s: {:.0} s of compute", self.compute + self.disk, self.compute)?;
+        let compute = self.products / EFFICIENCY + self.update;
+        write!(f, "about {:.0} s: {compute:.0} s of compute", compute + self.disk)?;
         if self.disk > 0.0 {
             write!(f, ", {:.0} s to move state to and from the disk", self.disk)?;
         }
         write!(f, " (estimated from a short probe)")
     }
+}
+
+/// Returns the bytes of memory that the updates of all ranks read and write in a step.
+fn updated_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
+    let Precision { parameter, gradient, optimizer } = precision(plan);
+    let each = if plan.zero.stage.shards_optimizer() { 1 } else { plan.world } * profile.num_trained();
+    (each as u64 * (gradient + 2 * parameter + 2 * optimizer)) as f64
 }
 
 /// Returns the bytes that all ranks together read and write in a step.
@@ -83,6 +122,37 @@ fn product_rate() -> f64 {
     2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
 }
 
+/// Returns the same rate of a product of bfloat16 matrices.
+fn product_rate_bf16() -> f64 {
+    let (a, b) = (vec![bf16::ONE; 512 * 1024], vec![bf16::ONE; 1024 * 2048]);
+    let mut product = vec![bf16::ZERO; 512 * 2048];
+    let seconds = (0..4).map(|_| {
+        let begin = Instant::now();
+        let out = Out::Bf16 { data: &mut product, begin: None };
+        product_bf16::multiply(out, Matrix::new(&a, 512, 1024), Matrix::new(&b, 1024, 2048), gemm_threads());
+        begin.elapsed().as_secs_f64()
+    });
+    2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
+}
+
+/// Returns the bytes per second that all cores together read and write when they copy.
+fn memory_rate() -> f64 {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let copy = || {
+        let (from, mut to) = (vec![1_u64; COPIED_BYTES / 8], vec![0_u64; COPIED_BYTES / 8]);
+        let seconds = (0..3).map(|_| {
+            let begin = Instant::now();
+            std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from));
+            begin.elapsed().as_secs_f64()
+        });
+        2.0 * COPIED_BYTES as f64 / seconds.fold(f64::INFINITY, f64::min)
+    };
+    std::thread::scope(|scope| {
+        let copies: Vec<_> = (0..cores).map(|_| scope.spawn(copy)).collect();
+        copies.into_iter().map(|copy| copy.join().unwrap_or(0.0)).sum()
+    })
+}
+
 /// Returns the bytes per second of writing and then reading a file below `path`.
 fn disk_rate(path: &Path) -> Result<f64, DiskError> {
     let file = SwapDir::open(path)?.create_file(0, &SwapFileOptions::default())?;
@@ -105,4 +175,32 @@ fn disk_rate(path: &Path) -> Result<f64, DiskError> {
         seconds += if counts { begin.elapsed().as_secs_f64() } else { 0.0 };
     }
     Ok(2.0 * PROBE_BYTES as f64 / seconds)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_slower_of_compute_and_disk_bounds_a_step() {
+        let light = |products, update, disk| SpeedOfLight { products, update, disk };
+        let cases =
+            [((4.0, 1.0, 2.0), 5.0, "products"), ((1.0, 4.0, 2.0), 5.0, "memory"), ((1.0, 1.0, 8.0), 8.0, "disk")];
+        for ((products, update, disk), seconds, bound) in cases {
+            let light = light(products, update, disk);
+            assert_eq!((light.seconds(), light.bound()), (seconds, bound));
+        }
+        // 100 tokens in 10 s instead of 5.
+        assert_eq!(light(4.0, 1.0, 2.0).share(10.0, 100), 0.5);
+    }
+
+    /// Rates that no machine exceeds or falls below.
+    #[test]
+    fn probes_measure() {
+        for rate in [product_rate(), product_rate_bf16()] {
+            assert!((1e8..1e15).contains(&rate), "{rate}");
+        }
+        let rate = memory_rate();
+        assert!((1e8..1e13).contains(&rate), "{rate}");
+    }
 }

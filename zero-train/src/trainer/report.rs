@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use zero_core::accounting::{StateBytes, WireBytes};
 
 use super::plan::Plan;
+use super::predict::SpeedOfLight;
 use super::training::Measured;
 use crate::memory::format_bytes;
 use crate::metrics::{EpochMetrics, number_or_nan};
@@ -44,6 +45,12 @@ pub struct Summary {
     pub epochs: Vec<EpochMetrics>,
     /// Median over the steps, in `unit` per second; without the first step if there are more, and over a sample of thousands.
     pub tokens_per_second: f64,
+    /// The least seconds of a step on this machine, by a short probe; absent for small models, and if several machines or devices compute.
+    #[serde(default)]
+    pub speed_of_light: Option<SpeedOfLight>,
+    /// The fraction of that speed that the run reached.
+    #[serde(default)]
+    pub speed_of_light_share: Option<f64>,
     /// Measured bytes of model state on the rank that held most, in the last step.
     pub model_state_bytes: StateBytes,
     /// The same by the ZeRO formula.
@@ -97,6 +104,8 @@ impl Summary {
             skipped: steps.skipped,
             epochs: measured.epochs.clone(),
             tokens_per_second: steps.speeds.median(),
+            speed_of_light: plan.light,
+            speed_of_light_share: plan.light.map(|light| light.share(steps.speeds.median(), plan.tokens_per_step())),
             model_state_bytes: state.unwrap_or_default(),
             model_state_bytes_formula: plan.state_formula(),
             gradients_in_flight_bytes_peak: in_flight,
@@ -144,6 +153,9 @@ impl core::fmt::Display for Summary {
         for (name, value) in eval {
             rows(f, &[(true, &format!("held-out {name}"), format!("{:>12} {value:>12.4}", ""))])?;
         }
+        let share = self.speed_of_light_share.unwrap_or(0.0);
+        let bound = self.speed_of_light.map_or("", |light| light.bound());
+        let light = format!("{share:>12.3} bound by {bound}");
         let held_out = eval.first().map_or(String::new(), |(_, loss)| format!("{:>12} {}", "", of_perplexity(*loss)));
         rows(
             f,
@@ -151,6 +163,7 @@ impl core::fmt::Display for Summary {
                 (self.has_perplexity && !eval.is_empty(), "held-out perplexity", held_out),
                 (self.skipped > 0, "skipped updates", format!("{:>12} {:>12}", "", self.skipped)),
                 (true, &format!("{} per second", self.unit), format!("{:>12.1}", self.tokens_per_second)),
+                (self.speed_of_light.is_some(), "share of the speed of light", light),
                 (true, "bytes per rank", format!("{:>12} {:>12} {:>8}", "measured", "formula", "ratio")),
             ],
         )?;

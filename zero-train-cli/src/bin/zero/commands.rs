@@ -12,7 +12,7 @@ use zero_models::lora::merge;
 use zero_models::{KeyMap, ModelConfig};
 use zero_train::config::{Format, OffloadDevice, key_table};
 use zero_train::data::{Source, Tokenizer};
-use zero_train::estimate::{Links, cheapest, estimates, layouts, layouts_table, table};
+use zero_train::estimate::{Links, NamedModel, cheapest, estimates, largest, layouts, layouts_table, table};
 use zero_train::export::{Weights, export_checkpoint, merge_checkpoint};
 use zero_train::language::{self, Options, Program};
 use zero_train::memory::{available_bytes, format_bytes};
@@ -222,15 +222,18 @@ pub struct EstimateArgs {
     memory: Option<u64>,
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large;
     /// llama-tiny, llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a config.json
-    #[arg(long, value_name = "PRESET|DIR", required_unless_present = "parameters")]
+    #[arg(long, value_name = "PRESET|DIR", required_unless_present_any = ["parameters", "largest"])]
     model: Option<String>,
+    /// Find the largest preset of a family (such as gpt2, llama, qwen2.5, qwen3, gemma, bert) that fits, instead of --model
+    #[arg(long, value_name = "FAMILY", conflicts_with_all = ["model", "parameters", "nodes"])]
+    largest: Option<String>,
     /// Number of parameters of any model, such as 7e9, instead of --model (a program that uses the trainer prints its
     /// own plan with --dry-run)
     #[arg(long, value_name = "N", value_parser = count, conflicts_with = "model")]
     parameters: Option<u64>,
     /// With --parameters, the number of elements of the largest parameter [default: 2 % of --parameters]
     #[arg(long, value_name = "N", value_parser = count, requires = "parameters")]
-    largest: Option<u64>,
+    largest_parameter: Option<u64>,
     /// Number of ranks over all nodes
     #[arg(long, default_value = "2", value_parser = at_least_one)]
     ranks: usize,
@@ -256,21 +259,36 @@ fn gbits(text: &str) -> Result<f64, String> {
     }
 }
 
+/// Returns a model's sizes.
+fn sized(name: &str) -> Result<NamedModel> {
+    let sizes: Vec<u64> = language::model(name)?.parameters().iter().map(|param| param.numel() as u64).collect();
+    Ok((name.to_string(), sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0)))
+}
+
 pub fn estimate(args: &EstimateArgs) -> Result<()> {
     let (ranks, nodes) = (args.ranks, args.nodes);
     ensure!(ranks.is_multiple_of(nodes), "--ranks {ranks}: expected a multiple of the {nodes} nodes");
+    let precision = if args.dtype == Dtype::Fp32 { Bytes::FP32_ADAMW } else { Bytes::MIXED_ADAMW };
+    if let Some(family) = &args.largest {
+        let models: Vec<NamedModel> = language::presets(family).into_iter().map(sized).collect::<Result<_>>()?;
+        ensure!(
+            !models.is_empty(),
+            "--largest {family}: no preset begins with it: expected a family such as gpt2, llama, qwen3 or bert"
+        );
+        let memory = args.memory.or(available_bytes()).context("the available memory is unknown: set --memory SIZE")?;
+        println!("{family}: {ranks} ranks on this machine, AdamW, {} of memory\n", format_bytes(memory));
+        println!("{}", largest(&models, ranks as u64, ranks as u64, precision, memory));
+        return Ok(());
+    }
     let (name, parameters, largest) = match (&args.model, args.parameters) {
         (_, Some(parameters)) => {
-            ("a model".to_string(), parameters, args.largest.unwrap_or(parameters / 50).min(parameters))
+            ("a model".to_string(), parameters, args.largest_parameter.unwrap_or(parameters / 50).min(parameters))
         }
         (name, None) => {
             let name = name.clone().unwrap_or_default();
-            let sizes: Vec<u64> =
-                language::model(&name)?.parameters().iter().map(|param| param.numel() as u64).collect();
-            (name, sizes.iter().sum(), sizes.into_iter().max().unwrap_or(0))
+            sized(&name)?
         }
     };
-    let precision = if args.dtype == Dtype::Fp32 { Bytes::FP32_ADAMW } else { Bytes::MIXED_ADAMW };
     let here = (ranks / nodes) as u64;
     let rows = estimates(parameters, largest, ranks as u64, precision);
     let available = available_bytes();
