@@ -6,7 +6,7 @@ import pathlib, re, subprocess, sys
 here = pathlib.Path(__file__).resolve().parent
 src, repo = here / "src", here.parent.parent
 zero, faults = repo / "target/debug/zero", []
-commands = "config check estimate tokenizer train generate launch inspect flight export report completions".split()
+commands = "config check estimate tokenizer train tune generate chat launch inspect flight export report completions".split()
 helps = [[zero, "--help"], *([zero, command, "--help"] for command in commands), [repo / "target/debug/examples/own_model", "--help"], [repo / "target/debug/examples/gpt2_1_5b", "--help"], [repo / "target/debug/examples/peft_seq2seq", "--help"], [repo / "target/debug/examples/tensor_parallel", "--help"]]
 known = {option for line in helps for option in re.findall(r"--[a-z0-9][\w-]*", subprocess.run(line, capture_output=True, text=True).stdout)}
 # Of other programs, with the place that has them.

@@ -1,7 +1,7 @@
 //! Implementation for burn-flex: the kernels of [`crate::cpu`] on its tensors.
 //!
 //! Tensors in 16 bit are computed in fp32 and rounded once, at the end of an operation; products of bfloat16 are computed directly
-//! (`bf16`). Tensors of other types use the default bodies.
+//! (`bf16`), and so is attention where the CPU has instructions for such products. Tensors of other types use the default bodies.
 
 mod bf16;
 mod elements;
@@ -19,7 +19,10 @@ use bytemuck::Pod;
 use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Inputs, Results, Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
-use crate::cpu::{Matrix, attention, buffer, cross_entropy, embedding, layer_norm, linear, rms_norm, rotary, swiglu};
+use crate::cpu::{
+    Matrix, Operand, attention, buffer, buffer_of, cross_entropy, embedding, layer_norm, linear, product_bf16,
+    rms_norm, rotary, swiglu,
+};
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
 use crate::quantized::Quantized;
@@ -98,10 +101,10 @@ fn matrix<E: Element + Pod>(x: &FlexTensor) -> Option<Matrix<'_, E>> {
 }
 
 /// Returns rows of a wider matrix, such as a slice of columns; copies only if a row has gaps.
-fn with_whole_rows(x: FlexTensor) -> FlexTensor {
+fn with_whole_rows<E: Element + Pod>(x: FlexTensor) -> FlexTensor {
     let strides = x.layout().strides();
     let whole = strides[1] == 1 && strides[0] >= dims::<2>(&x)[1] as isize;
-    if whole { x } else { packed(x) }
+    if whole { x } else { packed_of::<E>(x) }
 }
 
 fn dims<const D: usize>(x: &FlexTensor) -> [usize; D] {
@@ -438,7 +441,7 @@ fn embedding_backward_of<H: Half + Element + Pod>(
 }
 
 /// Returns the loss, and computes its gradients if there are buffers for them.
-fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
+fn cross_entropy_of<T: Operand + Element + Pod>(
     x: FlexTensor,
     weight: FlexTensor,
     targets: FlexTensor,
@@ -485,6 +488,9 @@ fn attention_forward<const N: usize>(
     options: AttentionOptions,
 ) -> (FlexTensor, FlexTensor) {
     let _span = tracing::trace_span!("attention").entered();
+    if is_in_bf16(&parts, options) {
+        return attention_forward_of::<half::bf16, N>(parts, mask.map(widen), options);
+    }
     if let Some(dtype) = sixteen_bit(&parts[0]) {
         let (out, lse) = attention_forward(parts.map(widen), mask.map(widen), options);
         return (narrow(out, dtype), lse);
@@ -493,11 +499,24 @@ fn attention_forward<const N: usize>(
         let [q, k, v] = apart(parts);
         return fallback::attention_forward::<Flex>(q, k, v, mask, options);
     }
-    let (parts, mask) = (parts.map(with_heads::<N>()), mask.map(packed));
-    let inputs = inputs(&parts, mask.as_ref().map(values), options);
+    attention_forward_of::<f32, N>(parts, mask, options)
+}
+
+/// Returns whether a kernel computes attention of these parts in bfloat16.
+fn is_in_bf16(parts: &[FlexTensor], options: AttentionOptions) -> bool {
+    options.dropout.is_none() && are(DType::BF16, parts) && product_bf16::is_native()
+}
+
+fn attention_forward_of<T: Operand + Element + Pod, const N: usize>(
+    parts: [FlexTensor; N],
+    mask: Option<FlexTensor>,
+    options: AttentionOptions,
+) -> (FlexTensor, FlexTensor) {
+    let (parts, mask) = (parts.map(with_heads::<T, N>()), mask.map(packed));
+    let inputs = inputs::<T, N>(&parts, mask.as_ref().map(values), options);
     let shape = inputs.shape;
     let (n, d) = (shape.batch * shape.queries, shape.heads * shape.head_width);
-    let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
+    let (mut out, mut lse) = (buffer_of::<T>(n * d), buffer(n * shape.heads));
     attention::forward(inputs, &mut out, &mut lse);
     (tensor(out, [n, d]), tensor(lse, [shape.batch, shape.heads, shape.queries]))
 }
@@ -510,6 +529,9 @@ fn attention_backward<const N: usize>(
     options: AttentionOptions,
 ) -> [FlexTensor; N] {
     let _span = tracing::trace_span!("attention: gradient").entered();
+    if is_in_bf16(&parts, options) && are(DType::BF16, [&saved[0], &saved[2]]) {
+        return attention_backward_of::<half::bf16, N>(parts, mask.map(widen), saved, options);
+    }
     if let Some(dtype) = sixteen_bit(&saved[2]) {
         let gradients = attention_backward(parts.map(widen), mask.map(widen), saved.map(widen), options);
         return gradients.map(|gradient| narrow(gradient, dtype));
@@ -520,18 +542,29 @@ fn attention_backward<const N: usize>(
         let gradients = if N == 1 { vec![Flex::float_cat(gradients, 1)] } else { gradients };
         return gradients.try_into().unwrap_or_else(|_| unreachable!("packed rows are one part, others three"));
     }
-    let (parts, mask, saved) = (parts.map(with_heads::<N>()), mask.map(packed), saved.map(packed));
-    let inputs = inputs(&parts, mask.as_ref().map(values), options);
+    attention_backward_of::<f32, N>(parts, mask, saved, options)
+}
+
+fn attention_backward_of<T: Operand + Element + Pod, const N: usize>(
+    parts: [FlexTensor; N],
+    mask: Option<FlexTensor>,
+    saved: [FlexTensor; 3],
+    options: AttentionOptions,
+) -> [FlexTensor; N] {
+    let (parts, mask) = (parts.map(with_heads::<T, N>()), mask.map(packed));
+    let [out, lse, g] = saved;
+    let (out, lse, g) = (packed_of::<T>(out), packed(lse), packed_of::<T>(g));
+    let inputs = inputs::<T, N>(&parts, mask.as_ref().map(values), options);
     let sizes = parts.each_ref().map(dims::<2>);
     let [d, c] = [inputs.shape.heads, inputs.shape.kv_heads].map(|heads| heads * inputs.shape.head_width);
-    let mut gradients = sizes.map(|[rows, width]| buffer(rows * width));
+    let mut gradients = sizes.map(|[rows, width]| buffer_of::<T>(rows * width));
     let grads = match &mut gradients[..] {
         [packed] => RowsMut::split_qkv(packed, d),
         [dq, dk, dv] => [RowsMut::new(dq, d), RowsMut::new(dk, c), RowsMut::new(dv, c)],
         _ => unreachable!("packed rows are one part, others three"),
     };
-    let [out, lse, g] = saved.each_ref().map(values);
-    attention::backward(inputs, Results { out, lse, g }, grads);
+    let results = Results { out: values(&out), lse: values(&lse), g: values(&g) };
+    attention::backward(inputs, results, grads);
     let mut sizes = sizes.into_iter();
     gradients.map(|gradient| tensor(gradient, sizes.next().expect("each part has a gradient")))
 }
@@ -542,16 +575,16 @@ fn apart<const N: usize>(parts: [FlexTensor; N]) -> [FlexTensor; 3] {
 }
 
 /// Returns the function that gives a part a layout that [`inputs`] can take.
-fn with_heads<const N: usize>() -> fn(FlexTensor) -> FlexTensor {
-    if N == 1 { packed } else { with_whole_rows }
+fn with_heads<E: Element + Pod, const N: usize>() -> fn(FlexTensor) -> FlexTensor {
+    if N == 1 { packed_of::<E> } else { with_whole_rows::<E> }
 }
 
 /// Returns the sizes, and where queries, keys and values are in memory.
-fn inputs<'a, const N: usize>(
+fn inputs<'a, T: Element + Pod, const N: usize>(
     parts: &'a [FlexTensor; N],
     key_mask: Option<&'a [f32]>,
     options: AttentionOptions,
-) -> Inputs<'a> {
+) -> Inputs<'a, T> {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
     let [n, width] = dims(&parts[0]);
     let d = if N == 1 { width / 3 } else { width };
@@ -571,7 +604,7 @@ fn inputs<'a, const N: usize>(
     };
     let [q, k, v] = [0, 1, 2].map(|i| {
         if N == 1 {
-            return Rows { data: values::<f32>(&parts[0]).get(i * d..).unwrap_or_default(), stride: width };
+            return Rows { data: values::<T>(&parts[0]).get(i * d..).unwrap_or_default(), stride: width };
         }
         let layout = parts[i].layout();
         let stride = usize::try_from(layout.strides()[0]).expect("rows run forwards");

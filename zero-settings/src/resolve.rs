@@ -266,9 +266,9 @@ fn log_files(section: &Reader<'_>) -> Option<LogFiles> {
 }
 
 fn flops_profiler(section: &Reader<'_>) -> Option<FlopsProfiler> {
-    section
-        .get::<bool>("enabled")
-        .then(|| FlopsProfiler { profile_step: section.get("profile_step"), output_file: section.get("output_file") })
+    let step = usize::try_from(section.get::<i64>("profile_step")).unwrap_or(0);
+    let profiler = || FlopsProfiler { profile_step: step, output_file: section.get("output_file") };
+    section.get::<bool>("enabled").then(profiler).filter(|profiler| profiler.profile_step > 0)
 }
 
 fn comms_logger(section: &Reader<'_>) -> Option<CommsLogger> {

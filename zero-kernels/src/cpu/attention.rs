@@ -5,6 +5,9 @@
 //! running maximum and the running sum of the softmax, and rescales the query's partial result when the maximum rises.
 //! Backward recomputes a block's softmax from its scores and forward's log-sum-exp. Heads of queries, keys and values are
 //! read, and their gradients written, in place. Each thread reuses the buffer of its blocks in the next call.
+//!
+//! In bfloat16, products are of bfloat16 with sums in f32; the softmax and its gradient are computed in f32 and rounded before they are
+//! multiplied, as in PyTorch. The scale is applied to f32 sums.
 
 mod backward;
 mod forward;
@@ -16,7 +19,9 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::check;
+use super::operand::Operand;
 use super::product::Matrix;
+use super::rows::SharedRows;
 use backward::backward_in;
 use forward::forward_in;
 
@@ -57,7 +62,7 @@ pub struct Shape {
 /// # Panics
 ///
 /// If the lengths do not match, there are no keys, or `causal` is set with `queries` other than `keys`.
-pub fn forward(inputs: Inputs<'_>, out: &mut [f32], lse: &mut [f32]) {
+pub fn forward<T: Operand>(inputs: Inputs<'_, T>, out: &mut [T], lse: &mut [f32]) {
     forward_in(BLOCKS, inputs, out, lse);
 }
 
@@ -66,7 +71,7 @@ pub fn forward(inputs: Inputs<'_>, out: &mut [f32], lse: &mut [f32]) {
 /// # Panics
 ///
 /// Same as [`forward`].
-pub fn backward(inputs: Inputs<'_>, results: Results<'_>, grads: [RowsMut<'_>; 3]) {
+pub fn backward<T: Operand>(inputs: Inputs<'_, T>, results: Results<'_, T>, grads: [RowsMut<'_, T>; 3]) {
     backward_in(BLOCKS, inputs, results, grads);
 }
 
@@ -96,22 +101,58 @@ fn with_scratch(len: usize, work: impl FnOnce(&mut [f32])) {
     });
 }
 
+/// Writes rows of `width` sums, multiplied by `factor`, to a head's part of the rows from the first of `to` on.
+///
+/// # Safety
+///
+/// The elements lie in their buffer, and nothing else reads or writes them during the call.
+unsafe fn store<T: Operand>(sums: &[f32], width: usize, factor: f32, to: SharedRows<'_, T>) {
+    for (row, sums) in sums.chunks_exact(width).enumerate() {
+        // SAFETY: guaranteed by the caller.
+        store_row(sums, factor, unsafe { to.slice(row, 0, width) });
+    }
+}
+
+vectorised! {
+    fn store_row<'a, T: Operand>(sums: &'a [f32], factor: f32, to: &'a mut [T]) {
+        to.iter_mut().zip(sums).for_each(|(to, sum)| *to = T::store(sum * factor));
+    }
+}
+
+/// Adds a mask, if there is one, to scores multiplied by `factor`. Returns the positive factor by which the result is still to be
+/// multiplied: with 1, which changes no bit, or without a mask.
+#[inline(always)]
+fn masked(scores: &mut [f32], factor: f32, mask: Option<&[f32]>) -> f32 {
+    match mask {
+        Some(mask) => scores.iter_mut().zip(mask).for_each(|(score, mask)| *score = score.mul_add(factor, *mask)),
+        None if factor > 0.0 => return factor,
+        None => scores.iter_mut().for_each(|score| *score *= factor),
+    }
+    1.0
+}
+
+/// Rounds each row of `columns` numbers to operands, and returns them.
+fn rounded<T: Operand>(numbers: &mut [f32], columns: usize) -> Matrix<'_, T> {
+    numbers.chunks_exact_mut(columns).for_each(T::round);
+    T::rounded(numbers, columns)
+}
+
 /// Inputs of both directions.
 #[derive(Clone, Copy)]
-pub struct Inputs<'a> {
+pub struct Inputs<'a, T = f32> {
     /// Sizes.
     pub shape: Shape,
     /// `[batch * queries, d]`, strided.
-    pub q: Rows<'a>,
+    pub q: Rows<'a, T>,
     /// `[batch * keys, c]`, strided.
-    pub k: Rows<'a>,
+    pub k: Rows<'a, T>,
     /// `[batch * keys, c]`, strided.
-    pub v: Rows<'a>,
+    pub v: Rows<'a, T>,
     /// `[batch, keys]`.
     pub key_mask: Option<&'a [f32]>,
 }
 
-impl<'a> Inputs<'a> {
+impl<'a, T: Copy> Inputs<'a, T> {
     fn check(&self) {
         let Shape { batch, heads, kv_heads, queries, keys, causal, window, .. } = self.shape;
         assert!(
@@ -147,21 +188,21 @@ impl<'a> Inputs<'a> {
     }
 
     /// Returns rows `range` of head `index` of a sequence; sequences have `t` rows.
-    fn head(&self, rows: Rows<'a>, t: usize, head: Head, index: usize, range: &Range<usize>) -> Matrix<'a> {
+    fn head(&self, rows: Rows<'a, T>, t: usize, head: Head, index: usize, range: &Range<usize>) -> Matrix<'a, T> {
         let width = self.shape.head_width;
         let first = (head.sequence * t + range.start) * rows.stride + index * width;
         Matrix::strided(&rows.data[first..], range.len(), width, rows.stride, 1)
     }
 
-    fn queries(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
+    fn queries(&self, head: Head, range: &Range<usize>) -> Matrix<'a, T> {
         self.head(self.q, self.shape.queries, head, head.index, range)
     }
 
-    fn keys(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
+    fn keys(&self, head: Head, range: &Range<usize>) -> Matrix<'a, T> {
         self.head(self.k, self.shape.keys, head, head.index / self.group(), range)
     }
 
-    fn values(&self, head: Head, range: &Range<usize>) -> Matrix<'a> {
+    fn values(&self, head: Head, range: &Range<usize>) -> Matrix<'a, T> {
         self.head(self.v, self.shape.keys, head, head.index / self.group(), range)
     }
 
@@ -171,7 +212,7 @@ impl<'a> Inputs<'a> {
     }
 
     /// Returns the blocks of keys that any of `queries` attends to, in order.
-    fn blocks_of_keys(&self, queries: &Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn blocks_of_keys(&self, queries: &Range<usize>, block: usize) -> impl Iterator<Item = Range<usize>> + use<T> {
         let end = if self.shape.causal { queries.end } else { self.shape.keys };
         (self.first_block(queries.start, block)..end).step_by(block).map(move |first| first..end.min(first + block))
     }
@@ -195,13 +236,13 @@ impl<'a> Inputs<'a> {
 
 /// Additional inputs of backward.
 #[derive(Clone, Copy)]
-pub struct Results<'a> {
+pub struct Results<'a, T = f32> {
     /// The result of [`forward`].
-    pub out: &'a [f32],
+    pub out: &'a [T],
     /// The log-sum-exp that [`forward`] wrote.
     pub lse: &'a [f32],
     /// The gradient of `out`, with the same shape.
-    pub g: &'a [f32],
+    pub g: &'a [T],
 }
 
 /// Panics unless `rows` rows of `d` elements, `stride` apart, lie within `len`, and `d` is at most `width`.

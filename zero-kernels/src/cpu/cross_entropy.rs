@@ -3,14 +3,10 @@
 //! For each chunk of rows it computes the logits, the softmax in place of these, and the products that are summed to the
 //! gradients. The only allocation is the buffer of one chunk, for the duration of a call.
 
-use half::bf16;
-
-use super::half::Half;
-use super::linear::multiply_rows;
 use super::math::exp;
-use super::parallel::{gemm_threads, spread};
+use super::operand::Operand;
+use super::parallel::spread;
 use super::product::{Matrix, Write};
-use super::product_bf16::{self, MatrixBf16, Out};
 use super::reduce::{largest, replace_and_sum, sum_over};
 use super::{buffer, check_rows};
 
@@ -51,66 +47,6 @@ pub fn forward_backward<T: Operand>(
 ) -> f32 {
     let rows = (T::CHUNK / shape.vocabulary.max(1)).max(LEAST_ROWS);
     by_chunks(rows, shape, x, w, targets, ignored, grads)
-}
-
-/// An operand type of products.
-pub trait Operand: Copy {
-    /// Computes `a b`, and adds it to `out` or overwrites `out`.
-    #[doc(hidden)]
-    fn product(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>);
-    /// Most logits per chunk, unless that gives too few rows.
-    #[doc(hidden)]
-    const CHUNK: usize;
-    /// Converts numbers to operands in place, at the start of the row's memory.
-    #[doc(hidden)]
-    fn round(row: &mut [f32]);
-    /// Returns the rows of `columns` operands that [`Operand::round`] has made.
-    #[doc(hidden)]
-    fn rounded(rows: &[f32], columns: usize) -> Matrix<'_, Self>;
-}
-
-impl Operand for f32 {
-    // 32 MiB. Twice that was 7 % faster for 255 rows and a vocabulary of 50257, half of it 14 % slower.
-    const CHUNK: usize = 8 << 20;
-
-    fn product(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>) {
-        multiply_rows(out, write, a, b);
-    }
-
-    fn round(_: &mut [f32]) {}
-
-    fn rounded(rows: &[f32], columns: usize) -> Matrix<'_> {
-        Matrix::new(rows, rows.len() / columns, columns)
-    }
-}
-
-impl Operand for bf16 {
-    // 52 MiB: 256 rows and a vocabulary of 50257. Each chunk reads and writes the gradient of the weights, which takes
-    // longer than its products.
-    const CHUNK: usize = 13 << 20;
-
-    fn product(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
-        product_bf16::multiply(Out::F32 { data: out, add: write == Write::Add }, a, b, gemm_threads());
-    }
-
-    fn round(row: &mut [f32]) {
-        let mut rounded = [bf16::ZERO; 256];
-        for begin in (0..row.len()).step_by(rounded.len()) {
-            let block = begin..row.len().min(begin + rounded.len());
-            let rounded = &mut rounded[..block.len()];
-            Half::narrow(&row[block], rounded);
-            // SAFETY: the row has twice the bytes that its numbers have when rounded, and those that are overwritten have been read.
-            unsafe {
-                row.as_mut_ptr().cast::<bf16>().add(begin).copy_from_nonoverlapping(rounded.as_ptr(), rounded.len())
-            };
-        }
-    }
-
-    fn rounded(rows: &[f32], columns: usize) -> MatrixBf16<'_> {
-        // SAFETY: a number has the memory of two operands and a stricter alignment, and every pattern of bits is an operand.
-        let halves = unsafe { std::slice::from_raw_parts(rows.as_ptr().cast::<bf16>(), 2 * rows.len()) };
-        MatrixBf16::strided(halves, rows.len() / columns, columns, 2 * columns, 1)
-    }
 }
 
 fn by_chunks<T: Operand>(
@@ -216,6 +152,8 @@ vectorised! {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
     use crate::cpu::half::{narrowed, widened};
     use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};

@@ -17,6 +17,7 @@ pub mod layer_norm;
 pub mod linear;
 pub mod math;
 pub mod norm;
+mod operand;
 pub mod orthogonal;
 pub mod parallel;
 mod product;
@@ -30,6 +31,7 @@ pub mod swiglu;
 #[cfg(test)]
 mod testing;
 
+pub use operand::Operand;
 pub use product::Matrix;
 
 /// Returns a buffer for a kernel that overwrites all of it before it reads any of it: its numbers are whatever the memory

@@ -37,6 +37,10 @@ use super::product::Matrix;
 use super::rows::SharedRows;
 use target::Target;
 
+/// Most columns of a result for which narrow tiles are used: as many as a head's.
+#[cfg(target_arch = "x86_64")]
+const NARROW: usize = 64;
+
 /// A strided view of a bfloat16 matrix.
 pub type MatrixBf16<'a> = Matrix<'a, bf16>;
 
@@ -119,10 +123,22 @@ pub fn multiply(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>, threads: Par
     #[cfg(target_arch = "x86_64")]
     if let Some(tiles) = amx::Amx::detect() {
         return blocks::multiply(tiles, target, a, b, threads);
-    } else if let Some(tiles) = avx512::Avx512::detect() {
+    } else if let Some(tiles) = avx512::Avx512::<32>::detect()
+        && b.columns <= NARROW
+    {
+        return blocks::multiply(tiles, target, a, b, threads);
+    } else if let Some(tiles) = avx512::Avx512::<48>::detect() {
         return blocks::multiply(tiles, target, a, b, threads);
     }
     widened::multiply(pulp::Arch::new(), target, a, b, threads);
+}
+
+/// Returns whether this CPU has instructions for products of bfloat16.
+pub fn is_native() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return amx::Amx::detect().is_some() || avx512::Avx512::<48>::detect().is_some();
+    #[cfg(not(target_arch = "x86_64"))]
+    false
 }
 
 /// Returns the name of the instructions with which this CPU multiplies bfloat16 matrices, for display.
@@ -130,7 +146,7 @@ pub fn instructions() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     if amx::Amx::detect().is_some() {
         return "AMX";
-    } else if avx512::Avx512::detect().is_some() {
+    } else if avx512::Avx512::<48>::detect().is_some() {
         return "AVX512_BF16";
     }
     "conversion to fp32"

@@ -2,6 +2,7 @@
 
 #![allow(clippy::needless_range_loop)] // An index for several arrays reads better here than zipped iterators.
 
+use super::half::Number;
 use super::parallel::spread;
 
 /// Independent partial results of a reduction over a row, so that it vectorises: one register of the widest instruction set.
@@ -40,21 +41,24 @@ pub(super) fn larger(a: f32, b: f32) -> f32 {
 
 /// Folds `term` over the elements of rows of equal length, in lanes.
 #[inline(always)]
-pub(super) fn sum_over<const ROWS: usize>(rows: [&[f32]; ROWS], term: impl Fn([f32; ROWS], f32) -> f32) -> f32 {
+pub(super) fn sum_over<T: Number, const ROWS: usize>(
+    rows: [&[T]; ROWS],
+    term: impl Fn([f32; ROWS], f32) -> f32,
+) -> f32 {
     let (mut a, mut b) = ([0f32; LANES], [0f32; LANES]);
     let parts = rows.map(|row| row[..rows[0].len()].as_chunks::<STEP>());
     for i in 0..parts[0].0.len() {
         let values = parts.map(|(whole, _)| &whole[i]);
         for l in 0..LANES {
-            a[l] = term(values.map(|values| values[l]), a[l]);
+            a[l] = term(values.map(|values| values[l].load()), a[l]);
         }
         for l in 0..LANES {
-            b[l] = term(values.map(|values| values[LANES + l]), b[l]);
+            b[l] = term(values.map(|values| values[LANES + l].load()), b[l]);
         }
     }
     let mut rest = 0.0;
     for i in 0..parts[0].1.len() {
-        rest = term(parts.map(|(_, rest)| rest[i]), rest);
+        rest = term(parts.map(|(_, rest)| rest[i].load()), rest);
     }
     sum_lanes(a, b, rest)
 }

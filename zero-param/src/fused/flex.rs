@@ -1,5 +1,5 @@
 //! The kernels on Flex's tensors: each operation forward and backward. Products, GELU, embedding lookups and cross-entropy compute bfloat16
-//! directly; all other operations widen 16-bit operands to fp32.
+//! directly, and so does attention where the CPU has instructions for it; all other operations widen 16-bit operands to fp32.
 
 use std::sync::Arc;
 
@@ -13,10 +13,10 @@ use half::{bf16, f16};
 use zero_kernels::cpu::attention::{self, Inputs, Results, Rows, RowsMut};
 use zero_kernels::cpu::half::{Number, Plain};
 use zero_kernels::cpu::parallel::gemm_threads;
-use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, multiply};
+use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, is_native, multiply};
 use zero_kernels::cpu::{
-    Matrix, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, quantized, rms_norm,
-    rotary, swiglu,
+    Matrix, Operand, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, quantized,
+    rms_norm, rotary, swiglu,
 };
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
@@ -120,7 +120,7 @@ fn rows_of<T: Plain + Element + Pod>(table: &FlexTensor, ids: &[i64]) -> FlexTen
 }
 
 /// Returns the loss and, if any gradient is wanted, those of x and of the weight, in fp32.
-fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
+fn cross_entropy_of<T: Operand + Element + Pod>(
     x: &FlexTensor,
     weight: &FlexTensor,
     targets: &[i64],
@@ -139,6 +139,41 @@ fn cross_entropy_of<T: cross_entropy::Operand + Element + Pod>(
     let (mut dx, mut dw) = (buffer(rows * width), buffer(vocabulary * width));
     let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, Some((&mut dx, &mut dw)));
     (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
+}
+
+/// Returns the result of attention, and the log-sum-exp of each query.
+fn attention_of<T: Operand + Element + Pod>(
+    parts: &[FlexTensor],
+    mask: Option<&[f32]>,
+    options: &AttentionOptions,
+) -> (FlexTensor, FlexTensor) {
+    let [n, _] = dims(&parts[0]);
+    let parts: Vec<_> = parts.iter().collect();
+    let inputs = inputs::<T>(&parts, mask, options);
+    let shape = inputs.shape;
+    let d = shape.heads * shape.head_width;
+    let (mut out, mut lse) = (buffer_of::<T>(n * d), buffer(n * shape.heads));
+    attention::forward(inputs, &mut out, &mut lse);
+    (tensor(out, [n, d]), tensor(lse, [shape.batch, shape.heads, shape.queries]))
+}
+
+/// Returns the gradients of the parts, from the result, the log-sum-exp and the result's gradient.
+fn attention_backward_of<T: Operand + Element + Pod>(
+    parts: &[&FlexTensor],
+    mask: Option<&[f32]>,
+    options: &AttentionOptions,
+    [out, lse, g]: [&FlexTensor; 3],
+) -> Vec<Option<FlexTensor>> {
+    let sizes: Vec<[usize; 2]> = parts.iter().map(|part| dims(part)).collect();
+    let inputs = inputs::<T>(parts, mask, options);
+    let mut gradients: Vec<_> = sizes.iter().map(|[n, width]| buffer_of::<T>(n * width)).collect();
+    let grads = match &mut gradients[..] {
+        [packed] => RowsMut::split_qkv(packed, sizes[0][1] / 3),
+        [dq, dk, dv] => [RowsMut::new(dq, sizes[0][1]), RowsMut::new(dk, sizes[1][1]), RowsMut::new(dv, sizes[2][1])],
+        _ => unreachable!("packed rows are one part, others three"),
+    };
+    attention::backward(inputs, Results { out: values(out), lse: values(lse), g: values(g) }, grads);
+    gradients.into_iter().zip(sizes).map(|(part, sizes)| Some(tensor(part, sizes))).collect()
 }
 
 impl Op {
@@ -236,7 +271,11 @@ impl Op {
 
     /// Returns whether bfloat16 operands are computed without widening.
     fn is_in_bf16(&self) -> bool {
-        matches!(self, Op::Linear { .. } | Op::Gelu(_) | Op::Embedding { .. } | Op::CrossEntropy { .. })
+        match self {
+            Op::Linear { .. } | Op::Gelu(_) | Op::Embedding { .. } | Op::CrossEntropy { .. } => true,
+            Op::Attention { .. } => is_native(),
+            _ => false,
+        }
     }
 
     fn forward_in_bf16(&self, x: Vec<FlexTensor>, wanted: &[bool]) -> (FlexTensor, Vec<FlexTensor>) {
@@ -249,6 +288,10 @@ impl Op {
             Op::Gelu(kind) => {
                 let bias = x.get(1).cloned().map(widen);
                 (gelu_of::<bf16>(*kind, &x[0], bias.as_ref().map(values)), Vec::new())
+            }
+            Op::Attention { options, mask } => {
+                let (out, lse) = attention_of::<bf16>(&x, mask.as_deref(), options);
+                (out.clone(), vec![lse, out])
             }
             Op::Embedding { ids, .. } => (rows_of::<bf16>(&x[0], ids), Vec::new()),
             Op::CrossEntropy { targets, ignored, .. } => {
@@ -291,14 +334,8 @@ impl Op {
             }
             Op::Rotary { angles, pairs } => (turned(&x[0], angles, *pairs, false), Vec::new()),
             Op::Attention { options, mask } => {
-                let [n, _] = dims(&x[0]);
-                let parts: Vec<_> = x.iter().collect();
-                let inputs = inputs(&parts, mask.as_deref(), options);
-                let shape = inputs.shape;
-                let d = shape.heads * shape.head_width;
-                let (mut out, mut lse) = (buffer(n * d), buffer(n * shape.heads));
-                attention::forward(inputs, &mut out, &mut lse);
-                (tensor(out, [n, d]), vec![tensor(lse, [shape.batch, shape.heads, shape.queries])])
+                let (out, lse) = attention_of::<f32>(x, mask.as_deref(), options);
+                (out, vec![lse])
             }
             Op::Embedding { ids, .. } => (rows_of::<f32>(&x[0], ids), Vec::new()),
             Op::CrossEntropy { targets, ignored, .. } => {
@@ -319,7 +356,7 @@ impl Op {
     ) -> Vec<Option<FlexTensor>> {
         // Cross-entropy has computed its gradients already.
         if dtype == DType::BF16 && self.is_in_bf16() && !matches!(self, Op::CrossEntropy { .. }) {
-            return self.backward_in_bf16(&read, gradient, wanted);
+            return self.backward_in_bf16(&read, &kept, gradient, wanted);
         }
         let read = read.into_iter().map(|operand| operand.map(widen)).collect();
         let kept = kept.into_iter().map(widen).collect();
@@ -330,6 +367,7 @@ impl Op {
     fn backward_in_bf16(
         &self,
         read: &[Option<FlexTensor>],
+        kept: &[FlexTensor],
         gradient: FlexTensor,
         wanted: &[bool],
     ) -> Vec<Option<FlexTensor>> {
@@ -352,6 +390,12 @@ impl Op {
                 let bias = read.get(1).map(|_| widen(operand(1)));
                 let [dx, d_bias] = gelu_backward_of::<bf16>(*kind, &operand(0), bias.as_ref().map(values), &g);
                 vec![dx, d_bias.map(rounded)]
+            }
+            Op::Attention { options, mask } => {
+                let parts: Vec<_> = (0..read.len()).map(operand).collect();
+                let parts: Vec<_> = parts.iter().collect();
+                let out = packed_of::<bf16>(kept[1].clone());
+                attention_backward_of::<bf16>(&parts, mask.as_deref(), options, [&out, &kept[0], &g])
             }
             Op::Embedding { ids, rows } => {
                 let ([_, d], g) = (dims(&g), widen(g));
@@ -424,19 +468,7 @@ impl Op {
             Op::Rotary { angles, pairs } => vec![Some(turned(&gradient, angles, *pairs, true))],
             Op::Attention { options, mask } => {
                 let parts: Vec<_> = (0..read.len()).map(operand).collect();
-                let sizes: Vec<[usize; 2]> = parts.iter().map(|part| dims(part)).collect();
-                let inputs = inputs(&parts, mask.as_deref(), options);
-                let [lse, out] = [0, 1].map(|index| values(&kept[index]));
-                let mut gradients: Vec<_> = sizes.iter().map(|[n, width]| buffer(n * width)).collect();
-                let grads = match &mut gradients[..] {
-                    [packed] => RowsMut::split_qkv(packed, sizes[0][1] / 3),
-                    [dq, dk, dv] => {
-                        [RowsMut::new(dq, sizes[0][1]), RowsMut::new(dk, sizes[1][1]), RowsMut::new(dv, sizes[2][1])]
-                    }
-                    _ => unreachable!("packed rows are one part, others three"),
-                };
-                attention::backward(inputs, Results { out, lse, g }, grads);
-                gradients.into_iter().zip(sizes).map(|(part, sizes)| Some(tensor(part, sizes))).collect()
+                attention_backward_of::<f32>(&parts, mask.as_deref(), options, [&kept[1], &kept[0], &gradient])
             }
             Op::Embedding { ids, rows } => {
                 let [_, d] = dims(&gradient);
@@ -477,7 +509,11 @@ fn dropped(dropout: AttentionDropout, x: &FlexTensor) -> FlexTensor {
 }
 
 /// Returns the sizes, and where queries, keys and values are: in packed rows, or in a tensor each.
-fn inputs<'a>(parts: &[&'a FlexTensor], key_mask: Option<&'a [f32]>, options: &AttentionOptions) -> Inputs<'a> {
+fn inputs<'a, T: Element + Pod>(
+    parts: &[&'a FlexTensor],
+    key_mask: Option<&'a [f32]>,
+    options: &AttentionOptions,
+) -> Inputs<'a, T> {
     let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
     let [n, width] = dims(parts[0]);
     let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);

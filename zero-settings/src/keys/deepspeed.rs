@@ -101,12 +101,12 @@ pub(crate) const DEEPSPEED: &[Key] = keys! {
     }), NO_LOGGER;
     flops_profiler = null => K::switch(keys! {
         enabled = false => K::Bool, T::QUIET;
-        profile_step = 1 => K::ONE_UP, T::ACTED;
+        profile_step = 1 => K::INT, T::ACTED;
         output_file = null => K::Text, T::ACTED;
         detailed = true => K::Bool, WHOLE_MODEL;
         module_depth = -1 => K::INT, WHOLE_MODEL;
         top_modules = 1 => K::COUNT, WHOLE_MODEL;
-        recompute_fwd_factor = 0 => K::POSITIVE, T::no_effect("the plan knows which blocks are recomputed");
+        recompute_fwd_factor = 0 => K::POSITIVE, T::no_effect("recomputation is not counted");
     }), T::ACTED;
     comms_logger = null => K::switch(keys! {
         enabled = false => K::Bool, T::QUIET;

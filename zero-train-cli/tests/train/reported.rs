@@ -430,7 +430,7 @@ fn a_large_step_is_compared_with_the_speed_of_light() {
     let of = |key: &str| summary["speed_of_light"][key].as_f64().unwrap();
     assert!(of("products") > of("update") && of("update") > 0.0 && of("disk") == 0.0, "{summary}");
     let share = summary["speed_of_light_share"].as_f64().unwrap();
-    assert!(share > 0.0 && share < 2.0, "{share}");
+    assert!(share > 0.0 && share.is_finite(), "{share}");
     let page = std::fs::read_to_string(dir.path().join("run/report.html")).unwrap();
     assert!(page.contains("\"fastest\":["), "the page has the rate");
     // A small step is not worth a probe.

@@ -84,15 +84,24 @@ fn a_deepspeed_file_is_written_with_the_fastest_settings() {
 fn bad_input_gets_one_message() {
     let dir = tempfile::tempdir().unwrap();
     std::fs::write(dir.path().join("zero.yaml"), "zero_stage: 3\n").unwrap();
+    for (name, stage) in [("ds.json", 9), ("stage.json", 2)] {
+        let file = json!({ "train_batch_size": 4, "zero_optimization": { "stage": stage } });
+        std::fs::write(dir.path().join(name), file.to_string()).unwrap();
+    }
     for (options, message) in [
         ("--stage 9", "--stage 9: ZeRO stage 9 does not exist"),
         ("--train-batch-size 7 --ranks 2", "--train-batch-size 7: expected a multiple of --ranks 2"),
         ("--weights nowhere", "nowhere"),
-        ("--trial-steps 1", "cannot be used multiple times"),
+        ("--config ds.json --ranks 2", "zero_optimization.stage: expected a whole number from 0 to 3, got 9"),
+        ("--ranks 0", "--ranks 0: expected at least 1"),
+        ("--train-batch-size 0", "--train-batch-size 0: expected at least 1"),
+        ("--config stage.json --stage 1", "--stage 1: the --config file sets 2"),
+        ("--config stage.json --output nowhere/tuned.json", "in an existing folder"),
+        ("--trial-timeout 1e20", "expected a number of seconds above 0, and at most"),
         ("--trials 0", "--trials 0: expected at least 1"),
         ("--trial-timeout 0", "--trial-timeout 0: expected a number of seconds above 0"),
-        ("--trial-timeout 0.001", "no trial ran to its end; the first one: took more than 0.001 s"),
-        ("--memory 1MiB", "no trial ran to its end; the first one: model tiny does not fit"),
+        ("--trial-timeout 0.001", "took more than 0.001 s"),
+        ("--memory 1MiB", "model tiny does not fit"),
         ("--config zero.yaml", "zero.yaml: expected a DeepSpeed JSON file"),
         ("--output tuned.json", "--config <FILE>"),
     ] {
@@ -103,4 +112,27 @@ fn bad_input_gets_one_message() {
     let launched = Command::new(env!("CARGO_BIN_EXE_zero")).args(args("--ranks 1")).envs(variables).output().unwrap();
     let told = String::from_utf8_lossy(&launched.stderr);
     assert!(launched.status.code() == Some(2) && told.contains("started by a launcher"), "{told}");
+}
+
+/// Keys that would write files or print lines of their own, and a warm-up that is longer than a trial, do not disturb trials.
+#[test]
+fn trials_leave_out_logs_and_schedules() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = json!({
+        "train_batch_size": 2.0, "wall_clock_breakdown": true, "steps_per_print": 1, "zero_optimization": true,
+        "tensorboard": { "enabled": true, "output_path": "tb" }, "flops_profiler": { "enabled": true, "output_file": "profile.txt" },
+        "scheduler": { "type": "WarmupLR", "params": { "warmup_num_steps": 100 } }
+    });
+    std::fs::write(dir.path().join("ds.json"), file.to_string()).unwrap();
+    let told = ok(&args("--config ds.json --ranks 2 --threads 1 --steps 1000 --trials 3 --json"), dir.path());
+    let told: Value = serde_json::from_str(&told).unwrap();
+    let seconds = |trial: &Value| trial["seconds_per_step"].as_f64().unwrap();
+    assert!(told["trials"].as_array().unwrap().iter().all(|trial| seconds(trial) > 1e-3), "{told}");
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 1);
+    // One rank cannot shard over two, but two ranks can.
+    let told = ok(
+        &args("--train-batch-size 4 --shard-size 2 --stage 3 --threads 1 --warmup 100 --steps 1000 --json"),
+        dir.path(),
+    );
+    assert_eq!(serde_json::from_str::<Value>(&told).unwrap()["best"]["ranks"], 2);
 }

@@ -2,12 +2,13 @@
 //!
 //! The number of rows per step stays the same, so the training result does too, but for the order of additions. Ranks, micro-batch and
 //! ZeRO stage are searched one after the other, each with the best of the others so far. A trial is a process of its own: one that runs
-//! out of memory ends no other. What a trial leaves open, such as offload and activation checkpointing, its plan chooses.
+//! out of memory ends no other. The plan of each trial chooses offload and activation checkpointing, as in `zero train`.
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{RecvTimeoutError, channel};
@@ -21,6 +22,7 @@ use zero_core::collective::launcher::started;
 use super::Options;
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::memory::format_bytes;
+use crate::trainer::outline;
 
 /// Options of `zero tune`, besides those of `zero train`.
 #[derive(Debug, Clone, Args)]
@@ -41,17 +43,19 @@ pub struct TuneOptions {
     /// Write the --config file with the fastest settings to this file
     #[arg(long, value_name = "FILE", requires = "config")]
     pub output: Option<PathBuf>,
-    /// Those of `zero train`.
+    /// Options of `zero train`.
     #[command(flatten)]
     pub train: Options,
 }
 
 /// Options of `zero train` that a trial does not have: those that are searched, and those of evaluation and output.
-const LEFT_OUT: [&str; 25] = [
+const LEFT_OUT: [&str; 27] = [
     "batch",
     "accumulation",
     "auto-find-batch-size",
     "steps",
+    "warmup",
+    "schedule",
     "eval",
     "eval-every",
     "eval-samples",
@@ -75,8 +79,24 @@ const LEFT_OUT: [&str; 25] = [
     "stage",
 ];
 
-/// Text of the error of a run that needs too much memory.
-const NO_FIT: &str = "does not fit";
+/// Texts of the errors of runs that need too much memory.
+const NO_MEMORY: [&str; 2] = ["does not fit", "out of memory"];
+
+/// Keys of a configuration file that a trial does not have: those of logs, and of what depends on the number of steps.
+const KEYS_LEFT_OUT: [&str; 9] = [
+    "autotuning",
+    "scheduler",
+    "tensorboard",
+    "csv_monitor",
+    "flops_profiler",
+    "comms_logger",
+    "wall_clock_breakdown",
+    "memory_breakdown",
+    "steps_per_print",
+];
+
+/// Longest time of a trial, in seconds: a year.
+const MOST_SECONDS: f64 = 365.0 * 86_400.0;
 
 /// The settings of a trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -105,6 +125,17 @@ impl fmt::Display for Setting {
     }
 }
 
+/// The reason that a trial has no measurement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Failure {
+    /// It needs more memory than there is, or was killed, as the system does if memory is short.
+    NoMemory,
+    /// It took longer than the limit.
+    Late,
+    /// It cannot run with these settings.
+    Refused,
+}
+
 /// A search in progress.
 struct Search<'a> {
     options: &'a TuneOptions,
@@ -112,12 +143,16 @@ struct Search<'a> {
     /// Trials that may still be run.
     trials_left: usize,
     rows: usize,
+    /// Fewest and most rows of a micro-batch.
+    limits: [usize; 2],
     /// Options of every trial.
     given: Vec<OsString>,
     file: Option<(PathBuf, Value)>,
     scratch: tempfile::TempDir,
     /// A measurement, or the reason that there is none.
-    trials: BTreeMap<Setting, Result<Measurement, String>>,
+    trials: BTreeMap<Setting, Result<Measurement, Failure>>,
+    /// The message of the first trial that failed.
+    first_failure: Option<String>,
 }
 
 /// Runs trials of `zero train` with the options of a command line, and prints the fastest. `matches` are those of the options, `program`
@@ -133,37 +168,58 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
             "zero tune was started by a launcher, as one of several ranks: start it alone; it runs the trials itself";
         return Err(TrainError::Launch(problem.into()));
     }
-    if !(options.trial_timeout.is_finite() && options.trial_timeout > 0.0) {
-        return Err(wrong("trial-timeout", options.trial_timeout, "expected a number of seconds above 0"));
+    if !(f64::MIN_POSITIVE..=MOST_SECONDS).contains(&options.trial_timeout) {
+        let expected = format!("expected a number of seconds above 0, and at most {MOST_SECONDS:.0}");
+        return Err(wrong("trial-timeout", options.trial_timeout, expected));
     }
-    if let Some(path) = options.output.as_ref().filter(|path| path.exists()) {
-        return Err(wrong("output", path.display(), "expected a file that does not exist yet"));
+    if let Some(path) = &options.output {
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        if path.exists() || !folder.is_dir() {
+            let expected = "expected a file that does not exist yet, in an existing folder";
+            return Err(wrong("output", path.display(), expected));
+        }
     }
     let file = train.config.as_deref().map(|path| read(path).map(|file| (path.to_path_buf(), file))).transpose()?;
-    let of_file = |key: &str| file.as_ref().and_then(|(_, file)| file[key].as_u64()).map(|number| number as usize);
-    let autotuning = |key: &str| {
-        let number = file.as_ref().and_then(|(_, file)| file["autotuning"][key].as_u64());
-        number.map(|number| number as usize)
+    let plan =
+        train.config.as_deref().map(|path| outline(path, &train.hyper, train.steps, train.ranks, None)).transpose()?;
+    let number = |section: &str, key: &str| {
+        let value = file.as_ref().map(|(_, file)| &file[section][key]);
+        value.and_then(Value::as_f64).filter(|number| *number >= 0.0).map(|number| number as usize)
     };
-    let trial_steps = options.trial_steps.or(autotuning("end_profile_step")).unwrap_or(4);
-    let trials = options.trials.or(autotuning("tuner_num_trials")).unwrap_or(20);
-    for (name, value, least) in [("trial-steps", trial_steps, 2), ("trials", trials, 1)] {
-        if value < least {
+    let trial_steps = options.trial_steps.or(number("autotuning", "end_profile_step")).unwrap_or(4);
+    let trials = options.trials.or(number("autotuning", "tuner_num_trials")).unwrap_or(20);
+    for (name, value, least) in [
+        ("trial-steps", Some(trial_steps), 2),
+        ("trials", Some(trials), 1),
+        ("ranks", train.ranks, 1),
+        ("batch", train.hyper.batch, 1),
+        ("accumulation", train.hyper.accumulation, 1),
+        ("train-batch-size", options.train_batch_size, 1),
+    ] {
+        if let Some(value) = value.filter(|value| *value < least) {
             return Err(wrong(name, value, format!("expected at least {least}")));
         }
     }
-    let ranks = train.ranks.unwrap_or(2);
-    let rows = options.train_batch_size.or(of_file("train_batch_size")).unwrap_or_else(|| {
-        let batch = train.hyper.batch.or(of_file("train_micro_batch_size_per_gpu")).unwrap_or(1);
-        batch * train.hyper.accumulation.or(of_file("gradient_accumulation_steps")).unwrap_or(1) * ranks
-    });
-    if rows == 0 || train.ranks.is_some_and(|ranks| ranks == 0 || !rows.is_multiple_of(ranks)) {
-        let expected = format!("expected a multiple of --ranks {ranks}");
-        return Err(wrong("train-batch-size", rows, expected));
+    let of_file = file.as_ref().and_then(|(_, file)| file["zero_optimization"]["stage"].as_u64());
+    if let (Some(stage), Some(set)) =
+        (train.stage, of_file.filter(|set| train.stage.is_some_and(|stage| u64::from(stage) != *set)))
+    {
+        return Err(wrong(
+            "stage",
+            stage,
+            format!("the --config file sets {set}; omit the option, or change the file"),
+        ));
     }
-    let least = autotuning("min_train_micro_batch_size_per_gpu").unwrap_or(1);
-    let most = autotuning("max_train_micro_batch_size_per_gpu").unwrap_or(usize::MAX);
-    let limits = [least, most.max(least)];
+    let ranks = train.ranks.unwrap_or(2);
+    let rows = options.train_batch_size.unwrap_or_else(|| match &plan {
+        Some((plan, _)) => plan.batch.global,
+        None => train.hyper.batch.unwrap_or(1) * train.hyper.accumulation.unwrap_or(1) * ranks,
+    });
+    if train.ranks.is_some() && !rows.is_multiple_of(ranks) {
+        return Err(wrong("train-batch-size", rows, format!("expected a multiple of --ranks {ranks}")));
+    }
+    let least = number("autotuning", "min_train_micro_batch_size_per_gpu").unwrap_or(1);
+    let most = number("autotuning", "max_train_micro_batch_size_per_gpu").unwrap_or(usize::MAX);
     let given = given(matches);
     let keep = |(name, _): &&(String, Vec<OsString>)| !LEFT_OUT.contains(&&**name);
     let scratch = tempfile::tempdir().map_err(io("create a folder in", &std::env::temp_dir()))?;
@@ -172,18 +228,15 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
         trial_steps,
         trials_left: trials,
         rows,
+        limits: [least, most.max(least)],
         given: given.iter().filter(keep).flat_map(|(name, values)| written(name, values)).collect(),
         file,
         scratch,
         trials: BTreeMap::new(),
+        first_failure: None,
     };
-    let best = search.search(train.ranks, train.stage, limits)?;
+    let best = search.search(train.ranks, train.stage)?;
     search.report(program, &given, best)
-}
-
-/// Returns whether only JSON is printed.
-fn json_only(options: &TuneOptions) -> bool {
-    options.train.train.json
 }
 
 /// Reads a DeepSpeed file.
@@ -218,68 +271,69 @@ fn written(name: &str, values: &[OsString]) -> Vec<OsString> {
     values.iter().flat_map(|value| [option.clone(), value.clone()]).collect()
 }
 
-/// Returns the divisors of `number` within limits, the largest first.
-fn divisors(number: usize, [least, most]: [usize; 2]) -> Vec<usize> {
-    (1..=number).rev().filter(|divisor| number.is_multiple_of(*divisor) && (least..=most).contains(divisor)).collect()
-}
-
 impl Search<'_> {
     /// Returns the fastest setting.
-    fn search(&mut self, ranks: Option<usize>, stage: Option<u8>, limits: [usize; 2]) -> Result<Setting> {
+    fn search(&mut self, ranks: Option<usize>, stage: Option<u8>) -> Result<Setting> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let ranks: Vec<usize> = match ranks {
-            Some(ranks) => vec![ranks],
-            None => {
-                let powers =
-                    std::iter::successors(Some(1), |ranks| Some(ranks * 2)).take_while(|&ranks| ranks <= cores.max(2));
-                powers.filter(|ranks| self.rows.is_multiple_of(*ranks)).collect()
-            }
-        };
-        // Stage 3 takes the least memory: a micro-batch that does not fit there fits nowhere.
+        let powers = std::iter::successors(Some(1), |ranks| Some(ranks * 2)).take_while(|&ranks| ranks <= cores.max(2));
+        let ranks = ranks.map_or_else(|| powers.collect(), |ranks| vec![ranks]);
         let of_file = self.file.as_ref().filter(|(_, file)| !file["zero_optimization"]["stage"].is_null());
         let searches_stage = stage.is_none() && of_file.is_none();
+        // Stage 3 takes the least memory: a micro-batch that does not fit there fits nowhere.
         let first = stage.or(searches_stage.then_some(3));
         let mut best: Option<Setting> = None;
-        for ranks in ranks {
-            let batches = divisors(self.rows / ranks, limits);
-            if batches.is_empty() {
-                continue;
-            }
-            let mut last = None;
-            for batch in batches {
-                let setting = Setting { ranks, stage: first, batch, accumulation: self.rows / ranks / batch };
-                let seconds = self.seconds(setting)?;
-                // Smaller micro-batches only become slower.
-                if last.is_some_and(|last| seconds > last) {
+        // The largest micro-batch that fits, for each number of ranks.
+        for ranks in ranks.into_iter().filter(|ranks| self.rows.is_multiple_of(*ranks)).collect::<Vec<_>>() {
+            for setting in self.settings(ranks, first) {
+                self.measure(setting);
+                best = self.faster(best, setting);
+                if !matches!(self.trials.get(&setting), Some(Err(Failure::NoMemory | Failure::Late))) {
                     break;
                 }
-                last = Some(seconds).filter(|seconds| seconds.is_finite());
-                best = self.faster(best, setting);
             }
         }
         let Some(mut best) = best.filter(|best| self.measured(best).is_some()) else {
-            let why = self.trials.values().find_map(|trial| trial.as_ref().err()).cloned();
-            let none =
-                || format!("no micro-batch of {} to {} rows divides {} rows per step", limits[0], limits[1], self.rows);
-            return Err(TrainError::Launch(
-                why.map_or_else(none, |why| format!("no trial ran to its end; the first one: {why}")),
-            ));
+            let [least, most] = self.limits;
+            let none = format!("no micro-batch of {least} to {most} rows divides {} rows per step", self.rows);
+            return Err(TrainError::Launch(self.first_failure.take().unwrap_or(none)));
         };
+        // Smaller micro-batches, until they only become slower.
+        for setting in self
+            .settings(best.ranks, first)
+            .into_iter()
+            .filter(|setting| setting.batch < best.batch)
+            .collect::<Vec<_>>()
+        {
+            self.measure(setting);
+            let before = best;
+            best = self.faster(Some(best), setting).unwrap_or(best);
+            if best == before {
+                break;
+            }
+        }
         if searches_stage {
             for stage in [2, 1, 0] {
                 let setting = Setting { stage: Some(stage), ..best };
-                self.seconds(setting)?;
+                self.measure(setting);
                 best = self.faster(Some(best), setting).unwrap_or(best);
             }
         }
         Ok(self.confirm(best))
     }
 
+    /// Returns the settings of a number of ranks, the largest micro-batch first.
+    fn settings(&self, ranks: usize, stage: Option<u8>) -> Vec<Setting> {
+        let (all, [least, most]) = (self.rows / ranks, self.limits);
+        let fits = |batch: &usize| all.is_multiple_of(*batch) && (least..=most).contains(batch);
+        let setting = |batch| Setting { ranks, stage, batch, accumulation: all / batch };
+        (1..=all).rev().filter(fits).map(setting).collect()
+    }
+
     fn measured(&self, setting: &Setting) -> Option<Measurement> {
         self.trials.get(setting)?.as_ref().ok().copied()
     }
 
-    /// Returns the faster of two settings that have been measured.
+    /// Returns the faster of two settings. One that has not been measured is the slower.
     fn faster(&self, best: Option<Setting>, other: Setting) -> Option<Setting> {
         let seconds = |setting: &Setting| self.measured(setting).map_or(f64::INFINITY, |found| found.seconds);
         best.into_iter().chain([other]).min_by(|a, b| seconds(a).total_cmp(&seconds(b)))
@@ -287,63 +341,67 @@ impl Search<'_> {
 
     /// Measures the two fastest settings once more, and returns the faster one.
     fn confirm(&mut self, best: Setting) -> Setting {
-        let mut found: Vec<(Setting, Measurement)> =
-            self.trials.iter().filter_map(|(setting, trial)| Some((*setting, *trial.as_ref().ok()?))).collect();
-        found.sort_by(|a, b| a.1.seconds.total_cmp(&b.1.seconds));
-        if found.len() < 2 {
-            return best;
+        let mut found: Vec<Setting> =
+            self.trials.keys().copied().filter(|setting| self.measured(setting).is_some()).collect();
+        found.sort_by(|a, b| {
+            let [a, b] = [a, b].map(|setting| self.measured(setting).map_or(f64::INFINITY, |found| found.seconds));
+            a.total_cmp(&b)
+        });
+        found.truncate(2);
+        if found.len() == 2 {
+            found.iter().for_each(|setting| self.measure(*setting));
         }
-        for (setting, before) in found.iter_mut().take(2) {
-            if let Ok(again) = self.trial(*setting) {
-                before.seconds = before.seconds.min(again.seconds);
-                self.trials.insert(*setting, Ok(*before));
-            }
-        }
-        if found[1].1.seconds < found[0].1.seconds { found[1].0 } else { found[0].0 }
+        found.into_iter().fold(best, |best, setting| self.faster(Some(best), setting).unwrap_or(best))
     }
 
-    /// Returns the seconds per step of a setting: infinite if its trial fails.
-    fn seconds(&mut self, setting: Setting) -> Result<f64> {
-        if let Some(found) = self.trials.get(&setting) {
-            return Ok(found.as_ref().map_or(f64::INFINITY, |found| found.seconds));
+    /// Runs a trial, if more may be run, and prints its row. Of several trials of a setting the fastest counts.
+    fn measure(&mut self, setting: Setting) {
+        if self.trials_left == 0 {
+            return;
         }
-        let found = if self.trials_left > 0 { self.trial(setting) } else { Err("not run: --trials".into()) };
-        // Bad input fails every trial.
-        if let (Err(why), true) = (&found, self.trials.is_empty())
-            && !why.contains(NO_FIT)
-            && !why.starts_with("took more")
-        {
-            return Err(TrainError::Launch(why.clone()));
+        self.trials_left -= 1;
+        let found = self.trial(setting);
+        if self.trials.is_empty() {
+            self.say(&format!("{} rows per step, trials of {} steps", self.rows, self.trial_steps));
+            self.say("ranks stage batch accumulation  seconds/step  peak memory");
         }
-        if !json_only(self.options) {
-            if self.trials.is_empty() {
-                println!("{} rows per step, trials of {} steps", self.rows, self.trial_steps);
-                println!("ranks stage batch accumulation  seconds/step  peak memory");
+        match &found {
+            Ok(Measurement { seconds, bytes }) => {
+                self.say(&format!("{setting}  {seconds:>12.3} {:>12}", format_bytes(*bytes)));
             }
-            match &found {
-                Ok(Measurement { seconds, bytes }) => {
-                    println!("{setting}  {seconds:>12.3} {:>12}", format_bytes(*bytes))
-                }
-                Err(why) => println!("{setting}  {}", if why.contains(NO_FIT) { NO_FIT } else { why }),
+            Err((failure, why)) => {
+                self.say(&format!("{setting}  {}", if *failure == Failure::NoMemory { "does not fit" } else { why }));
+                self.first_failure.get_or_insert_with(|| why.clone());
             }
         }
-        let seconds = found.as_ref().map_or(f64::INFINITY, |found| found.seconds);
-        self.trials.insert(setting, found);
-        Ok(seconds)
+        let before = self.measured(&setting);
+        let found = found.map_err(|(failure, _)| failure);
+        let is_better = |found: &Measurement| before.is_none_or(|before| found.seconds < before.seconds);
+        if before.is_none() || found.as_ref().is_ok_and(is_better) {
+            self.trials.insert(setting, found);
+        }
     }
 
-    /// Runs a trial.
-    fn trial(&mut self, setting: Setting) -> Result<Measurement, String> {
-        self.trials_left = self.trials_left.saturating_sub(1);
+    /// Prints a line, unless only JSON is printed. A closed output is no reason to stop.
+    fn say(&self, line: &str) {
+        if !self.options.train.train.json {
+            let _ = writeln!(std::io::stdout(), "{line}");
+        }
+    }
+
+    /// Runs a trial. Returns its measurement, or the reason that there is none, with a message.
+    fn trial(&self, setting: Setting) -> Result<Measurement, (Failure, String)> {
+        let failed = |error: std::io::Error| (Failure::Refused, format!("cannot run a trial: {error}"));
         let Setting { ranks, stage, batch, accumulation } = setting;
-        let mut command = Command::new(std::env::current_exe().map_err(|error| error.to_string())?);
+        let mut command = Command::new(std::env::current_exe().map_err(failed)?);
         command.arg("train").args(&self.given).args(["--json", "--log-every", "1", "--eval", "0"]);
         command.args(["--steps".into(), self.trial_steps.to_string()]);
         command.args(["--ranks".into(), ranks.to_string()]);
         match self.tuned_file(setting) {
-            Some(file) => {
+            Some(mut file) => {
+                KEYS_LEFT_OUT.iter().filter_map(|key| file.as_object_mut()?.remove(*key)).for_each(drop);
                 let path = self.scratch.path().join("config.json");
-                std::fs::write(&path, file.to_string()).map_err(|error| error.to_string())?;
+                std::fs::write(&path, file.to_string()).map_err(failed)?;
                 command.arg("--config").arg(path);
             }
             None => {
@@ -351,22 +409,37 @@ impl Search<'_> {
                 command.args(stage.iter().flat_map(|stage| ["--stage".into(), stage.to_string()]));
             }
         }
-        let child = command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
-        let mut child = Ended(child.map_err(|error| error.to_string())?);
-        let limit = Duration::from_secs_f64(self.options.trial_timeout);
-        let (lines, summary) =
-            child.watch(limit).ok_or_else(|| format!("took more than {} s", self.options.trial_timeout))?;
-        let status = child.0.wait().map_err(|error| error.to_string())?;
-        let text = |line: &(Instant, String)| line.1.strip_prefix("error: ").map(str::to_string);
-        if !status.success() {
-            return Err(lines.iter().rev().find_map(text).unwrap_or_else(|| format!("the run ended with {status}")));
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // SAFETY: between fork and exec only prctl is called, which is safe there.
+        unsafe {
+            command.pre_exec(|| {
+                // It ends when this process does, for any reason.
+                rustix::process::set_parent_process_death_signal(Some(rustix::process::Signal::TERM))?;
+                Ok(())
+            });
         }
-        let steps: Vec<Instant> = lines.iter().filter(|line| line.1.starts_with("step ")).map(|line| line.0).collect();
+        let mut child = Trial(command.spawn().map_err(failed)?);
+        let seconds = self.options.trial_timeout;
+        let late = || (Failure::Late, format!("took more than {seconds} s"));
+        let (lines, summary) = child.watch(Duration::from_secs_f64(seconds)).ok_or_else(late)?;
+        let status = child.0.wait().map_err(failed)?;
+        if !status.success() {
+            let message = |(_, line): &(Instant, String)| line.strip_prefix("error: ").map(str::to_string);
+            let message = lines.iter().rev().find_map(message);
+            let is_memory = message.as_ref().is_none_or(|text| NO_MEMORY.iter().any(|words| text.contains(words)));
+            let failure = if is_memory { Failure::NoMemory } else { Failure::Refused };
+            return Err((failure, message.unwrap_or_else(|| format!("the run ended with {status}"))));
+        }
+        let of_steps = format!("/{}: ", self.trial_steps);
+        let is_step = |line: &str| line.strip_prefix("step ").is_some_and(|rest| rest.contains(&of_steps));
+        let steps: Vec<Instant> = lines.iter().filter(|(_, line)| is_step(line)).map(|(time, _)| *time).collect();
         let mut seconds: Vec<f64> = steps.windows(2).map(|pair| (pair[1] - pair[0]).as_secs_f64()).collect();
         seconds.sort_by(f64::total_cmp);
-        let median = seconds.get(seconds.len() / 2).copied().ok_or("the run printed no steps")?;
-        let summary: Value = serde_json::from_str(&summary).map_err(|error| error.to_string())?;
-        Ok(Measurement { seconds: median, bytes: summary["peak_rss_bytes"].as_u64().unwrap_or(0) })
+        let summary: Value = serde_json::from_str(&summary).unwrap_or_default();
+        match (seconds.get(seconds.len() / 2), summary["peak_rss_bytes"].as_u64()) {
+            (Some(&seconds), Some(bytes)) => Ok(Measurement { seconds, bytes }),
+            _ => Err((Failure::Refused, "the run has neither steps nor a summary".into())),
+        }
     }
 
     /// Returns the configuration file with a setting.
@@ -374,6 +447,9 @@ impl Search<'_> {
         let mut file = self.file.as_ref()?.1.clone();
         let keys = file.as_object_mut()?;
         keys.remove("autotuning");
+        if keys.get("zero_optimization").is_some_and(|section| !section.is_object()) {
+            keys.remove("zero_optimization");
+        }
         keys.insert("train_batch_size".into(), self.rows.into());
         keys.insert("train_micro_batch_size_per_gpu".into(), setting.batch.into());
         keys.insert("gradient_accumulation_steps".into(), setting.accumulation.into());
@@ -400,12 +476,8 @@ impl Search<'_> {
             command.extend(stage.iter().flat_map(|stage| ["--stage".into(), stage.to_string()]));
             command.extend(["--batch".into(), batch.to_string(), "--accumulation".into(), accumulation.to_string()]);
         }
-        if let (Some(path), Some(file)) = (&self.options.output, self.tuned_file(best)) {
-            let text = serde_json::to_string_pretty(&file).expect("JSON was read");
-            std::fs::write(path, text + "\n").map_err(io("write", path))?;
-        }
         let command = command.join(" ");
-        if json_only(self.options) {
+        if self.options.train.train.json {
             let of = |setting: &Setting| json!({ "ranks": setting.ranks, "stage": setting.stage, "batch": setting.batch, "accumulation": setting.accumulation });
             let trials = self.trials.iter().map(|(setting, trial)| {
                 let mut told = of(setting);
@@ -414,22 +486,29 @@ impl Search<'_> {
                         told["seconds_per_step"] = (*seconds).into();
                         told["peak_rss_bytes"] = (*bytes).into();
                     }
-                    Err(why) => told["error"] = why.clone().into(),
+                    Err(failure) => told["error"] = format!("{failure:?}").into(),
                 }
                 told
             });
             let trials: Vec<Value> = trials.collect();
-            println!(
-                "{}",
-                json!({ "rows_per_step": self.rows, "best": of(&best), "command": command, "trials": trials })
-            );
-            return Ok(());
+            let told = json!({ "rows_per_step": self.rows, "best": of(&best), "command": command, "trials": trials });
+            let _ = writeln!(std::io::stdout(), "{told}");
         }
-        println!("\nfastest:\n  {command}");
-        if self.file.is_some() && self.options.output.is_none() {
-            println!(
-                "with train_micro_batch_size_per_gpu {batch} and gradient_accumulation_steps {accumulation} in the file"
-            );
+        self.say(&format!("\nfastest:\n  {command}"));
+        let Some(file) = self.tuned_file(best) else { return Ok(()) };
+        match &self.options.output {
+            Some(path) => {
+                let text = serde_json::to_string_pretty(&file).expect("JSON was read");
+                std::fs::write(path, text + "\n").map_err(io("write", path))?;
+            }
+            None => {
+                let (rows, stage) = (self.rows, &file["zero_optimization"]["stage"]);
+                let stage = if stage.is_null() { String::new() } else { format!(", zero_optimization.stage {stage}") };
+                self.say(&format!(
+                    "with these values in the file: train_batch_size {rows}, train_micro_batch_size_per_gpu {batch}, \
+                     gradient_accumulation_steps {accumulation}{stage} (--output FILE writes it)"
+                ));
+            }
         }
         Ok(())
     }
@@ -445,10 +524,10 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// A process that is killed when this is dropped.
-struct Ended(Child);
+/// The process of a trial, which is killed when this is dropped.
+struct Trial(Child);
 
-impl Drop for Ended {
+impl Drop for Trial {
     fn drop(&mut self) {
         // It may have ended.
         let _ = self.0.kill();
@@ -456,7 +535,7 @@ impl Drop for Ended {
     }
 }
 
-impl Ended {
+impl Trial {
     /// Returns the lines of its standard error with the times of their arrival, and its standard output; `None` if it takes longer than
     /// `limit`.
     fn watch(&mut self, limit: Duration) -> Option<(Vec<(Instant, String)>, String)> {
@@ -472,7 +551,7 @@ impl Ended {
         });
         let summary = std::thread::spawn(move || {
             let mut text = String::new();
-            // What is cut is no JSON.
+            // If it cannot be read in full, it is no JSON.
             let _ = out.read_to_string(&mut text);
             text
         });

@@ -316,7 +316,9 @@ impl<'a> Observer<'a> {
         let StepMetrics { step, step_ms, forward_ms, backward_ms, update_ms, .. } = *metrics;
         let (profile, batch) = (&self.plan.model.profile, self.plan.plan.batch.global);
         let parameters = profile.parameters.iter().sum::<usize>() as f64 / 1e6;
-        let operations = profile.flops_per_row * batch as f64 / 1e12;
+        // Padding is no work of the model's.
+        let full = (metrics.tokens as f64 / self.plan.tokens_per_step() as f64).min(1.0);
+        let operations = full * profile.flops_per_row * batch as f64 / 1e12;
         let rate = |ms: f64| operations / ms * 1e3;
         let text = format!(
             "profile of step {step}, {} ranks\n  parameters            {parameters:>10.2} M\n  rows                  {batch:>10}\n  \

@@ -136,7 +136,7 @@ impl Plan {
                 }
             )));
         }
-        // Of a machine that runs all ranks.
+        // Only if this machine runs all ranks.
         let is_probed = here.is_main() && options.backend == BackendChoice::Cpu && need.ranks == ranks as u64;
         let light = if is_probed { SpeedOfLight::new(&profile, &plan, &need) } else { None };
         Ok(Self {

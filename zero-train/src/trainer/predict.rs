@@ -25,8 +25,8 @@ const WORTH_A_PROBE: f64 = 1e11;
 /// Bytes that the probe writes to the disk and reads.
 const PROBE_BYTES: usize = 128 << 20;
 
-/// Bytes that each core copies in the probe of memory, more than its share of a cache.
-const COPIED_BYTES: usize = 32 << 20;
+/// Bytes that each core copies in the probe of memory, more than its share of a cache, and the most of all cores.
+const COPIED_BYTES: [usize; 2] = [32 << 20, 1 << 30];
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -48,12 +48,13 @@ impl SpeedOfLight {
         if operations < WORTH_A_PROBE {
             return None;
         }
-        let is_half = plan.zero_config(0).param_dtype != Float::F32;
+        // Products of fp16 are computed in fp32.
+        let is_bf16 = plan.zero_config(0).param_dtype == Float::Bf16;
         let disk = match need.disk {
             0 => 0.0,
             _ => moved_bytes(profile, plan) / disk_rate(&plan.zero_config(0).offload.disk.path).ok()?,
         };
-        let products = operations / if is_half { product_rate_bf16() } else { product_rate() };
+        let products = operations / if is_bf16 { product_rate_bf16() } else { product_rate() };
         Some(Self { products, update: updated_bytes(profile, plan) / memory_rate(), disk })
     }
 
@@ -138,14 +139,16 @@ fn product_rate_bf16() -> f64 {
 /// Returns the bytes per second that all cores together read and write when they copy.
 fn memory_rate() -> f64 {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let [each, all] = COPIED_BYTES;
+    let words = each.min(all / cores) / 8;
     let copy = || {
-        let (from, mut to) = (vec![1_u64; COPIED_BYTES / 8], vec![0_u64; COPIED_BYTES / 8]);
+        let (from, mut to) = (vec![1_u64; words], vec![0_u64; words]);
         let seconds = (0..3).map(|_| {
             let begin = Instant::now();
             std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from));
             begin.elapsed().as_secs_f64()
         });
-        2.0 * COPIED_BYTES as f64 / seconds.fold(f64::INFINITY, f64::min)
+        2.0 * (8 * words) as f64 / seconds.fold(f64::INFINITY, f64::min)
     };
     std::thread::scope(|scope| {
         let copies: Vec<_> = (0..cores).map(|_| scope.spawn(copy)).collect();

@@ -1,15 +1,21 @@
 //! The backward pass.
 
-use gemm::Parallelism;
-
-use super::{Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, with_scratch};
+use super::{
+    Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, masked, rounded, store, with_scratch,
+};
 use crate::cpu::check;
 use crate::cpu::math::exp;
+use crate::cpu::operand::Operand;
 use crate::cpu::parallel::spread;
-use crate::cpu::product::{Matrix, Write, multiply, multiply_into};
+use crate::cpu::product::Write;
 use crate::cpu::reduce::sum_over;
 
-pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'_>, grads: [RowsMut<'_>; 3]) {
+pub(super) fn backward_in<T: Operand>(
+    blocks: Blocks,
+    inputs: Inputs<'_, T>,
+    results: Results<'_, T>,
+    grads: [RowsMut<'_, T>; 3],
+) {
     inputs.check();
     let Shape { batch, heads, kv_heads, head_width, queries, keys, scale, .. } = inputs.shape;
     let d = inputs.d();
@@ -30,22 +36,27 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
     let tasks: Vec<_> = (0..batch * kv_heads).collect();
     spread(inputs.work(), tasks, |task| {
         let (block, wide) = (blocks.queries.min(queries), blocks.keys.min(keys));
-        with_scratch(block * (2 * wide + 1), |scratch| {
+        with_scratch(block * (2 * wide + 1 + head_width) + 2 * keys * head_width, |scratch| {
             let (delta, scratch) = scratch.split_at_mut(block);
-            let (scores, slopes) = scratch.split_at_mut(block * wide);
+            let (scores, scratch) = scratch.split_at_mut(block * wide);
+            let (slopes, scratch) = scratch.split_at_mut(block * wide);
+            let (sums_q, scratch) = scratch.split_at_mut(block * head_width);
+            let (sums_k, sums_v) = scratch.split_at_mut(keys * head_width);
+            let sums_v = &mut sums_v[..keys * head_width];
+            let mut factor = 1.0;
             for member in 0..inputs.group() {
                 let pair = task * inputs.group() + member;
                 let head = Head { sequence: pair / heads, index: pair % heads };
                 let lse = &results.lse[pair * queries..(pair + 1) * queries];
-                let (column, kv_column) = (head.index * head_width, task % kv_heads * head_width);
+                let column = head.index * head_width;
                 // Starts at the last block, which reaches every key that it or a later block attends to: the first block to
-                // reach a key overwrites the gradient that the others add to.
+                // reach a key overwrites the sums that the others add to.
                 for first in (0..queries).step_by(block).rev() {
                     let rows = first..queries.min(first + block);
                     let reached = if rows.end == queries { keys } else { inputs.first_block(rows.end, wide) };
                     let n = rows.len();
                     let first_row = head.sequence * queries + first;
-                    let delta = &mut delta[..n];
+                    let (delta, sums_q) = (&mut delta[..n], &mut sums_q[..n * head_width]);
                     let (out, g) = (&results.out[first_row * d + column..], &results.g[first_row * d + column..]);
                     deltas(out, g, d, head_width, delta);
                     let q = inputs.queries(head, &rows);
@@ -54,27 +65,26 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
                         let width = range.len();
                         let (scores, slopes) = (&mut scores[..n * width], &mut slopes[..n * width]);
                         let (k, v) = (inputs.keys(head, &range), inputs.values(head, &range));
-                        multiply(scores, Write::Over, q, k.transposed(), scale, Parallelism::None);
-                        multiply(slopes, Write::Over, g, v.transposed(), 1.0, Parallelism::None);
+                        factor = T::product_here(scores, Write::Over, q, k.transposed(), scale);
+                        T::product_here(slopes, Write::Over, g, v.transposed(), 1.0);
                         let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
-                        scores_gradients(scores, slopes, width, mask, horizon, &lse[rows.clone()], delta);
-                        let (p, ds) = (Matrix::new(scores, n, width), Matrix::new(slopes, n, width));
-                        let row_k = head.sequence * keys + range.start;
-                        let [to_q, to_k, to_v] =
-                            [(dq, first_row, column), (dk, row_k, kv_column), (dv, row_k, kv_column)]
-                                .map(|(rows, row, column)| rows.part(row, column).raw_parts());
-                        let write_q = Write::first(number == 0);
+                        scores_gradients(scores, slopes, width, factor, mask, horizon, [&lse[rows.clone()], delta]);
+                        let (p, ds) = (rounded::<T>(scores, width), rounded::<T>(slopes, width));
                         let write_kv = Write::first(member == 0 && range.start < reached);
-                        // SAFETY: `check_rows` found these rows inside of their buffers; the columns of a head of keys
-                        // of a sequence, and of the queries that share it, are this task's, and those of the three are
-                        // apart even where they share a buffer.
-                        unsafe {
-                            multiply_into(to_v.0, to_v.1, write_kv, p.transposed(), g, 1.0, Parallelism::None);
-                            multiply_into(to_k.0, to_k.1, write_kv, ds.transposed(), q, scale, Parallelism::None);
-                            multiply_into(to_q.0, to_q.1, write_q, ds, k, scale, Parallelism::None);
-                        }
+                        let part = range.start * head_width..range.end * head_width;
+                        T::product_here(&mut sums_v[part.clone()], write_kv, p.transposed(), g, 1.0);
+                        T::product_here(&mut sums_k[part], write_kv, ds.transposed(), q, scale);
+                        T::product_here(sums_q, Write::first(number == 0), ds, k, scale);
                     }
+                    // SAFETY: `check_rows` found these rows inside of their buffer; the columns of the head are this task's.
+                    unsafe { store(sums_q, head_width, factor, dq.part(first_row, column)) };
                 }
+            }
+            let (row, column) = (task / kv_heads * keys, task % kv_heads * head_width);
+            // SAFETY: as above, of a head of keys of a sequence; the columns of the three are apart even where they share a buffer.
+            unsafe {
+                store(sums_k, head_width, factor, dk.part(row, column));
+                store(sums_v, head_width, 1.0, dv.part(row, column));
             }
         });
     });
@@ -82,7 +92,7 @@ pub(super) fn backward_in(blocks: Blocks, inputs: Inputs<'_>, results: Results<'
 
 vectorised! {
     /// Computes `out . g` for each row of a head's part.
-    fn deltas<'a>(out: &'a [f32], g: &'a [f32], stride: usize, width: usize, delta: &'a mut [f32]) {
+    fn deltas<'a, T: Operand>(out: &'a [T], g: &'a [T], stride: usize, width: usize, delta: &'a mut [f32]) {
         for (row, delta) in delta.iter_mut().enumerate() {
             let part = row * stride..row * stride + width;
             let (out, g) = (&out[part.clone()], &g[part]);
@@ -90,16 +100,18 @@ vectorised! {
         }
     }
 
-    /// Turns a block of scores into the softmax, and the softmax's gradients into those of the scores.
+    /// Turns a block of scores, multiplied by `factor`, into the softmax, and the softmax's gradients into those of the scores. `of_rows`: the
+    /// log-sum-exp and the delta of each row.
     fn scores_gradients<'a>(
         scores: &'a mut [f32],
         slopes: &'a mut [f32],
         width: usize,
+        factor: f32,
         mask: Option<&'a [f32]>,
         horizon: Horizon,
-        lse: &'a [f32],
-        delta: &'a [f32],
+        of_rows: [&'a [f32]; 2],
     ) {
+        let [lse, delta] = of_rows;
         let blocks = scores.chunks_exact_mut(width).zip(slopes.chunks_exact_mut(width));
         for (row, ((scores, slopes), (lse, delta))) in blocks.zip(lse.iter().zip(delta)).enumerate() {
             let seen = horizon.seen(row, width);
@@ -110,11 +122,9 @@ vectorised! {
                 hidden.fill(0.0);
                 row
             });
-            if let Some(mask) = mask {
-                scores.iter_mut().zip(&mask[seen.start..]).for_each(|(score, mask)| *score += mask);
-            }
+            let factor = masked(scores, factor, mask.map(|mask| &mask[seen.start..]));
             for (score, slope) in scores.iter_mut().zip(slopes) {
-                let p = exp(*score - lse);
+                let p = exp(score.mul_add(factor, -lse));
                 *score = p;
                 *slope = p * (*slope - delta);
             }

@@ -1,3 +1,5 @@
+use half::bf16;
+
 use super::*;
 use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
@@ -42,25 +44,75 @@ fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) ->
     [out, lse, dq, dk, dv]
 }
 
-fn inputs<'a>(shape: Shape, rows: [(&'a [f32], usize); 3], key_mask: Option<&'a [f32]>) -> Inputs<'a> {
+fn inputs<'a, T>(shape: Shape, rows: [(&'a [T], usize); 3], key_mask: Option<&'a [f32]>) -> Inputs<'a, T> {
     let [q, k, v] = rows.map(|(data, stride)| Rows { data, stride });
     Inputs { shape, q, k, v, key_mask }
 }
 
 /// Computes the same as `reference`, from contiguous rows.
-fn run(blocks: Blocks, shape: Shape, qkv: [&[f32]; 3], mask: Option<&[f32]>, g: &[f32]) -> [Vec<f32>; 5] {
+fn run<T: Operand>(blocks: Blocks, shape: Shape, qkv: [&[T]; 3], mask: Option<&[f32]>, g: &[T]) -> [Vec<f32>; 5] {
     let [d, c] = [shape.heads, shape.kv_heads].map(|heads| heads * shape.head_width);
     let [q, k, v] = qkv;
     let inputs = inputs(shape, [(q, d), (k, c), (v, c)], mask);
-    let mut out = vec![f32::NAN; g.len()];
+    let nothing = T::store(f32::NAN);
+    let mut out = vec![nothing; g.len()];
     let mut lse = vec![f32::NAN; shape.batch * shape.heads * shape.queries];
     forward_in(blocks, inputs, &mut out, &mut lse);
-    let mut grads = qkv.map(|data| vec![f32::NAN; data.len()]);
+    let mut grads = qkv.map(|data| vec![nothing; data.len()]);
     let results = Results { out: &out, lse: &lse, g };
     let [dq, dk, dv] = &mut grads;
     backward_in(blocks, inputs, results, [RowsMut::new(dq, d), RowsMut::new(dk, c), RowsMut::new(dv, c)]);
     let [dq, dk, dv] = grads;
+    let [out, dq, dk, dv] = [out, dq, dk, dv].map(|values| values.into_iter().map(T::load).collect());
     [out, lse, dq, dk, dv]
+}
+
+/// Sums are f32; the softmax, its gradient and the results are rounded to 8 bits.
+#[test]
+fn in_bfloat16_it_agrees_with_f64_up_to_the_rounding() {
+    for (batch, heads, kv_heads, head_width, t) in
+        [(1, 1, 1, 1, 1usize), (2, 3, 3, 5, 17), (1, 4, 2, 64, 150), (1, 2, 2, 80, 70)]
+    {
+        for (causal, window, keys, masked) in
+            [(true, None, t, false), (false, None, t, true), (false, None, 2 * t + 1, false), (true, Some(6), t, true)]
+        {
+            // No power of two, so that it is no exact factor of a bfloat16.
+            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale: 0.3 };
+            let (d, c) = (heads * head_width, kv_heads * head_width);
+            let made =
+                |count: usize, seed: u64| numbers(count, seed).into_iter().map(bf16::from_f32).collect::<Vec<_>>();
+            let (q, k, v) = (made(batch * t * d, 1), made(batch * keys * c, 2), made(batch * keys * c, 3));
+            let g = made(batch * t * d, 4);
+            let mask: Vec<f32> =
+                (0..batch * keys).map(|i| if i % keys > 0 && i % 3 == 1 { -3e4 } else { 0.0 }).collect();
+            let mask = masked.then_some(&mask[..]);
+            let [q64, k64, v64, g64] =
+                [&q, &k, &v, &g].map(|values| values.iter().map(|value| value.to_f64()).collect::<Vec<f64>>());
+            let expected = reference(shape, [&q64, &k64, &v64], mask, &g64);
+            for blocks in [BLOCKS, Blocks { queries: 7, keys: 5 }] {
+                let got = run(blocks, shape, [&q, &k, &v], mask, &g);
+                for (name, (got, expected)) in
+                    ["out", "lse", "dq", "dk", "dv"].into_iter().zip(got.iter().zip(&expected))
+                {
+                    assert_close(name, got, expected, if name == "lse" { 1e-5 } else { 2e-2 });
+                }
+            }
+        }
+    }
+    let shape = Shape {
+        batch: 2,
+        heads: 3,
+        kv_heads: 3,
+        window: None,
+        head_width: 33,
+        queries: 131,
+        keys: 131,
+        causal: true,
+        scale: 0.2,
+    };
+    let [q, k, v, g] =
+        [1, 2, 3, 4].map(|seed| -> Vec<bf16> { numbers(2 * 131 * 99, seed).into_iter().map(bf16::from_f32).collect() });
+    same_bits(|| run(Blocks { queries: 64, keys: 50 }, shape, [&q, &k, &v], None, &g).concat());
 }
 
 #[test]
@@ -166,6 +218,9 @@ fn queries_with_all_keys_masked_get_numbers() {
         };
         let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(72, seed));
         let mask = [[0.0; 9], [mask; 9]].concat();
+        let got = run(Blocks { queries: 4, keys: 3 }, shape, [&q, &k, &v], Some(&mask), &g);
+        assert!(got.iter().flatten().all(|value| value.is_finite()), "{got:?}");
+        let [q, k, v, g] = [q, k, v, g].map(|values| values.into_iter().map(bf16::from_f32).collect::<Vec<_>>());
         let got = run(Blocks { queries: 4, keys: 3 }, shape, [&q, &k, &v], Some(&mask), &g);
         assert!(got.iter().flatten().all(|value| value.is_finite()), "{got:?}");
     }

@@ -57,7 +57,8 @@ impl Amx {
     pub(super) fn detect() -> Option<Self> {
         static FOUND: OnceLock<Option<Amx>> = OnceLock::new();
         *FOUND.get_or_init(|| {
-            (Avx512::detect().is_some() && has_tiles() && is_permitted() && Self(()).is_right()).then_some(Self(()))
+            (Avx512::<48>::detect().is_some() && has_tiles() && is_permitted() && Self(()).is_right())
+                .then_some(Self(()))
         })
     }
 

@@ -7,17 +7,17 @@ use pulp::NullaryFnOnce;
 use super::blocks::{LANES, Strip, Tiles};
 use super::pack::run_in_avx512;
 
-/// Rows of a tile of the result, and vectors of its columns: 24 sums in registers hide an addition's latency, and leave room
-/// for the operands.
+/// Rows of a tile of the result.
 const ROWS: usize = 8;
-const VECTORS: usize = 3;
-const COLUMNS: usize = VECTORS * LANES;
 
-/// Permission to use the kernel; only [`Avx512::detect`] grants it.
+/// Permission to use the kernel, for tiles of `COLUMNS` columns; only [`Avx512::detect`] grants it.
+///
+/// With 48 columns, 24 sums in registers hide an addition's latency, and leave room for the operands. With 32 columns each operand is
+/// read more often, but a head of 64 columns has no incomplete tile.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Avx512(());
+pub(super) struct Avx512<const COLUMNS: usize>(());
 
-impl Avx512 {
+impl<const COLUMNS: usize> Avx512<COLUMNS> {
     /// Returns the kernel if this CPU has its instructions.
     pub(super) fn detect() -> Option<Self> {
         (is_x86_feature_detected!("avx512bf16")
@@ -28,40 +28,47 @@ impl Avx512 {
     }
 }
 
-// SAFETY: `detect` creates one only where the CPU has the instructions.
-unsafe impl Tiles<ROWS, COLUMNS> for Avx512 {
-    const UNIT: usize = 1;
-    // Panels of rows are a quarter of AMX's, so deeper ones fit the first-level cache.
-    const AT_ONCE: usize = usize::MAX;
+macro_rules! tiles_of {
+    ($columns:literal) => {
+        // SAFETY: `detect` creates one only where the CPU has the instructions.
+        unsafe impl Tiles<ROWS, $columns> for Avx512<$columns> {
+            const UNIT: usize = 1;
+            // Panels of rows are a quarter of AMX's, so deeper ones fit the first-level cache.
+            const AT_ONCE: usize = usize::MAX;
 
-    fn run(self, work: impl NullaryFnOnce<Output = ()>) {
-        // SAFETY: an `Avx512` exists only where the CPU has the features.
-        unsafe { run_in_avx512(work) };
-    }
+            fn run(self, work: impl NullaryFnOnce<Output = ()>) {
+                // SAFETY: an `Avx512` exists only where the CPU has the features.
+                unsafe { run_in_avx512(work) };
+            }
 
-    fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
-        let Strip { from, is_rows, lines, depth, pairs } = strip;
-        // SAFETY: an `Avx512` exists only where the CPU has the features.
-        unsafe {
-            match is_rows {
-                true => from.pack::<ROWS, false>(lines, depth, pairs, to),
-                false => from.pack::<COLUMNS, false>(lines, depth, pairs, to),
+            fn pack(self, strip: Strip<'_>, to: &mut [u32]) {
+                let Strip { from, is_rows, lines, depth, pairs } = strip;
+                // SAFETY: an `Avx512` exists only where the CPU has the features.
+                unsafe {
+                    match is_rows {
+                        true => from.pack::<ROWS, false>(lines, depth, pairs, to),
+                        false => from.pack::<$columns, false>(lines, depth, pairs, to),
+                    }
+                }
+            }
+
+            #[inline(always)]
+            unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; $columns]; ROWS], add: bool) {
+                debug_assert!(!add, "depth is never parted here");
+                // SAFETY: as above.
+                unsafe { multiply_tile::<{ $columns / LANES }, $columns>(a, b, sums) }
             }
         }
-    }
-
-    #[inline(always)]
-    unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; COLUMNS]; ROWS], add: bool) {
-        debug_assert!(!add, "depth is never parted here");
-        // SAFETY: as above.
-        unsafe { multiply_tile(a, b, sums) }
-    }
+    };
 }
 
-/// Computes the sums over the pairs of a panel of [`ROWS`] rows and one of [`COLUMNS`] columns.
+tiles_of!(48);
+tiles_of!(32);
+
+/// Computes the sums over the pairs of a panel of [`ROWS`] rows and one of `COLUMNS` columns, in `VECTORS` vectors.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn multiply_tile(a: &[u32], b: &[u32], out: &mut [[f32; COLUMNS]; ROWS]) {
+fn multiply_tile<const VECTORS: usize, const COLUMNS: usize>(a: &[u32], b: &[u32], out: &mut [[f32; COLUMNS]; ROWS]) {
     let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
     for (a, b) in a.as_chunks::<ROWS>().0.iter().zip(b.as_chunks::<COLUMNS>().0) {
         let b = b.as_chunks::<LANES>().0;

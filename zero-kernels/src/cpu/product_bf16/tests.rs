@@ -109,7 +109,7 @@ fn ways() -> Vec<Multiply> {
     let all: Vec<Multiply> = vec![detected, fallback, scalar];
     #[cfg(target_arch = "x86_64")]
     let all = {
-        let with = avx512::Avx512::detect().map(|_| -> [Multiply; 2] { [vectors, emulated] });
+        let with = avx512::Avx512::<48>::detect().map(|_| -> [Multiply; 3] { [vectors, narrow, emulated] });
         all.into_iter().chain([avx2 as Multiply]).chain(with.into_iter().flatten()).collect()
     };
     all
@@ -118,13 +118,19 @@ fn ways() -> Vec<Multiply> {
 /// Multiplies with `vdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn vectors(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
-    by_tiles(avx512::Avx512::detect().expect("the caller has seen it"), out, a, b);
+    by_tiles(avx512::Avx512::<48>::detect().expect("the caller has seen it"), out, a, b);
+}
+
+/// Multiplies with `vdpbf16ps`, by narrow tiles.
+#[cfg(target_arch = "x86_64")]
+fn narrow(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+    by_tiles(avx512::Avx512::<32>::detect().expect("the caller has seen it"), out, a, b);
 }
 
 /// Emulates `tdpbf16ps`.
 #[cfg(target_arch = "x86_64")]
 fn emulated(out: Out<'_>, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
-    by_tiles(Emulated(avx512::Avx512::detect().expect("the caller has seen it")), out, a, b);
+    by_tiles(Emulated(avx512::Avx512::<48>::detect().expect("the caller has seen it")), out, a, b);
 }
 
 #[cfg(target_arch = "x86_64")]
@@ -143,7 +149,7 @@ fn by_tiles<const R: usize, const C: usize>(
 /// AMX tiles emulated in memory, on a CPU that can pack them.
 #[cfg(target_arch = "x86_64")]
 #[derive(Clone, Copy)]
-struct Emulated(#[allow(dead_code)] avx512::Avx512); // Held, not read.
+struct Emulated(#[allow(dead_code)] avx512::Avx512<48>); // Held, not read.
 
 // SAFETY: it holds an `Avx512`, which exists only where the CPU has the features.
 #[cfg(target_arch = "x86_64")]
@@ -449,5 +455,5 @@ fn what_does_not_fit_is_named() {
 /// Returns whether this CPU lacks the kernel's instructions.
 #[cfg(target_arch = "x86_64")]
 fn widened_only() -> bool {
-    avx512::Avx512::detect().is_none()
+    avx512::Avx512::<48>::detect().is_none()
 }

@@ -270,7 +270,8 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     ensure!(ranks.is_multiple_of(nodes), "--ranks {ranks}: expected a multiple of the {nodes} nodes");
     let precision = if args.dtype == Dtype::Fp32 { Bytes::FP32_ADAMW } else { Bytes::MIXED_ADAMW };
     if let Some(family) = &args.largest {
-        let models: Vec<NamedModel> = language::presets(family).into_iter().map(sized).collect::<Result<_>>()?;
+        let models: Vec<NamedModel> =
+            language::presets(family).into_iter().filter(|_| !family.is_empty()).map(sized).collect::<Result<_>>()?;
         ensure!(
             !models.is_empty(),
             "--largest {family}: no preset begins with it: expected a family such as gpt2, llama, qwen3 or bert"
