@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks that two builds of the GPT-2 program train bit-identically: losses and norms of every step, over ranks, stages, precisions,
 # engines and tiers. For changes that must not change results: `bench/bits.sh OLD NEW [MODEL...]`; exits with 1 if a run differs.
-# RANKS='1 2' and ENGINES=threads in the environment select a subset.
+# RANKS='1 2', ENGINES=threads and DTYPES=fp32 in the environment select a subset.
 set -euo pipefail
 old=$(realpath "$1") new=$(realpath "$2")
 shift 2
@@ -40,7 +40,7 @@ for model in "${models[@]}"; do
     for ranks in ${RANKS:-1 2 3 4}; do
       [ "$engine$ranks" = processes1 ] && continue
       for stage in 0 1 2 3; do
-        for dtype in fp32 bf16; do
+        for dtype in ${DTYPES:-fp32 bf16}; do
           tiers=(none)
           [ "$stage" -gt 0 ] && [ "$ranks" -gt 1 ] && tiers+=(optimizer)
           [ "$stage" = 3 ] && tiers+=(all)
