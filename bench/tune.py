@@ -48,7 +48,9 @@ for number in range(args.rounds):
     searched, runs = time.monotonic() - begin, len(best["trials"])
     best = best["best"]
     found.append((best["ranks"], best["stage"], best["batch"]))
-    order = random.Random(number).sample(grid, len(grid))
+    # It may be none of the grid.
+    measured.setdefault(found[-1], [])
+    order = random.Random(number).sample(list(measured), len(measured))
     for setting in order:
         measured[setting].append(seconds(*setting))
     print(f"round {number + 1}: found ranks {found[-1][0]}, stage {found[-1][1]}, batch {found[-1][2]} with {runs} trials in {searched:.0f} s", flush=True)
@@ -56,5 +58,5 @@ medians = {setting: statistics.median(values) for setting, values in measured.it
 for setting, value in sorted(medians.items(), key=lambda item: item[1]):
     print("ranks {} stage {} batch {:>3}".format(*setting), f"{value:8.3f} s", "found" if setting in found else "")
 least = min(medians.values())
-ratios = [least / medians[setting] if setting in medians else float("nan") for setting in found]
+ratios = [least / medians[setting] for setting in found]
 print(f"best / found: median {statistics.median(ratios):.3f}, least {min(ratios):.3f}")
