@@ -13,6 +13,7 @@ skipped = [  # pattern, reason
     (r"cuda|nccl|apt-get|software_device|bench/gpu", "needs a GPU or its software device"),
     (r"^mpirun|--hosts|--machine-rank|--num-machines|node-0", "needs MPI or other machines"),
     (r"^zero config( +#|$)|^zero chat|completions", "asks on a terminal"),
+    (r"chat-model", "needs the checkpoint of the example chat"),
     (r"Instruct|\b(sft|dpo)\b|Qwen3-0.6B", "needs a chat model"),
     (r"generate bart .*cat sat|--weights (bert|distilbert-base-uncased) --data reviews", "needs a model with its own tokenizer and more than 24 positions"),
     (r"^zero report (run digits|digits run)|^zero (check zero.yaml|inspect run/checkpoints) +# (explain|list)", "reads files of other pages"),
