@@ -20,7 +20,7 @@ static ALLOCATOR: PageKeeper = PageKeeper::new(System);
 enum Cli {
     /// Train a language model on text, labeled rows or token files
     Train(Box<Options>),
-    /// Find the fastest ranks, stage and micro-batch for a training command, by short trials
+    /// Find the fastest number of ranks, ZeRO stage and micro-batch size by short trials
     Tune(Box<tune::TuneOptions>),
     /// Generate text with a trained model
     Generate(Box<generate::Options>),

@@ -40,7 +40,7 @@ fn help_teaches() {
       estimate     Estimate the model state per rank at every stage, and what fits on this machine
       tokenizer    Learn a WordPiece vocabulary from texts, for BERT
       train        Train a language model on text, labeled rows or token files
-      tune         Find the fastest ranks, stage and micro-batch for a training command, by short trials
+      tune         Find the fastest number of ranks, ZeRO stage and micro-batch size by short trials
       generate     Generate text with a trained model
       chat         Chat with a model: read messages from standard input, and print its answers
       launch       Start ranks as processes, on one machine or many, and restart them if one dies

@@ -7,7 +7,7 @@
 use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::fmt;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -22,7 +22,7 @@ use zero_core::collective::launcher::started;
 use super::Options;
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::memory::format_bytes;
-use crate::trainer::outline;
+use crate::trainer::{MAX_DEADLINE, at_least_one, outline, tell};
 
 /// Options of `zero tune`, besides those of `zero train`.
 #[derive(Debug, Clone, Args)]
@@ -95,9 +95,6 @@ const KEYS_LEFT_OUT: [&str; 9] = [
     "steps_per_print",
 ];
 
-/// Longest time of a trial, in seconds: a year.
-const MOST_SECONDS: f64 = 365.0 * 86_400.0;
-
 /// The settings of a trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Setting {
@@ -168,8 +165,8 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
             "zero tune was started by a launcher, as one of several ranks: start it alone; it runs the trials itself";
         return Err(TrainError::Launch(problem.into()));
     }
-    if !(f64::MIN_POSITIVE..=MOST_SECONDS).contains(&options.trial_timeout) {
-        let expected = format!("expected a number of seconds above 0, and at most {MOST_SECONDS:.0}");
+    if !(f64::MIN_POSITIVE..=MAX_DEADLINE).contains(&options.trial_timeout) {
+        let expected = format!("expected a number of seconds above 0, and at most {MAX_DEADLINE:.0}");
         return Err(wrong("trial-timeout", options.trial_timeout, expected));
     }
     if let Some(path) = &options.output {
@@ -188,27 +185,22 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
     };
     let trial_steps = options.trial_steps.or(number("autotuning", "end_profile_step")).unwrap_or(4);
     let trials = options.trials.or(number("autotuning", "tuner_num_trials")).unwrap_or(20);
-    for (name, value, least) in [
-        ("trial-steps", Some(trial_steps), 2),
-        ("trials", Some(trials), 1),
-        ("ranks", train.ranks, 1),
-        ("batch", train.hyper.batch, 1),
-        ("accumulation", train.hyper.accumulation, 1),
-        ("train-batch-size", options.train_batch_size, 1),
-    ] {
-        if let Some(value) = value.filter(|value| *value < least) {
-            return Err(wrong(name, value, format!("expected at least {least}")));
-        }
+    if trial_steps < 2 {
+        return Err(wrong("trial-steps", trial_steps, "expected at least 2"));
     }
+    at_least_one(&[
+        ("trials", Some(trials)),
+        ("ranks", train.ranks),
+        ("batch", train.hyper.batch),
+        ("accumulation", train.hyper.accumulation),
+        ("train-batch-size", options.train_batch_size),
+    ])?;
     let of_file = file.as_ref().and_then(|(_, file)| file["zero_optimization"]["stage"].as_u64());
-    if let (Some(stage), Some(set)) =
-        (train.stage, of_file.filter(|set| train.stage.is_some_and(|stage| u64::from(stage) != *set)))
+    if let (Some(stage), Some(set)) = (train.stage, of_file)
+        && u64::from(stage) != set
     {
-        return Err(wrong(
-            "stage",
-            stage,
-            format!("the --config file sets {set}; omit the option, or change the file"),
-        ));
+        let expected = format!("the --config file sets {set}; omit the option, or change the file");
+        return Err(wrong("stage", stage, expected));
     }
     let ranks = train.ranks.unwrap_or(2);
     let rows = options.train_batch_size.unwrap_or_else(|| match &plan {
@@ -243,9 +235,14 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
 fn read(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).map_err(io("read", path))?;
     let file: Option<Value> = serde_json::from_str(&text).ok();
-    file.filter(Value::is_object).ok_or_else(|| {
+    let mut file = file.filter(Value::is_object).ok_or_else(|| {
         wrong_data(path, "expected a DeepSpeed JSON file: zero tune cannot change other files; pass options instead")
-    })
+    })?;
+    // The old way to write stage 1.
+    if let Some(is_on) = file["zero_optimization"].as_bool() {
+        file["zero_optimization"] = json!({ "stage": u8::from(is_on) });
+    }
+    Ok(file)
 }
 
 /// Returns the options of `zero train` that the command line gives, with their values, in the order of the help.
@@ -382,10 +379,10 @@ impl Search<'_> {
         }
     }
 
-    /// Prints a line, unless only JSON is printed. A closed output is no reason to stop.
+    /// Prints a line, unless only JSON is printed.
     fn say(&self, line: &str) {
         if !self.options.train.train.json {
-            let _ = writeln!(std::io::stdout(), "{line}");
+            tell(&line);
         }
     }
 
@@ -447,9 +444,6 @@ impl Search<'_> {
         let mut file = self.file.as_ref()?.1.clone();
         let keys = file.as_object_mut()?;
         keys.remove("autotuning");
-        if keys.get("zero_optimization").is_some_and(|section| !section.is_object()) {
-            keys.remove("zero_optimization");
-        }
         keys.insert("train_batch_size".into(), self.rows.into());
         keys.insert("train_micro_batch_size_per_gpu".into(), setting.batch.into());
         keys.insert("gradient_accumulation_steps".into(), setting.accumulation.into());
@@ -492,7 +486,7 @@ impl Search<'_> {
             });
             let trials: Vec<Value> = trials.collect();
             let told = json!({ "rows_per_step": self.rows, "best": of(&best), "command": command, "trials": trials });
-            let _ = writeln!(std::io::stdout(), "{told}");
+            tell(&told);
         }
         self.say(&format!("\nfastest:\n  {command}"));
         let Some(file) = self.tuned_file(best) else { return Ok(()) };

@@ -39,6 +39,9 @@ struct Call {
 }
 
 impl CommsLog {
+    /// Names of the spans that it needs.
+    pub(super) const SPANS: [&str; 2] = ["collective", "gather"];
+
     /// Creates an empty log. `are_threads`: the ranks are threads of this process.
     pub(super) fn new(settings: CommsLogger, are_threads: bool) -> Self {
         Self { settings, threads: are_threads.then_some("rank-0"), sums: Arc::default() }
@@ -72,7 +75,7 @@ impl Visit for Call {
 
 impl<S: Subscriber + for<'a> LookupSpan<'a>> Layer<S> for CommsLog {
     fn on_new_span(&self, attributes: &Attributes<'_>, id: &Id, context: Context<'_, S>) {
-        if !["collective", "gather"].contains(&attributes.metadata().name()) || !self.is_own_thread() {
+        if !self.is_own_thread() {
             return;
         }
         // A gather reads the shards of other ranks, who call nothing.

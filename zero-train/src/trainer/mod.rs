@@ -96,8 +96,9 @@ use zero_core::offload::SwapDir;
 
 use self::comms::CommsLog;
 use self::fit::{Budget, Candidate};
-use self::options::at_least_one;
+pub(crate) use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
+pub(crate) use self::ranks::MAX_DEADLINE;
 use self::ranks::{Ranks, Stopped, with_ranks};
 pub use crate::Result;
 use crate::TrainError;
@@ -354,7 +355,7 @@ struct Ended {
 }
 
 /// Prints a line on standard output. A closed output (`| head`) is no reason to stop training.
-fn tell(line: &dyn core::fmt::Display) {
+pub(crate) fn tell(line: &dyn core::fmt::Display) {
     use std::io::Write;
 
     let _ = writeln!(std::io::stdout(), "{line}");

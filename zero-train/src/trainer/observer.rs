@@ -315,7 +315,7 @@ impl<'a> Observer<'a> {
         };
         let StepMetrics { step, step_ms, forward_ms, backward_ms, update_ms, .. } = *metrics;
         let (profile, batch) = (&self.plan.model.profile, self.plan.plan.batch.global);
-        let parameters = profile.parameters.iter().sum::<usize>() as f64 / 1e6;
+        let parameters = profile.num_params() as f64 / 1e6;
         // Padding is no work of the model's.
         let full = (metrics.tokens as f64 / self.plan.tokens_per_step() as f64).min(1.0);
         let operations = full * profile.flops_per_row * batch as f64 / 1e12;

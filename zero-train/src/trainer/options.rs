@@ -110,8 +110,8 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long, value_name = "DECAY"))]
     pub ema_decay: Option<f64>,
     /// Use the averages of --ema-decay instead of the weights for evaluation, for --predictions, and for the sample output (such as
-    /// generated text) that a run on the CPU prints at its end. If the --config file sets stage3_gather_16bit_weights_on_model_save, the 16-bit model
-    /// that is saved at the end contains the averages instead of the weights
+    /// generated text) that a run on the CPU prints at its end. If the --config file sets
+    /// stage3_gather_16bit_weights_on_model_save, the 16-bit model that is saved at the end contains the averages instead of the weights
     #[cfg_attr(feature = "cli", arg(long, requires = "ema_decay"))]
     pub eval_ema: bool,
     /// Exclude parameters from weight decay: `vectors` excludes biases and the parameters of norms, `embeddings` excludes
@@ -163,8 +163,8 @@ pub struct Options {
     pub offload: Option<OffloadChoice>,
     /// Offload this fraction of the state, from 0 to 1; the rest stays in the backend's memory. Needs --offload optimizer or all. With
     /// --offload-to host, the fraction applies to optimizer state and to gradients equally. With --offload-to disk at stages 2 and 3, it
-    /// applies to their total size: optimizer state is offloaded first, and gradients if the fraction is larger than its share. With --offload-to disk at stage 1,
-    /// it applies to optimizer state, because gradients stay in memory [default: 1]
+    /// applies to their total size: optimizer state is offloaded first, and gradients if the fraction is larger than its share. With
+    /// --offload-to disk at stage 1, it applies to optimizer state, because gradients stay in memory [default: 1]
     #[cfg_attr(feature = "cli", arg(long, value_name = "SHARE"))]
     pub offload_ratio: Option<f64>,
     /// Offload to host memory, where the CPU runs the optimizer, or to a disk [default: host with --backend cuda and
@@ -342,7 +342,7 @@ impl Options {
 }
 
 /// Rejects options that are 0.
-pub(super) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<()> {
+pub(crate) fn at_least_one(options: &[(&'static str, Option<usize>)]) -> Result<()> {
     let zero = options.iter().find(|(_, value)| *value == Some(0));
     zero.map_or(Ok(()), |&(option, _)| Err(wrong(option, 0, "expected at least 1")))
 }

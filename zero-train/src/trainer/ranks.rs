@@ -22,7 +22,7 @@ use crate::step::EngineError;
 const DEADLINE: Duration = Duration::from_secs(600);
 
 /// Maximum deadline, in seconds: a year.
-const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
+pub(crate) const MAX_DEADLINE: f64 = 365.0 * 86_400.0;
 
 /// The ranks of a run, as seen from this process.
 pub(super) struct Ranks<'a> {

@@ -8,6 +8,8 @@ use std::io::BufWriter;
 use std::path::Path;
 
 use tracing_chrome::{ChromeLayerBuilder, FlushGuard};
+use tracing_subscriber::Layer;
+use tracing_subscriber::filter::filter_fn;
 use tracing_subscriber::layer::SubscriberExt;
 
 use super::comms::CommsLog;
@@ -23,6 +25,8 @@ pub(super) fn begin(path: Option<&Path>, comms: Option<CommsLog>) -> Result<Opti
         Ok::<_, TrainError>(ChromeLayerBuilder::new().writer(BufWriter::new(file)).include_args(true).build())
     };
     let (layer, guard) = path.map(chrome).transpose()?.unzip();
+    // Without the filter every span of a step would be made for it.
+    let comms = comms.map(|log| log.with_filter(filter_fn(|span| CommsLog::SPANS.contains(&span.name()))));
     tracing::subscriber::set_global_default(tracing_subscriber::registry().with(comms).with(layer)).map_err(|_| {
         let problem =
             "--trace and comms_logger cannot record: this program already has a tracing subscriber; use that one";

@@ -52,7 +52,7 @@ enum Command {
     Tokenizer(commands::TokenizerArgs),
     /// Train a language model on text, labeled rows or token files
     Train(Box<zero_train::language::Options>),
-    /// Find the fastest ranks, stage and micro-batch for a training command, by short trials
+    /// Find the fastest number of ranks, ZeRO stage and micro-batch size by short trials
     Tune(Box<tune::TuneOptions>),
     /// Generate text with a trained model
     Generate(Box<generate::Options>),
