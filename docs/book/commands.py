@@ -12,10 +12,7 @@ skipped = [  # pattern, reason
     (r"^cargo |^torchrun .*gpt2_1_5b", "built and run by .ci/run, or needs torchrun"),
     (r"cuda|nccl|apt-get|software_device|bench/gpu", "needs a GPU or its software device"),
     (r"^mpirun|--hosts|--machine-rank|--num-machines|node-0", "needs MPI or other machines"),
-    (r"^zero config( +#|$)|^zero chat|completions", "asks on a terminal"),
-    (r"chat-model", "needs the checkpoint of the example chat"),
-    (r"Instruct|\b(sft|dpo)\b|Qwen3-0.6B", "needs a chat model"),
-    (r"generate bart .*cat sat|--weights (bert|distilbert-base-uncased) --data reviews", "needs a model with its own tokenizer and more than 24 positions"),
+    (r"^zero config( +#|$)|^zero chat Qwen", "asks on a terminal"),
     (r"^zero report (run digits|digits run)|^zero (check zero.yaml|inspect run/checkpoints) +# (explain|list)", "reads files of other pages"),
     (r"gaps.jsonl|lines.jsonl|export (base hf|adapter peft)|generate peft", "needs the files and the base model of peft_seq2seq"),
     (r"relay\.py|^tensorboard", "needs a package of Python"),
@@ -35,11 +32,30 @@ DS_CONFIG = {
     "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
 }
 
-def model(folder, name, tokenizer=None):
+def model(folder, name):
     """Copies a model of the fixtures, with its tokenizer, to `folder`."""
     shutil.copytree(fixtures / name, folder, ignore=shutil.ignore_patterns("lora", "masked", "batches*", "*reference*", "generated*"))
-    for text in (fixtures / (tokenizer or f"texts/{name}")).glob("*"):
+    for text in (fixtures / "texts" / name).glob("*"):
         if text.name not in ("made.json", "settings.json"): shutil.copy(text, folder)
+
+def quiet(command, folder):
+    """Runs a command, and shows its errors when it fails."""
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if result.returncode: sys.exit(f"{command}: {result.stderr}")
+
+def fresh(folder, name, tokenizer):
+    """Makes a model with the layers of a fixture, the tokenizer of `tokenizer` and 256 positions, trained for one step."""
+    shutil.copytree(tokenizer, folder)
+    config = json.loads((fixtures / name / "config.json").read_text())
+    for labels in ("id2label", "label2id"): config.pop(labels, None)
+    config |= {"vocab_size": 512, "max_position_embeddings": 256}
+    task = {"bert": "text-classification", "distilbert": "text-classification", "bart": "seq2seq"}.get(config["model_type"], "causal-lm")
+    with tempfile.TemporaryDirectory() as made:
+        (folder / "config.json").write_text(json.dumps(config))
+        (pathlib.Path(made) / "rows.jsonl").write_text('{"text": "a b c d e f g h", "label": "good"}\n{"text": "b c d e f", "label": "bad"}\n' * 32)
+        for command in (["train", "--task", task, "--model", folder, "--tokenizer", folder, "--data", "rows.jsonl", "--seq", "4", "--steps", "1", "--save", "run"], ["export", "run", "hf"]):
+            quiet([repo / "target/debug/zero", *command], made)
+        for file in ("config.json", "model.safetensors"): shutil.copy(pathlib.Path(made) / "hf" / file, folder)
 
 def tensor(path, dtype, shape, values):
     header = json.dumps({"input_ids": {"dtype": dtype, "shape": shape, "data_offsets": [0, len(values)]}}).encode()
@@ -65,10 +81,16 @@ def files(folder, page):
     ids = range(64 * 32)
     tensor(folder / "rows.safetensors", "I32", [64, 32], struct.pack("<2048i", *ids))
     tensor(folder / "long.safetensors", "U16", [2048], struct.pack("<2048H", *ids))
-    for name, fixture in {"bart": "bart_tiny", "Qwen2.5-0.5B": "qwen2_tiny", "Qwen2.5-0.5B-Instruct": "qwen2_tiny", "Qwen3-0.6B": "qwen3_tiny", "flan-t5-small": "flan_t5_tiny"}.items():
+    for name, fixture in {"Qwen2.5-0.5B": "qwen2_tiny", "flan-t5-small": "flan_t5_tiny"}.items():
         if name in page: model(folder / name, fixture)
-    for name, fixture in {"bert": "bert_tiny_classes", "distilbert-base-uncased": "distilbert_tiny_classes"}.items():
-        if f"--weights {name}" in page: model(folder / name, fixture, "tokenizers/bert")
+    chat, tokenizers = repo / "examples/data/chat", fixtures / "tokenizers"
+    for name, fixture, tokenizer in [
+        ("Qwen2.5-0.5B-Instruct", "qwen2_tiny", chat), ("Qwen3-0.6B", "qwen3_tiny", chat), ("bart", "bart_tiny", tokenizers / "bart"),
+        ("bert", "bert_tiny_classes", tokenizers / "bert"), ("distilbert-base-uncased", "distilbert_tiny_classes", tokenizers / "bert"),
+    ]:
+        if re.search(rf"(--weights|generate) {name}\s", page): fresh(folder / name, fixture, tokenizer)
+    if "zero chat chat-model" in page:
+        quiet([repo / "target/debug/examples/chat", "--steps", "1", "--batch", "4", "--save", folder / "chat-model"], repo)
     if "--weights hf" in page and "zero export run/checkpoints hf" not in page: model(folder / "hf", "gpt2_tiny")
     # A configuration is the page's last block of its kind before the command that names it.
     for name in set(re.findall(r"[\w.-]+\.(?:json|yaml)(?=\s)", " ".join(re.findall(r"```sh\n(.*?)```", page, flags=re.S)))):
