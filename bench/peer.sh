@@ -3,6 +3,7 @@
 # Prints tables of tokens/s and peak memory, ratios with their minimums and goals, and the cost of more ranks.
 #   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows (hours); --list prints the rows, --help all options
 #   bench/peer.sh --model A --only 'torch$' --rounds 1        a quick look
+#   bench/peer.sh --before BINARY                           ours beside an earlier build of it, without the peers
 #   bench/peer.sh --table FILE                                prints the tables of earlier results again
 # The peers are installed once (4 GB) from bench/peer/requirements.lock into DIR, default $ZERO_PEERS_VENV or
 # ~/.cache/zero-peers. An existing virtual environment that has them is used unchanged. Results are stored as one JSON line

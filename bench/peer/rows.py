@@ -1,6 +1,6 @@
 """The work that is compared: runs, and the rows of the table that set two of them side by side."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 SEQ = 256
 SCALE_ROWS = 8  # the global batch of the cost of scale
@@ -128,3 +128,10 @@ def select(models, batches, peers, only, dtype):
                 order = lambda run: (ORDER.index(f"{run.who} {run.stage}"), run.ranks)
                 selected.append((rows, sorted(runs, key=order)))
     return selected
+
+
+def against_before(groups):
+    """Groups of one row for each of our runs in `groups`: beside the same run of an earlier build."""
+    ours = dict.fromkeys(run for _, runs in groups for run in runs if run.who == "ours")
+    before = [(run, replace(run, who="before")) for run in ours]
+    return [([Row(f"{run.name} / before", "speed", run, other, 0.98, 1.0)], [run, other]) for run, other in before]

@@ -25,7 +25,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "gpu")]
 import table
 from common import at_least, listed
-from rows import MODELS, OFFLOAD, PEERS, SCALE_ROWS, SEQ, select
+from rows import MODELS, OFFLOAD, PEERS, SCALE_ROWS, SEQ, against_before, select
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ROOT / "target/release/examples/gpt2_1_5b"
@@ -55,6 +55,9 @@ def parse_arguments():
                         help="only rows whose name matches this regular expression; --list shows the names")
     parser.add_argument("--peers", type=listed(PEERS), default=list(PEERS), metavar=",".join(PEERS),
                         help="only rows with these peers (or none)")
+    parser.add_argument("--before", type=Path, metavar="BINARY",
+                        help="compare with an earlier build of the example gpt2_1_5b instead of the peers: each run of ours beside the "
+                             "same run of BINARY")
     parser.add_argument("--batch-a", type=at_least(1), default=2, metavar="N",
                         help="model A: rows per rank of two; one rank takes twice as many (default: 2)")
     parser.add_argument("--batch-b", type=at_least(1), default=1, metavar="N",
@@ -142,11 +145,11 @@ def random_rows(path, rows, seq):
     path.write_bytes(len(header).to_bytes(8, "little") + header + data)
 
 
-def command_of(run, steps, warmup, folder):
+def command_of(run, steps, warmup, folder, before):
     share, deepspeed = OFFLOAD.get(run.offload, ("", {}))
-    if run.who == "ours":
+    if run.who in ("ours", "before"):
         offload = ["--offload", "optimizer", "--offload-ratio", share, "--swap", folder] if share else []
-        return [OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", run.seq,
+        return [before if run.who == "before" else OURS, "--model", MODELS[run.model].preset, "--data", folder / "tokens.safetensors", "--seq", run.seq,
                 "--batch", run.batch, "--steps", steps, "--ranks", run.ranks, "--threads", run.threads, "--stage",
                 run.stage, "--lr", "1e-4", "--decay-except", "nothing", "--dtype", run.dtype, "--out", folder / "out", "--json", *offload]
     model = MODELS[run.model]
@@ -203,14 +206,14 @@ def shared_buffers():
     return set(Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"))
 
 
-def make(run, steps, timeout, cpus):
+def make(run, steps, timeout, cpus, before):
     """Makes a run; returns its line of the results file without its name and round."""
     buffers = shared_buffers()
     warmup = min(WARMUP, steps - 1)
     with tempfile.TemporaryDirectory(prefix="zero_peer_") as name:
         folder = Path(name)
         random_rows(folder / "tokens.safetensors", max(SCALE_ROWS, run.ranks * run.batch) * steps, run.seq)
-        command = [str(part) for part in command_of(run, steps, warmup, folder)]
+        command = [str(part) for part in command_of(run, steps, warmup, folder, before)]
         metrics = folder / "out/metrics.jsonl"
         with open(folder / "stdout", "w") as stdout, open(folder / "stderr", "w") as stderr:
             busy, stolen = cpu_seconds(cpus)
@@ -241,7 +244,7 @@ def make(run, steps, timeout, cpus):
             why = raw.get("error") or log or printed
             return dict(result, error=f"{why}\nexit code {process.returncode}".strip())
         result["raw"] = raw
-        if run.who != "ours":
+        if run.who not in ("ours", "before"):
             return dict(result, **measured_peer(raw))
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
         result["raw_steps"] = [{key: line[key] for key in ("step", "loss", "step_ms")} for line in lines]
@@ -255,9 +258,11 @@ def fail(message):
     sys.exit(2)
 
 
-def check_tools(runs):
+def check_tools(runs, before):
     if not OURS.exists():
         fail(f"{OURS} is missing: build it (leave --no-build out)")
+    if before and not before.exists():
+        fail(f"--before {before} is missing: expected an earlier build of the example gpt2_1_5b")
     if any(run.who == "deepspeed" for run in runs):
         missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool)]
         if missing:
@@ -278,6 +283,8 @@ def main():
     args = parse_arguments()
     batches = {"A": (2 * args.batch_a, args.batch_a), "B": (args.batch_b, args.batch_b)}
     groups = select(args.model, batches, args.peers, args.only, args.dtype)
+    if args.before:
+        groups = against_before(groups)
     rows = [row for group, _ in groups for row in group]
     runs = [run for _, group in groups for run in group]
     if not rows:
@@ -288,7 +295,7 @@ def main():
         return 0
     load = " ".join(f"{value:.2f}" for value in os.getloadavg())
     cpus = hold_to_two_cpus()
-    check_tools(runs)
+    check_tools(runs, args.before)
     header = dict(
         dtype=args.dtype,
         kind="header", date=datetime.datetime.now().astimezone().isoformat(timespec="minutes"),
@@ -309,7 +316,7 @@ def main():
             for number in range(1, args.rounds + 1):
                 for run in group:
                     made += 1
-                    result = make(run, args.steps, args.timeout, cpus)
+                    result = make(run, args.steps, args.timeout, cpus, args.before)
                     write(dict(kind="run", run=run.name, round=number, who=run.who, **result))
                     if "error" in result:
                         tail = "\n  ".join(result["error"].splitlines()[-15:])

@@ -131,10 +131,14 @@ fn masked(scores: &mut [f32], factor: f32, mask: Option<&[f32]>) -> f32 {
     1.0
 }
 
-/// Rounds each row of `columns` numbers to operands, and returns them.
-fn rounded<T: Operand>(numbers: &mut [f32], columns: usize) -> Matrix<'_, T> {
-    numbers.chunks_exact_mut(columns).for_each(T::round);
-    T::rounded(numbers, columns)
+/// Returns elements `seen` of a row, and clears the others.
+#[inline(always)]
+fn only<'a>(row: &'a mut [f32], seen: &Range<usize>) -> &'a mut [f32] {
+    let (row, hidden) = row.split_at_mut(seen.end);
+    hidden.fill(0.0);
+    let (hidden, row) = row.split_at_mut(seen.start);
+    hidden.fill(0.0);
+    row
 }
 
 /// Inputs of both directions.

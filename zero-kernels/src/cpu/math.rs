@@ -6,13 +6,20 @@
 /// Returns `e^x` to about one unit in the last place; 0 if the result is below the smallest normal number.
 #[inline(always)]
 pub fn exp(x: f32) -> f32 {
-    /// Logarithms of the smallest normal and of the largest number.
-    const LOWEST: f32 = -87.336_54;
+    /// Logarithm of the largest number.
     const HIGHEST: f32 = 88.722_83;
+    let y = exp_at_most_one(x);
+    if x > HIGHEST { f32::INFINITY } else { y }
+}
+
+/// Same as [`exp`], for an `x` that is at most 0 but for rounding: it does not check for overflow.
+#[inline(always)]
+pub fn exp_at_most_one(x: f32) -> f32 {
+    /// Logarithm of the smallest normal number.
+    const LOWEST: f32 = -87.336_54;
     let (n_bits, p) = reduced_exp(x);
     // 1 + p lies in [0.7, 1.42], and n is added to its exponent: 2^n alone may be out of range where the product is not.
     let y = f32::from_bits((1.0 + p).to_bits().wrapping_add(n_bits << 23));
-    let y = if x > HIGHEST { f32::INFINITY } else { y };
     if x < LOWEST { 0.0 } else { y }
 }
 

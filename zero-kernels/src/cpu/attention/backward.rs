@@ -1,10 +1,10 @@
 //! The backward pass.
 
 use super::{
-    Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, masked, rounded, store, with_scratch,
+    Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, masked, only, store, with_scratch,
 };
 use crate::cpu::check;
-use crate::cpu::math::exp;
+use crate::cpu::math::exp_at_most_one as exp;
 use crate::cpu::operand::Operand;
 use crate::cpu::parallel::spread;
 use crate::cpu::product::Write;
@@ -68,8 +68,9 @@ pub(super) fn backward_in<T: Operand>(
                         factor = T::product_here(scores, Write::Over, q, k.transposed(), scale);
                         T::product_here(slopes, Write::Over, g, v.transposed(), 1.0);
                         let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
-                        scores_gradients(scores, slopes, width, factor, mask, horizon, [&lse[rows.clone()], delta]);
-                        let (p, ds) = (rounded::<T>(scores, width), rounded::<T>(slopes, width));
+                        let of_rows = [&lse[rows.clone()], delta];
+                        scores_gradients(scores, slopes, width, factor, mask, horizon, of_rows, T::round);
+                        let (p, ds) = (T::rounded(scores, width), T::rounded(slopes, width));
                         let write_kv = Write::first(member == 0 && range.start < reached);
                         let part = range.start * head_width..range.end * head_width;
                         T::product_here(&mut sums_v[part.clone()], write_kv, p.transposed(), g, 1.0);
@@ -90,6 +91,17 @@ pub(super) fn backward_in<T: Operand>(
     });
 }
 
+/// Computes the softmax of a row of scores, and their gradients from those of the softmax.
+#[inline(always)]
+fn softmax_gradients(scores: &mut [f32], slopes: &mut [f32], factor: f32, mask: Option<&[f32]>, lse: f32, delta: f32) {
+    let factor = masked(scores, factor, mask);
+    for (score, slope) in scores.iter_mut().zip(slopes) {
+        let p = exp(score.mul_add(factor, -lse));
+        *score = p;
+        *slope = p * (*slope - delta);
+    }
+}
+
 vectorised! {
     /// Computes `out . g` for each row of a head's part.
     fn deltas<'a, T: Operand>(out: &'a [T], g: &'a [T], stride: usize, width: usize, delta: &'a mut [f32]) {
@@ -100,8 +112,8 @@ vectorised! {
         }
     }
 
-    /// Turns a block of scores, multiplied by `factor`, into the softmax, and the softmax's gradients into those of the scores. `of_rows`: the
-    /// log-sum-exp and the delta of each row.
+    /// Turns a block of scores, multiplied by `factor`, into the softmax, and the softmax's gradients into those of the scores, both rounded to
+    /// operands. `of_rows`: the log-sum-exp and the delta of each row.
     fn scores_gradients<'a>(
         scores: &'a mut [f32],
         slopes: &'a mut [f32],
@@ -110,24 +122,15 @@ vectorised! {
         mask: Option<&'a [f32]>,
         horizon: Horizon,
         of_rows: [&'a [f32]; 2],
+        round: fn(&mut [f32]),
     ) {
         let [lse, delta] = of_rows;
         let blocks = scores.chunks_exact_mut(width).zip(slopes.chunks_exact_mut(width));
         for (row, ((scores, slopes), (lse, delta))) in blocks.zip(lse.iter().zip(delta)).enumerate() {
             let seen = horizon.seen(row, width);
-            let [scores, slopes] = [scores, slopes].map(|row| {
-                let (row, hidden) = row.split_at_mut(seen.end);
-                hidden.fill(0.0);
-                let (hidden, row) = row.split_at_mut(seen.start);
-                hidden.fill(0.0);
-                row
-            });
-            let factor = masked(scores, factor, mask.map(|mask| &mask[seen.start..]));
-            for (score, slope) in scores.iter_mut().zip(slopes) {
-                let p = exp(score.mul_add(factor, -lse));
-                *score = p;
-                *slope = p * (*slope - delta);
-            }
+            softmax_gradients(only(scores, &seen), only(slopes, &seen), factor, mask.map(|mask| &mask[seen.start..]), *lse, *delta);
+            round(scores);
+            round(slopes);
         }
     }
 }

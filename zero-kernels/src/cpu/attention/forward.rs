@@ -1,8 +1,8 @@
 //! The forward pass.
 
-use super::{Blocks, Head, Horizon, Inputs, Shape, masked, rounded, store, with_scratch};
+use super::{Blocks, Head, Horizon, Inputs, Shape, masked, only, store, with_scratch};
 use crate::cpu::check;
-use crate::cpu::math::exp;
+use crate::cpu::math::exp_at_most_one as exp;
 use crate::cpu::operand::Operand;
 use crate::cpu::parallel::spread;
 use crate::cpu::product::Write;
@@ -43,8 +43,8 @@ pub(super) fn forward_in<T: Operand>(blocks: Blocks, inputs: Inputs<'_, T>, out:
                 let begun = block > 0;
                 let (mask, horizon) = (inputs.mask(head, &keys), inputs.horizon(&queries, &keys));
                 let gathered = Gathered { max, sum, sums, width: head_width };
-                fold(scores, keys.len(), factor, mask, horizon, gathered, begun);
-                let p = rounded::<T>(scores, keys.len());
+                fold(scores, keys.len(), factor, mask, horizon, gathered, begun, T::round);
+                let p = T::rounded(scores, keys.len());
                 T::product_here(sums, Write::first(!begun), p, inputs.values(head, &keys), 1.0);
             }
             finish(Gathered { max, sum, sums, width: head_width }, lse);
@@ -63,8 +63,8 @@ struct Gathered<'a> {
 }
 
 vectorised! {
-    /// Turns a block of scores, multiplied by `factor`, into its share of the softmax, and updates the running state; also the sums, if
-    /// earlier blocks have `begun` them.
+    /// Turns a block of scores, multiplied by `factor`, into its share of the softmax, rounded to operands, and updates the running state;
+    /// also the sums, if earlier blocks have `begun` them.
     fn fold<'a>(
         scores: &'a mut [f32],
         keys: usize,
@@ -73,15 +73,14 @@ vectorised! {
         horizon: Horizon,
         gathered: Gathered<'a>,
         begun: bool,
+        round: fn(&mut [f32]),
     ) {
         let Gathered { max, sum, sums, width } = gathered;
         let rows = scores.chunks_exact_mut(keys).zip(max.iter_mut().zip(sum)).zip(sums.chunks_exact_mut(width)).enumerate();
         for (row, ((scores, (max, sum)), sums)) in rows {
             let seen = horizon.seen(row, keys);
-            let (scores, hidden) = scores.split_at_mut(seen.end);
-            hidden.fill(0.0);
-            let (hidden, scores) = scores.split_at_mut(seen.start);
-            hidden.fill(0.0);
+            let all = scores;
+            let scores = only(all, &seen);
             let factor = masked(scores, factor, mask.map(|mask| &mask[seen.start..]));
             let before = *max;
             *max = larger(before, factor * largest(scores));
@@ -90,6 +89,7 @@ vectorised! {
             let rescale = exp(before - shift);
             let part = replace_and_sum(scores, |score| exp(score.mul_add(factor, -shift)));
             *sum = sum.mul_add(rescale, part);
+            round(all);
             if begun && rescale != 1.0 {
                 sums.iter_mut().for_each(|value| *value *= rescale);
             }

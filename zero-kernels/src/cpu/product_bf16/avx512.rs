@@ -54,9 +54,18 @@ macro_rules! tiles_of {
 
             #[inline(always)]
             unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; $columns]; ROWS], add: bool) {
-                debug_assert!(!add, "depth is never parted here");
-                // SAFETY: as above.
-                unsafe { multiply_tile::<{ $columns / LANES }, $columns>(a, b, sums) }
+                // SAFETY: an `Avx512` exists only where the CPU has the features; the array has these rows.
+                unsafe {
+                    multiply_tile::<{ $columns / LANES }, $columns>(a, b, sums.as_mut_ptr().cast(), $columns, add)
+                }
+            }
+
+            const WRITES_ROWS: bool = true;
+
+            #[inline(always)]
+            unsafe fn multiply_rows(self, a: &[u32], b: &[u32], out: *mut f32, stride: usize, add: bool) {
+                // SAFETY: as above; guaranteed by the caller.
+                unsafe { multiply_tile::<{ $columns / LANES }, $columns>(a, b, out, stride, add) }
             }
         }
     };
@@ -65,10 +74,21 @@ macro_rules! tiles_of {
 tiles_of!(48);
 tiles_of!(32);
 
-/// Computes the sums over the pairs of a panel of [`ROWS`] rows and one of `COLUMNS` columns, in `VECTORS` vectors.
+/// Computes the sums over the pairs of a panel of [`ROWS`] rows and one of `COLUMNS` columns, in `VECTORS` vectors, and writes them, or adds
+/// them if `add` is set, to rows of `out` that are `stride` apart.
+///
+/// # Safety
+///
+/// `out` has these rows, which nothing else reads or writes during the call.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
-fn multiply_tile<const VECTORS: usize, const COLUMNS: usize>(a: &[u32], b: &[u32], out: &mut [[f32; COLUMNS]; ROWS]) {
+unsafe fn multiply_tile<const VECTORS: usize, const COLUMNS: usize>(
+    a: &[u32],
+    b: &[u32],
+    out: *mut f32,
+    stride: usize,
+    add: bool,
+) {
     let mut sums = [[_mm512_setzero_ps(); VECTORS]; ROWS];
     for (a, b) in a.as_chunks::<ROWS>().0.iter().zip(b.as_chunks::<COLUMNS>().0) {
         let b = b.as_chunks::<LANES>().0;
@@ -84,10 +104,13 @@ fn multiply_tile<const VECTORS: usize, const COLUMNS: usize>(a: &[u32], b: &[u32
             }
         }
     }
-    for (out, sums) in out.iter_mut().zip(sums) {
-        for (out, sum) in out.as_chunks_mut::<LANES>().0.iter_mut().zip(sums) {
-            // SAFETY: the array has the sixteen elements that are written.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr(), sum) };
+    for (row, sums) in sums.into_iter().enumerate() {
+        for (vector, sum) in sums.into_iter().enumerate() {
+            // SAFETY: sixteen elements of a row of `out`, which the caller guarantees.
+            unsafe {
+                let out = out.add(row * stride + vector * LANES);
+                _mm512_storeu_ps(out, if add { _mm512_add_ps(_mm512_loadu_ps(out), sum) } else { sum });
+            }
         }
     }
 }

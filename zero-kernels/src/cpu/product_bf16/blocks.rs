@@ -72,6 +72,18 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     ///
     /// This thread holds the result of [`Tiles::begin`].
     unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R], add: bool);
+
+    /// Whether [`Tiles::multiply_rows`] is there.
+    const WRITES_ROWS: bool = false;
+
+    /// Same as [`Tiles::multiply`], with rows of sums that are `stride` apart.
+    ///
+    /// # Safety
+    ///
+    /// As there; `out` has these rows, and nothing else reads or writes them during the call.
+    unsafe fn multiply_rows(self, _a: &[u32], _b: &[u32], _out: *mut f32, _stride: usize, _add: bool) {
+        unreachable!("these tiles do not write rows")
+    }
 }
 
 thread_local! {
@@ -307,6 +319,15 @@ impl<const R: usize, const C: usize, T: Tiles<R, C>> NullaryFnOnce for Square<'_
                     if is_last {
                         // The target's memory takes about as long to arrive as the sums.
                         target.prefetch(a.first, b.first, R, C);
+                    }
+                    if T::WRITES_ROWS
+                        && !is_parted
+                        && (a.count, b.count) == (R, C)
+                        && let Some((out, stride, add)) = target.rows(a.first, b.first)
+                    {
+                        // SAFETY: begun above; these elements are where the lines of the two panels meet.
+                        unsafe { tiles.multiply_rows(a.data, b.data, out, stride, add) };
+                        continue;
                     }
                     let sums = &mut sums[if is_parted { at } else { 0 }];
                     // SAFETY: begun above.

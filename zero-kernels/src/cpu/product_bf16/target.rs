@@ -71,6 +71,15 @@ impl<'a> Target<'a> {
         }
     }
 
+    /// Returns the memory of the sums from an element on, the distance of its rows, and whether sums are added to it; `None` if they are
+    /// rounded.
+    #[inline(always)]
+    pub(super) fn rows(&self, row: usize, column: usize) -> Option<(*mut f32, usize, bool)> {
+        let Self::F32 { out, add } = self else { return None };
+        let (first, stride) = out.part(row, column).raw_parts();
+        Some((first, stride, *add))
+    }
+
     /// Writes `sums` to `row`, starting at `column`.
     ///
     /// # Safety
