@@ -8,9 +8,11 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 
+use parking_lot::Mutex;
 use zero_core::Buffer;
 use zero_core::offload::{
-    BufferPool, DiskError, PendingTransfer, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile, SwapFileOptions,
+    BufferPool, DiskError, EarlyReads, PendingTransfer, PoolOptions, Region, SwapBuffer, SwapDir, SwapFile,
+    SwapFileOptions,
 };
 
 use zero_kernels::cpu::buffer_of;
@@ -23,6 +25,8 @@ use zero_core::config::Disk;
 
 /// This rank's file, and the buffers for its data.
 pub struct SwapDisk {
+    /// Reads for the next update.
+    pub early: Mutex<EarlyReads>,
     /// The file.
     pub file: SwapFile,
     /// Buffers for transfers.
@@ -44,7 +48,7 @@ impl SwapDisk {
             pin_memory: settings.pin_memory,
             ..PoolOptions::default()
         })?;
-        Ok(Arc::new(Self { file, pool, settings: settings.clone() }))
+        Ok(Arc::new(Self { early: Mutex::default(), file, pool, settings: settings.clone() }))
     }
 
     /// Allocates space for a shard of `bytes`; its content is undefined until it is written.

@@ -70,6 +70,6 @@ pub use error::DiskError;
 pub use file::{SwapFile, SwapFileOptions};
 pub use folder::{SwapDir, free_bytes};
 pub use options::{AioOptions, EngineChoice};
-pub use pipeline::{Access, Item, Part, PipelineOptions, PipelineReport, Work, pipeline, pipeline_with};
+pub use pipeline::{Access, EarlyReads, Item, Part, PipelineOptions, PipelineReport, Work, pipeline, pipeline_with};
 pub use regions::Region;
 pub use transfer::PendingTransfer;

@@ -102,6 +102,46 @@ impl<E, F: FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>> Work<E> for F {
     }
 }
 
+/// Reads that are submitted before a pipeline begins, which takes their buffers instead of reading these regions again. Only that pipeline
+/// may write the regions meanwhile.
+#[derive(Debug, Default)]
+pub struct EarlyReads(Vec<(Region, PendingTransfer)>);
+
+impl EarlyReads {
+    /// Submits reads of `regions`, in order, while the pool has more than `spare` free buffers.
+    ///
+    /// # Errors
+    /// If the file refuses a read.
+    pub fn start(
+        file: &SwapFile,
+        pool: &BufferPool,
+        regions: impl IntoIterator<Item = Region>,
+        spare: usize,
+    ) -> Result<Self, DiskError> {
+        let mut reads = Vec::new();
+        for region in regions {
+            let Some(buffer) = (pool.free() > spare).then(|| pool.try_take_many(1)).flatten() else { break };
+            let reading = buffer.into_iter().map(|buffer| Ok((region, file.read(region, buffer)?)));
+            reads.extend(reading.collect::<Result<Vec<_>, _>>()?);
+        }
+        Ok(Self(reads))
+    }
+
+    fn holds(&self, part: &Part) -> bool {
+        part.access != Access::Write && self.0.iter().any(|(region, _)| *region == part.region)
+    }
+
+    fn take(&mut self, region: Region) -> Option<PendingTransfer> {
+        let at = self.0.iter().position(|(early, _)| *early == region)?;
+        Some(self.0.swap_remove(at).1)
+    }
+
+    /// Drops all reads, and returns whether there were any.
+    fn release(&mut self) -> bool {
+        !std::mem::take(&mut self.0).is_empty()
+    }
+}
+
 /// Reads every item, calls `compute` with its index and buffers, in order, and writes the parts that have changed. When it returns,
 /// everything is on the disk (as far as the kernel knows).
 ///
@@ -115,10 +155,10 @@ pub fn pipeline<E: From<DiskError>>(
     options: &PipelineOptions,
     mut compute: impl FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>,
 ) -> Result<PipelineReport, E> {
-    pipeline_with(file, pool, items, options, &mut compute)
+    pipeline_with(file, pool, items, options, EarlyReads::default(), &mut compute)
 }
 
-/// Same as [`pipeline()`], with work that is notified of completed writes.
+/// Same as [`pipeline()`], with reads that have been submitted before, and with work that is notified of completed writes.
 ///
 /// # Errors
 /// Same as [`pipeline()`].
@@ -127,6 +167,7 @@ pub fn pipeline_with<E: From<DiskError>>(
     pool: &BufferPool,
     items: &[Item],
     options: &PipelineOptions,
+    early: EarlyReads,
     work: &mut impl Work<E>,
 ) -> Result<PipelineReport, E> {
     let needed = items.iter().map(|item| item.parts.len()).max().unwrap_or(0);
@@ -135,7 +176,7 @@ pub fn pipeline_with<E: From<DiskError>>(
     }
     let (ahead, behind, written) = (VecDeque::new(), VecDeque::new(), VecDeque::new());
     let mut run =
-        Flow { file, pool, items, options, next: 0, ahead, behind, written, report: PipelineReport::default() };
+        Flow { file, pool, items, options, early, next: 0, ahead, behind, written, report: PipelineReport::default() };
     let start = Instant::now();
     for (index, item) in items.iter().enumerate() {
         run.read_ahead(index, false)?;
@@ -174,6 +215,7 @@ struct Flow<'a> {
     pool: &'a BufferPool,
     items: &'a [Item],
     options: &'a PipelineOptions,
+    early: EarlyReads,
     /// The first item whose reads have not been submitted.
     next: usize,
     /// Items from the current one to `next`.
@@ -199,22 +241,30 @@ impl Flow<'_> {
         while self.next < self.items.len() && (self.next <= current || self.options.pipeline_read) {
             let (items, index) = (self.items, self.next);
             let parts = &items[index].parts;
-            let buffers = if self.must_wait(index, current) { None } else { self.pool.try_take_many(parts.len()) };
+            let needed = parts.iter().filter(|part| !self.early.holds(part)).count();
+            let buffers = if self.must_wait(index, current) { None } else { self.pool.try_take_many(needed) };
             let buffers = match buffers {
                 Some(buffers) => buffers,
                 None if index > current || !waits => break,
-                None if self.finish_oldest_write()? => continue,
+                None if self.finish_oldest_write()? || self.early.release() => continue,
                 // Other users of the pool have them.
                 None => {
                     let begin = Instant::now();
-                    let buffers = self.pool.take_many(parts.len(), self.options.limit)?;
+                    let buffers = self.pool.take_many(needed, self.options.limit)?;
                     self.report.writing += begin.elapsed();
                     buffers
                 }
             };
-            let mut loading = Vec::with_capacity(parts.len());
-            for (part, mut buffer) in parts.iter().zip(buffers) {
+            let (mut loading, mut buffers) = (Vec::with_capacity(parts.len()), buffers.into_iter());
+            for part in parts {
+                if self.early.holds(part) {
+                    loading.extend(self.early.take(part.region).map(Loading::Reading));
+                    continue;
+                }
+                let mut buffer = buffers.next().expect("one was taken for each part that is not read early");
                 loading.push(if part.access == Access::Write {
+                    // It would be stale for a later item.
+                    drop(self.early.take(part.region));
                     // Checked before the compute, so that the write is not refused after it.
                     self.file.check(&part.region, &buffer)?;
                     buffer.set_len(part.region.bytes());

@@ -7,7 +7,7 @@ mod door;
 mod port;
 
 use std::net::TcpListener;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use door::{hello, stranger};
@@ -164,9 +164,15 @@ fn a_late_rank_is_named_within_the_deadline() {
 
 #[test]
 fn a_rank_that_ends_or_aborts_is_named() {
+    // The first of the others to see it ends too, but not before the second has seen it.
+    let both = Barrier::new(2);
     let errors = on_ranks(3, &options(PATIENT), |comm| match comm.rank() {
         1 => None,
-        _ => comm.barrier().err(),
+        _ => {
+            let error = comm.barrier().err();
+            both.wait();
+            error
+        }
     });
     for rank in [0, 2] {
         assert!(matches!(errors[rank], Some(CommError::PeerLeft { peer: 1, .. })), "{errors:?}");

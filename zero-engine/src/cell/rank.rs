@@ -296,6 +296,10 @@ impl<B: Backend> Rank<B> {
                 mark(slot).store(stays, Ordering::Relaxed);
             }
         }
+        // The gradient that comes last is used at once: the next forward pass would wait until it is read back from the disk.
+        if let Some(first) = trained.first().filter(|_| self.config.offload.optimizer == Tier::Disk && B::is_host()) {
+            first.offload.gradient_stays.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Returns where an input of `bytes` bytes of a checkpointed block is kept, or `None` if it stays with the backend.

@@ -17,13 +17,13 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use parking_lot::Mutex;
 use zero_core::CommError;
 use zero_core::collective::threads::panic_reason;
-use zero_core::offload::{Access, DiskError, Item, Part, SwapBuffer, Work, pipeline_with};
+use zero_core::offload::{Access, DiskError, EarlyReads, Item, Part, Region, SwapBuffer, Work, pipeline_with};
 
 use super::{Array, Job};
 use crate::backend::Backend;
 use crate::cell::deadline::Deadline;
 use crate::cell::rank::Rank;
-use crate::tier::SwapDisk;
+use crate::tier::{OnDisk, SwapDisk};
 use crate::worker::Worker;
 
 /// The pipeline moves ranges of a multiple of this many elements, so that each array's ranges begin at offsets that the disk accepts, in
@@ -42,8 +42,7 @@ struct Layout {
 
 impl Layout {
     fn new<B: Backend>(disk: &SwapDisk, jobs: &[Job<B>]) -> Self {
-        let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
-        let stretch = most.max(GRAIN);
+        let stretch = stretch(disk);
         let mut layout = Self::default();
         for (job_index, job) in jobs.iter().enumerate() {
             let arrays = job.arrays();
@@ -69,6 +68,42 @@ impl Layout {
         }
         layout
     }
+}
+
+/// Returns the number of elements of an item.
+fn stretch(disk: &SwapDisk) -> usize {
+    let most = disk.settings.sub_group_size.min(disk.pool.buffer_bytes() / 4) / GRAIN * GRAIN;
+    most.max(GRAIN)
+}
+
+/// Returns the regions that the update of the next step reads first, at most `most`: parts of what these jobs keep on the disk, each with
+/// the handle that keeps it allocated.
+fn next_reads<B: Backend>(disk: &SwapDisk, jobs: &[Job<B>], most: usize) -> Vec<(Arc<OnDisk>, Region)> {
+    let mut regions = Vec::new();
+    for job in jobs {
+        let arrays = job.arrays();
+        // The 16-bit copy comes last, and is only written.
+        let kept = &arrays[..arrays.len() - usize::from(job.copy.is_some())];
+        let mut parts: Vec<_> = kept
+            .iter()
+            .filter_map(|(home, size, access)| match home {
+                Array::Disk { stored, .. } if *access != Access::Read => {
+                    let stored = stored.clone();
+                    Some(stored.region().parts(stretch(disk) * size).map(move |part| (stored.clone(), part)))
+                }
+                _ => None,
+            })
+            .collect();
+        while regions.len() < most {
+            let before = regions.len();
+            regions.extend(parts.iter_mut().filter_map(Iterator::next));
+            if regions.len() == before {
+                break;
+            }
+        }
+    }
+    regions.truncate(most);
+    regions
 }
 
 /// The reason why a pipeline ended early.
@@ -149,7 +184,8 @@ pub fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<Ve
             None => while running.meanwhile()? {},
             Some(disk) => {
                 let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
-                pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), &mut running)?;
+                let early = std::mem::take(&mut *disk.early.lock());
+                pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), early, &mut running)?;
             }
         }
         let mut halfway = running.halfway;
@@ -168,6 +204,21 @@ pub fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<Ve
         cell.settle(Err(error.clone()));
     }
     Err(error)
+}
+
+/// Runs the last pass of each update, and starts to read what the next step's updates read first: half of the buffers wait for it with
+/// their data, while the ranks compute.
+fn run_and_read_on<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<(), CommError> {
+    let disk = rank.disk.as_deref().filter(|disk| disk.settings.pipeline_read);
+    let spare = disk.map_or(0, |disk| disk.pool.count().div_ceil(2));
+    let next = disk.map(|disk| next_reads(disk, &jobs, disk.pool.count() - spare));
+    run_jobs(jobs, rank)?;
+    if let Some((disk, next)) = disk.zip(next) {
+        let early = EarlyReads::start(&disk.file, &disk.pool, next.iter().map(|(_, region)| *region), spare);
+        let reason = |error: DiskError| CommError::Disk { rank: rank.place.rank, reason: error.to_string().into() };
+        *disk.early.lock() = early.map_err(reason)?;
+    }
+    Ok(())
 }
 
 /// The input of an update thread, and the channel for its result.
@@ -201,12 +252,12 @@ impl<B: Backend> Updates<B> {
             for (jobs, rank, reply) in inbox {
                 let stream = B::stream();
                 let ended = match &pool {
-                    Ok(pool) => pool.install(|| B::in_stream(stream, || run_jobs(jobs, &rank))),
+                    Ok(pool) => pool.install(|| B::in_stream(stream, || run_and_read_on(jobs, &rank))),
                     // The system provides no more threads: use this one.
-                    Err(_) => run_jobs(jobs, &rank),
+                    Err(_) => run_and_read_on(jobs, &rank),
                 };
                 // Whoever waited may have been stopped.
-                let _ = reply.send(ended.map(drop));
+                let _ = reply.send(ended);
             }
         });
         Ok(())

@@ -49,7 +49,12 @@ impl MemoryNeed {
                 state.optimizer = stays(of_state, state.optimizer);
                 // At stage 1, gradients are reduced at the end of the backward pass: until then, full gradients stay on the backend.
                 let leave = stage.shards_gradients();
-                state.gradients = if leave { stays(of_gradients, state.gradients) } else { state.gradients };
+                // The first parameter's gradient, which comes last, stays in memory until its update. In a step of one micro-batch, nothing
+                // large is left beside it.
+                let first = profile.parameters.first().map_or(0, |&first| first as u64 * precision(plan).gradient);
+                let first = if plan.batch.accumulation > 1 { first / plan.shards() as u64 } else { 0 };
+                let stays = stays(of_gradients, state.gradients).max(first.min(state.gradients));
+                state.gradients = if leave { stays } else { state.gradients };
             }
             if plan.offload_param.as_ref().is_some_and(|offload| is_there(&offload.device)) {
                 state.parameters = 0;

@@ -102,13 +102,16 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let ([of_gradients, of_state], offload) = (config.offloaded_shares(), config.offload);
     let micro_batches = plan.batch.accumulation as f64;
     let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
-    // Two moments, each read and written; a gradient written with each micro-batch and read once.
-    let optimizer = on_disk(offload.optimizer) * (16.0 * of_state + (4.0 * micro_batches + 4.0) * of_gradients);
+    // Two moments, each read and written.
+    let optimizer = on_disk(offload.optimizer) * 16.0 * of_state;
+    // A gradient, but for the first parameter's, is written with each micro-batch and read once.
+    let leaving = profile.num_trained() - profile.parameters.first().copied().unwrap_or(0);
+    let gradients = on_disk(offload.optimizer) * (4.0 * micro_batches + 4.0) * of_gradients * leaving as f64;
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
     let frozen =
         on_disk(offload.parameters) * 2.0 * micro_batches * profile.frozen_bytes(|numel| 4 * numel, |_| true) as f64;
-    profile.num_trained() as f64 * (optimizer + parameters) + frozen
+    profile.num_trained() as f64 * (optimizer + parameters) + gradients + frozen
 }
 
 /// Returns the floating-point operations per second of a matrix product on all cores.
