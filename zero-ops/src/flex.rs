@@ -20,8 +20,8 @@ use crate::backend::{FusedBackend, implement, ty};
 use crate::cpu::attention::{Inputs, Results, Rows, RowsMut};
 use crate::cpu::half::{Half, narrowed, widened};
 use crate::cpu::{
-    Matrix, Operand, attention, buffer, buffer_of, cross_entropy, embedding, layer_norm, linear, product_bf16,
-    rms_norm, rotary, swiglu,
+    Matrix, Operand, attention, buffer, buffer_of, cross_entropy, cross_entropy::WeightGradient, embedding, layer_norm,
+    linear, product_bf16, rms_norm, rotary, swiglu,
 };
 use crate::fallback;
 use crate::options::{AttentionOptions, Gelu};
@@ -417,10 +417,9 @@ implement! {
         let _span = tracing::trace_span!("scale").entered();
         // Usually 1: the loss was not scaled.
         let unscaled = widen(factor.clone()).to_contiguous().as_slice::<f32>() == Some(&[1.0]);
-        let own = x.dtype().into();
-        let x = if unscaled { x } else { fallback::scaled_by::<Self>(x, factor, own) };
+        let x = if unscaled { x } else { fallback::scaled_by::<Self>(widen(x), widen(factor), FloatDType::F32) };
         match dtype {
-            _ if dtype == own => x,
+            _ if dtype == x.dtype().into() => x,
             FloatDType::BF16 | FloatDType::F16 if are_f32([&x]) => narrow(x, dtype.into()),
             _ => Self::float_cast(x, dtype),
         }
@@ -446,7 +445,7 @@ fn cross_entropy_of<T: Operand + Element + Pod>(
     weight: FlexTensor,
     targets: FlexTensor,
     ignored: Option<i64>,
-    gradients: Option<(&mut [f32], &mut [f32])>,
+    gradients: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> FlexTensor {
     let ([rows, width], [vocabulary, _]) = (dims(&x), dims(&weight));
     let shape = cross_entropy::Shape { rows, width, vocabulary };
@@ -469,16 +468,35 @@ fn cross_entropy_with(
     if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
         return cross_entropy_with(&widen(x), &widen(weight), &targets, ignored, of_weight);
     }
-    let ([n, d], [v, _]) = (dims(&x), dims(&weight));
-    let of = match x.dtype() {
-        DType::BF16 => cross_entropy_of::<half::bf16>,
-        DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>,
+    Some(match x.dtype() {
+        DType::BF16 => gradients_of::<half::bf16>(x, weight, targets, ignored, of_weight),
+        DType::F32 if are_f32([&weight]) => gradients_of::<f32>(x, weight, targets, ignored, of_weight),
         _ => return None,
-    };
-    let v = if of_weight { v } else { 0 };
-    let (mut dx, mut d_weight) = (buffer(n * d), buffer(v * d));
-    let loss = of(x, weight, targets, ignored, Some((&mut dx, &mut d_weight)));
-    Some((loss, tensor(dx, [n, d]), tensor(d_weight, [v, d])))
+    })
+}
+
+/// Returns the loss with its gradients. That of the weight has the weight's type if it is one sum per element, and otherwise is in fp32.
+fn gradients_of<T: Operand + Element + Pod>(
+    x: FlexTensor,
+    weight: FlexTensor,
+    targets: FlexTensor,
+    ignored: Option<i64>,
+    of_weight: bool,
+) -> (FlexTensor, FlexTensor, FlexTensor) {
+    let ([rows, width], [vocabulary, _]) = (dims(&x), dims(&weight));
+    let shape = cross_entropy::Shape { rows, width, vocabulary };
+    let mut dx = buffer(rows * width);
+    if of_weight && cross_entropy::is_one_chunk::<T>(shape) {
+        let mut d_weight = buffer_of::<T>(vocabulary * width);
+        let gradients = (&mut dx[..], WeightGradient::Rounded(&mut d_weight));
+        let loss = cross_entropy_of::<T>(x, weight, targets, ignored, Some(gradients));
+        return (loss, tensor(dx, [rows, width]), tensor(d_weight, [vocabulary, width]));
+    }
+    let vocabulary = if of_weight { vocabulary } else { 0 };
+    let mut d_weight = buffer(vocabulary * width);
+    let gradients = (&mut dx[..], WeightGradient::Sums(&mut d_weight));
+    let loss = cross_entropy_of::<T>(x, weight, targets, ignored, Some(gradients));
+    (loss, tensor(dx, [rows, width]), tensor(d_weight, [vocabulary, width]))
 }
 
 /// Computes attention of query, key and value, or of all three in packed rows.

@@ -24,10 +24,38 @@ pub struct Shape {
     pub vocabulary: usize,
 }
 
+/// The buffer for the gradient of the weights.
+#[derive(Debug)]
+pub enum WeightGradient<'a, T> {
+    /// In f32; empty if it is not wanted.
+    Sums(&'a mut [f32]),
+    /// Rounded to the operands' type, if the rows are one chunk ([`is_one_chunk`]).
+    Rounded(&'a mut [T]),
+}
+
+impl<T> WeightGradient<'_, T> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Sums(values) => values.len(),
+            Self::Rounded(values) => values.len(),
+        }
+    }
+}
+
+/// Returns whether [`forward_backward`] computes all rows at once, so that the gradient of the weights can be rounded as it is written.
+pub fn is_one_chunk<T: Operand>(shape: Shape) -> bool {
+    shape.rows <= chunk_rows::<T>(shape.vocabulary)
+}
+
+/// Returns the most rows of a chunk.
+fn chunk_rows<T: Operand>(vocabulary: usize) -> usize {
+    (T::CHUNK / vocabulary.max(1)).max(LEAST_ROWS)
+}
+
 /// Returns the mean over rows, in nats, of `-ln softmax(x w^T)[target]`, and writes its gradients if `grads` are given.
 ///
 /// Rows whose target is `ignored` do not count. If no row is left, the loss and the gradients are 0. Operands in bfloat16
-/// are multiplied in bfloat16; logits, sums and gradients are f32.
+/// are multiplied in bfloat16; logits and sums are f32.
 ///
 /// # Shapes
 ///
@@ -36,16 +64,16 @@ pub struct Shape {
 ///
 /// # Panics
 ///
-/// If the lengths do not match, or a target that is not `ignored` is outside of `0..v`.
+/// If the lengths do not match, a target that is not `ignored` is outside of `0..v`, or a gradient over several chunks is to be rounded.
 pub fn forward_backward<T: Operand>(
     shape: Shape,
     x: &[T],
     w: &[T],
     targets: &[i64],
     ignored: Option<i64>,
-    grads: Option<(&mut [f32], &mut [f32])>,
+    grads: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> f32 {
-    let rows = (T::CHUNK / shape.vocabulary.max(1)).max(LEAST_ROWS);
+    let rows = chunk_rows::<T>(shape.vocabulary);
     by_chunks(rows, shape, x, w, targets, ignored, grads)
 }
 
@@ -56,7 +84,7 @@ fn by_chunks<T: Operand>(
     w: &[T],
     targets: &[i64],
     ignored: Option<i64>,
-    mut grads: Option<(&mut [f32], &mut [f32])>,
+    mut grads: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> f32 {
     let Shape { rows: n, width: d, vocabulary: v } = shape;
     check_rows("cross-entropy", "x", x.len(), n, d);
@@ -64,7 +92,7 @@ fn by_chunks<T: Operand>(
     check_rows("cross-entropy", "targets", targets.len(), n, 1);
     if let Some((dx, dw)) = &grads {
         check_rows("cross-entropy", "dx", dx.len(), n, d);
-        if !dw.is_empty() {
+        if dw.len() > 0 {
             check_rows("cross-entropy", "dw", dw.len(), v, d);
         }
     }
@@ -76,13 +104,18 @@ fn by_chunks<T: Operand>(
     if count == 0 {
         if let Some((dx, dw)) = grads {
             dx.fill(0.0);
-            dw.fill(0.0);
+            match dw {
+                WeightGradient::Sums(dw) => dw.fill(0.0),
+                WeightGradient::Rounded(dw) => dw.fill(T::ZERO),
+            }
         }
         return 0.0;
     }
     // Equal chunks: a small last one would make its products slow.
     let chunks = n.div_ceil(rows);
     let rows = n.div_ceil(chunks);
+    let is_rounded = matches!(grads, Some((_, WeightGradient::Rounded(_))));
+    assert!(chunks == 1 || !is_rounded, "cross-entropy: a gradient over {chunks} chunks of rows is summed in f32");
     let mut logits = buffer(rows * v);
     let mut losses = vec![0f32; n];
     let w = Matrix::new(w, v, d);
@@ -97,8 +130,10 @@ fn by_chunks<T: Operand>(
         if let Some((dx, dw)) = &mut grads {
             let p = T::rounded(logits, v);
             T::product(&mut dx[first * d..end * d], Write::Over, p, w);
-            if !dw.is_empty() {
-                T::product(dw, Write::first(first == 0), p.transposed(), x);
+            match dw {
+                WeightGradient::Sums([]) => {}
+                WeightGradient::Sums(dw) => T::product(dw, Write::first(first == 0), p.transposed(), x),
+                WeightGradient::Rounded(dw) => T::product_rounded(dw, p.transposed(), x),
             }
         }
     }
@@ -154,6 +189,7 @@ vectorised! {
 mod tests {
     use half::bf16;
 
+    use super::WeightGradient::Sums;
     use super::*;
     use crate::cpu::half::{narrowed, widened};
     use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
@@ -196,14 +232,14 @@ mod tests {
                 let (loss64, dx64, dw64) = reference(shape, &wide(&x), &wide(&w), &targets);
                 for rows in [1, 7, 64] {
                     let (mut dx, mut dw) = (vec![f32::NAN; n * d], vec![f32::NAN; v * d]);
-                    let loss = by_chunks(rows, shape, &x, &w, &targets, IGNORED, Some((&mut dx, &mut dw)));
+                    let loss = by_chunks(rows, shape, &x, &w, &targets, IGNORED, Some((&mut dx, Sums(&mut dw))));
                     assert_close("loss", &[loss], &[loss64], 1e-5);
                     assert_close("dx", &dx, &dx64, 1e-5);
                     assert_close("dw", &dw, &dw64, 1e-5);
                     let alone = by_chunks(rows, shape, &x, &w, &targets, IGNORED, None);
                     assert_eq!(alone, loss, "without gradients");
                     let mut dx_alone = vec![f32::NAN; n * d];
-                    let grads = Some((&mut dx_alone[..], &mut [][..]));
+                    let grads = Some((&mut dx_alone[..], Sums(&mut [])));
                     assert_eq!(by_chunks(rows, shape, &x, &w, &targets, IGNORED, grads), loss, "of a frozen weight");
                     assert_eq!(dx_alone, dx);
                     let tolerable = |x: &[f64], w: &[f64]| reference(shape, x, w, &targets).0;
@@ -218,7 +254,7 @@ mod tests {
     fn with_every_row_ignored_all_is_zero() {
         let shape = Shape { rows: 2, width: 3, vocabulary: 4 };
         let (mut dx, mut dw) = (vec![f32::NAN; 6], vec![f32::NAN; 12]);
-        let grads = Some((&mut dx[..], &mut dw[..]));
+        let grads = Some((&mut dx[..], Sums(&mut dw)));
         assert_eq!(forward_backward(shape, &[1.0; 6], &[1.0; 12], &[-100; 2], IGNORED, grads), 0.0);
         assert!(dx.iter().chain(&dw).all(|value| *value == 0.0));
     }
@@ -227,7 +263,7 @@ mod tests {
     fn large_logits_do_not_overflow() {
         let shape = Shape { rows: 1, width: 1, vocabulary: 3 };
         let (mut dx, mut dw) = ([0.0], [0.0; 3]);
-        let loss = forward_backward(shape, &[1e4], &[3.0, -3.0, 2.0], &[2], None, Some((&mut dx[..], &mut dw[..])));
+        let loss = forward_backward(shape, &[1e4], &[3.0, -3.0, 2.0], &[2], None, Some((&mut dx[..], Sums(&mut dw))));
         assert_eq!((loss, dw), (1e4, [1e4, 0.0, -1e4]));
     }
 
@@ -238,7 +274,7 @@ mod tests {
         let (x, w, targets) = (numbers(n * d, 1), numbers(v * d, 2), targets(n, v));
         same_bits(|| {
             let (mut dx, mut dw) = (vec![0.0; n * d], vec![0.0; v * d]);
-            let loss = by_chunks(40, shape, &x, &w, &targets, IGNORED, Some((&mut dx, &mut dw)));
+            let loss = by_chunks(40, shape, &x, &w, &targets, IGNORED, Some((&mut dx, Sums(&mut dw))));
             [vec![loss], dx, dw].concat()
         });
     }
@@ -265,10 +301,15 @@ mod tests {
         let (x, w) = (widened(&x16), widened(&w16));
         let (loss, dx, dw) = reference(shape, &wide(&x), &wide(&w), &targets);
         let (mut dx16, mut dw16) = (vec![0f32; dx.len()], vec![0f32; dw.len()]);
-        let got = by_chunks(3, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, &mut dw16)));
+        let got = by_chunks(3, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, Sums(&mut dw16))));
         assert_close("loss", &[got], &[loss], 1e-5);
         // The gradient of the logits is rounded to 8 bits.
         assert_close("dx", &dx16, &dx, 4e-3);
         assert_close("dw", &dw16, &dw, 4e-3);
+        // In one chunk, rounded as it is written: the same as sums that are rounded later.
+        let (mut sums, mut rounded) = (vec![0f32; dw.len()], vec![bf16::ZERO; dw.len()]);
+        by_chunks(7, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, Sums(&mut sums))));
+        by_chunks(7, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, WeightGradient::Rounded(&mut rounded))));
+        assert_eq!(rounded, narrowed::<bf16>(&sums));
     }
 }

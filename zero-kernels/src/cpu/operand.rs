@@ -14,6 +14,9 @@ pub trait Operand: Number {
     /// Computes `a b`, and adds it to `out` or overwrites `out`.
     #[doc(hidden)]
     fn product(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>);
+    /// Computes `a b`, rounded to operands.
+    #[doc(hidden)]
+    fn product_rounded(out: &mut [Self], a: Matrix<'_, Self>, b: Matrix<'_, Self>);
     /// Computes `a b` on this thread. Returns a factor, by which the caller multiplies the result to get that of `scale a b`.
     #[doc(hidden)]
     fn product_here(out: &mut [f32], write: Write, a: Matrix<'_, Self>, b: Matrix<'_, Self>, scale: f32) -> f32;
@@ -36,6 +39,10 @@ impl Operand for f32 {
         multiply_rows(out, write, a, b);
     }
 
+    fn product_rounded(out: &mut [f32], a: Matrix<'_>, b: Matrix<'_>) {
+        Self::product(out, Write::Over, a, b);
+    }
+
     fn product_here(out: &mut [f32], write: Write, a: Matrix<'_>, b: Matrix<'_>, scale: f32) -> f32 {
         multiply(out, write, a, b, scale, Parallelism::None);
         1.0
@@ -55,6 +62,10 @@ impl Operand for bf16 {
 
     fn product(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
         product_bf16::multiply(Out::F32 { data: out, add: write == Write::Add }, a, b, gemm_threads());
+    }
+
+    fn product_rounded(out: &mut [bf16], a: MatrixBf16<'_>, b: MatrixBf16<'_>) {
+        product_bf16::multiply(Out::Bf16 { data: out, begin: None }, a, b, gemm_threads());
     }
 
     fn product_here(out: &mut [f32], write: Write, a: MatrixBf16<'_>, b: MatrixBf16<'_>, scale: f32) -> f32 {

@@ -15,8 +15,8 @@ use zero_kernels::cpu::half::{Number, Plain};
 use zero_kernels::cpu::parallel::gemm_threads;
 use zero_kernels::cpu::product_bf16::{Begin, MatrixBf16, Out, is_native, multiply};
 use zero_kernels::cpu::{
-    Matrix, Operand, buffer, buffer_of, cross_entropy, dropout, embedding, gelu, layer_norm, linear, quantized,
-    rms_norm, rotary, swiglu,
+    Matrix, Operand, buffer, buffer_of, cross_entropy, cross_entropy::WeightGradient, dropout, embedding, gelu,
+    layer_norm, linear, quantized, rms_norm, rotary, swiglu,
 };
 use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
 
@@ -119,7 +119,8 @@ fn rows_of<T: Plain + Element + Pod>(table: &FlexTensor, ids: &[i64]) -> FlexTen
     tensor(out, [n, d])
 }
 
-/// Returns the loss and, if any gradient is wanted, those of x and of the weight, in fp32.
+/// Returns the loss and, if any gradient is wanted, those of x, in fp32, and of the weight: with the weight's type if it is one sum per
+/// element, otherwise in fp32.
 fn cross_entropy_of<T: Operand + Element + Pod>(
     x: &FlexTensor,
     weight: &FlexTensor,
@@ -134,10 +135,18 @@ fn cross_entropy_of<T: Operand + Element + Pod>(
         let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, None);
         return (tensor(vec![loss], [1]), Vec::new());
     }
+    let mut dx = buffer(rows * width);
+    if wanted[1] && cross_entropy::is_one_chunk::<T>(shape) {
+        let mut dw = buffer_of::<T>(vocabulary * width);
+        let gradients = Some((&mut dx[..], WeightGradient::Rounded(&mut dw)));
+        let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, gradients);
+        return (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])]);
+    }
     // A frozen weight has none.
     let vocabulary = if wanted[1] { vocabulary } else { 0 };
-    let (mut dx, mut dw) = (buffer(rows * width), buffer(vocabulary * width));
-    let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, Some((&mut dx, &mut dw)));
+    let mut dw = buffer(vocabulary * width);
+    let gradients = Some((&mut dx[..], WeightGradient::Sums(&mut dw)));
+    let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, gradients);
     (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
 }
 
@@ -354,8 +363,11 @@ impl Op {
         dtype: DType,
         wanted: &[bool],
     ) -> Vec<Option<FlexTensor>> {
-        // Cross-entropy has computed its gradients already.
-        if dtype == DType::BF16 && self.is_in_bf16() && !matches!(self, Op::CrossEntropy { .. }) {
+        if let Op::CrossEntropy { .. } = self {
+            let factor = values::<f32>(&widen(gradient))[0];
+            return kept.into_iter().map(|made| Some(scaled(made, factor, dtype))).collect();
+        }
+        if dtype == DType::BF16 && self.is_in_bf16() {
             return self.backward_in_bf16(&read, &kept, gradient, wanted);
         }
         let read = read.into_iter().map(|operand| operand.map(widen)).collect();
@@ -476,15 +488,20 @@ impl Op {
                 embedding::backward(ids, g, d, &mut table);
                 vec![Some(tensor(table, [*rows, d]))]
             }
-            Op::CrossEntropy { .. } => {
-                let factor = g[0];
-                // Usually 1: the loss was not scaled.
-                let scaled = |x| if factor == 1.0 { x } else { Flex::float_mul_scalar(x, factor.into()) };
-                kept.into_iter().map(|made| Some(scaled(made))).collect()
-            }
+            Op::CrossEntropy { .. } => unreachable!("its gradients are computed in the forward pass"),
             Op::Dropout(dropout) => vec![Some(dropped(*dropout, &gradient))],
         }
     }
+}
+
+/// Multiplies a gradient, which cross-entropy has computed in the forward pass, by the gradient of the loss, and converts it.
+fn scaled(made: FlexTensor, factor: f32, dtype: DType) -> FlexTensor {
+    // Usually 1: the loss was not scaled.
+    if factor == 1.0 && made.dtype() == dtype {
+        return made;
+    }
+    let made = widen(made);
+    narrow(if factor == 1.0 { made } else { Flex::float_mul_scalar(made, factor.into()) }, dtype)
 }
 
 fn turned(x: &FlexTensor, [cos, sin]: &[Arc<[f32]>; 2], pairs: usize, back: bool) -> FlexTensor {
