@@ -100,6 +100,8 @@ def rows_of(model, batch_one, batch_two, dtype):
         groups.append([alone("1,024 tokens, ", batch=1, seq=1024)])
         groups.append([against(peer, 3, 1.8, 2.5, "1,024 tokens, ", batch=1, seq=1024) for peer in ("deepspeed", "fsdp2")])
         groups += [[against("deepspeed", 3, 1.5, 2.0, f"{what}, ", offload=what)] for what in OFFLOAD]
+        on_disk = pair("ours", 3, offload="all on a disk")
+        groups.append([Row("B: 2 ranks x 1 thread, stage 3, disk to memory of ours", "speed", on_disk, pair("ours", 3), 0.9, 0.95)])
     if model == "A":
         for stage in (0, 3):
             one = Run("ours", model, stage, 1, 2, SCALE_ROWS, dtype)
