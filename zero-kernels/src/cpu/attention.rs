@@ -269,6 +269,16 @@ struct Head {
     index: usize,
 }
 
+/// The way from a block's products to its scores.
+#[derive(Clone, Copy)]
+struct Scoring<'a> {
+    /// Multiplied by the products.
+    factor: f32,
+    /// Added to each row, if there is one.
+    mask: Option<&'a [f32]>,
+    horizon: Horizon,
+}
+
 /// The position of a block of scores relative to the causal diagonal.
 #[derive(Clone, Copy)]
 struct Horizon {

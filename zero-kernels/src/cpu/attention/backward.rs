@@ -1,7 +1,7 @@
 //! The backward pass.
 
 use super::{
-    Blocks, Head, Horizon, Inputs, Results, Rows, RowsMut, Shape, check_rows, masked, only, store, with_scratch,
+    Blocks, Head, Inputs, Results, Rows, RowsMut, Scoring, Shape, check_rows, masked, only, store, with_scratch,
 };
 use crate::cpu::check;
 use crate::cpu::math::exp_at_most_one as exp;
@@ -69,7 +69,7 @@ pub(super) fn backward_in<T: Operand>(
                         T::product_here(slopes, Write::Over, g, v.transposed(), 1.0);
                         let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
                         let of_rows = [&lse[rows.clone()], delta];
-                        scores_gradients(scores, slopes, width, factor, mask, horizon, of_rows, T::round);
+                        scores_gradients(scores, slopes, width, Scoring { factor, mask, horizon }, of_rows, T::round);
                         let (p, ds) = (T::rounded(scores, width), T::rounded(slopes, width));
                         let write_kv = Write::first(member == 0 && range.start < reached);
                         let part = range.start * head_width..range.end * head_width;
@@ -112,19 +112,18 @@ vectorised! {
         }
     }
 
-    /// Turns a block of scores, multiplied by `factor`, into the softmax, and the softmax's gradients into those of the scores, both rounded to
+    /// Turns a block of products into the softmax, and the softmax's gradients into those of the scores, both rounded to
     /// operands. `of_rows`: the log-sum-exp and the delta of each row.
     fn scores_gradients<'a>(
         scores: &'a mut [f32],
         slopes: &'a mut [f32],
         width: usize,
-        factor: f32,
-        mask: Option<&'a [f32]>,
-        horizon: Horizon,
+        scoring: Scoring<'a>,
         of_rows: [&'a [f32]; 2],
         round: fn(&mut [f32]),
     ) {
         let [lse, delta] = of_rows;
+        let Scoring { factor, mask, horizon } = scoring;
         let blocks = scores.chunks_exact_mut(width).zip(slopes.chunks_exact_mut(width));
         for (row, ((scores, slopes), (lse, delta))) in blocks.zip(lse.iter().zip(delta)).enumerate() {
             let seen = horizon.seen(row, width);

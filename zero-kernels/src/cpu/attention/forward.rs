@@ -1,6 +1,6 @@
 //! The forward pass.
 
-use super::{Blocks, Head, Horizon, Inputs, Shape, masked, only, store, with_scratch};
+use super::{Blocks, Head, Inputs, Scoring, Shape, masked, only, store, with_scratch};
 use crate::cpu::check;
 use crate::cpu::math::exp_at_most_one as exp;
 use crate::cpu::operand::Operand;
@@ -43,7 +43,7 @@ pub(super) fn forward_in<T: Operand>(blocks: Blocks, inputs: Inputs<'_, T>, out:
                 let begun = block > 0;
                 let (mask, horizon) = (inputs.mask(head, &keys), inputs.horizon(&queries, &keys));
                 let gathered = Gathered { max, sum, sums, width: head_width };
-                fold(scores, keys.len(), factor, mask, horizon, gathered, begun, T::round);
+                fold(scores, keys.len(), Scoring { factor, mask, horizon }, gathered, begun, T::round);
                 let p = T::rounded(scores, keys.len());
                 T::product_here(sums, Write::first(!begun), p, inputs.values(head, &keys), 1.0);
             }
@@ -63,19 +63,18 @@ struct Gathered<'a> {
 }
 
 vectorised! {
-    /// Turns a block of scores, multiplied by `factor`, into its share of the softmax, rounded to operands, and updates the running state;
+    /// Turns a block of products into its share of the softmax, rounded to operands, and updates the running state;
     /// also the sums, if earlier blocks have `begun` them.
     fn fold<'a>(
         scores: &'a mut [f32],
         keys: usize,
-        factor: f32,
-        mask: Option<&'a [f32]>,
-        horizon: Horizon,
+        scoring: Scoring<'a>,
         gathered: Gathered<'a>,
         begun: bool,
         round: fn(&mut [f32]),
     ) {
         let Gathered { max, sum, sums, width } = gathered;
+        let Scoring { factor, mask, horizon } = scoring;
         let rows = scores.chunks_exact_mut(keys).zip(max.iter_mut().zip(sum)).zip(sums.chunks_exact_mut(width)).enumerate();
         for (row, ((scores, (max, sum)), sums)) in rows {
             let seen = horizon.seen(row, keys);
