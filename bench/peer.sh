@@ -3,7 +3,7 @@
 # Prints tables of tokens/s and peak memory, ratios with their minimums and goals, and the cost of more ranks.
 #   bench/peer.sh [--venv DIR] [--no-build] [OPTIONS]         all rows (hours); --list prints the rows, --help all options
 #   bench/peer.sh --model A --only 'torch$' --rounds 1        a quick look
-#   bench/peer.sh --before BINARY                           ours beside an earlier build of it, without the peers
+#   bench/peer.sh --before BINARY                            ours beside an earlier build of it; needs no peers
 #   bench/peer.sh --table FILE                                prints the tables of earlier results again
 # The peers are installed once (4 GB) from bench/peer/requirements.lock into DIR, default $ZERO_PEERS_VENV or
 # ~/.cache/zero-peers. An existing virtual environment that has them is used unchanged. Results are stored as one JSON line
@@ -39,11 +39,13 @@ while (($#)); do
     --table=*) exec python3 bench/peer/table.py "${1#*=}" ;;
     -h | --help) sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; echo; exec python3 bench/peer/run.py --help ;;
     --list) args+=("$1"); build=0 install=0 ;;
+    --before | --before=*) args+=("$1"); install=0 ;;
     *) args+=("$1") ;;
   esac
   shift
 done
-((install)) || exec python3 bench/peer/run.py "${args[@]}"
+build() { ((build == 0)) || cargo build --release --quiet -p zero-examples --example gpt2_1_5b; }
+((install)) || { build; exec python3 bench/peer/run.py "${args[@]}"; }
 
 stamp=$venv/.zero-peers # holds the list that was installed; empty while installing
 have() {
@@ -59,7 +61,7 @@ elif ! have; then
   echo "error: $venv lacks torch, transformers or deepspeed, and was not created by this command: pass another folder" >&2
   exit 2
 fi
-((build)) && cargo build --release --quiet -p zero-examples --example gpt2_1_5b
+build
 PATH=$(cd "$venv/bin" && pwd):$PATH # ninja is there
 export PATH
 exec python bench/peer/run.py "${args[@]}"

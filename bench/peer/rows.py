@@ -125,7 +125,7 @@ def select(models, batches, peers, only, dtype):
         for group in rows_of(model, *batches[model], dtype):
             rows = [row for row in group if all(run.who in ("ours", *peers) for run in (row.left, row.right))
                     and (only is None or only.search(row.name))]
-            runs = {run for row in rows for run in (row.left, row.right)}
+            runs = dict.fromkeys(run for row in rows for run in (row.left, row.right))
             if rows:
                 order = lambda run: (ORDER.index(f"{run.who} {run.stage}"), run.ranks)
                 selected.append((rows, sorted(runs, key=order)))

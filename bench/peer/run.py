@@ -261,8 +261,8 @@ def fail(message):
 def check_tools(runs, before):
     if not OURS.exists():
         fail(f"{OURS} is missing: build it (leave --no-build out)")
-    if before and not before.exists():
-        fail(f"--before {before} is missing: expected an earlier build of the example gpt2_1_5b")
+    if before and not before.is_file():
+        fail(f"--before {before}: no such file, expected an earlier build of the example gpt2_1_5b")
     if any(run.who == "deepspeed" for run in runs):
         missing = [tool for tool in ("g++", "ninja") if not shutil.which(tool)]
         if missing:
@@ -281,6 +281,7 @@ def check_tools(runs, before):
 
 def main():
     args = parse_arguments()
+    args.before = args.before and args.before.resolve()
     batches = {"A": (2 * args.batch_a, args.batch_a), "B": (args.batch_b, args.batch_b)}
     groups = select(args.model, batches, args.peers, args.only, args.dtype)
     if args.before:

@@ -88,7 +88,7 @@ fn what_is_written_is_told_in_order_while_the_rest_goes_on() {
             let items: Vec<Item> = regions.iter().map(|region| item(&[(*region, Access::Write)])).collect();
             let (computed, written, others) = (0, Vec::new(), 9);
             let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed, written, others };
-            pipeline_with(&setup.file, &pool, &items, &options, EarlyReads::default(), &mut work).unwrap();
+            pipeline_with(&setup.file, &pool, &items, &options, &mut EarlyReads::default(), &mut work).unwrap();
             let indices: Vec<usize> = work.written.iter().map(|(index, _)| *index).collect();
             assert_eq!(indices, (0..20).collect::<Vec<_>>(), "{way}");
             // Three buffers: when the fourth item is computed, the first has been written.
@@ -96,7 +96,7 @@ fn what_is_written_is_told_in_order_while_the_rest_goes_on() {
             assert_eq!(work.others, 0, "{way}");
             let (computed, written, others) = (0, Vec::new(), 2);
             let mut work = Fill { file: &setup.file, look: &look, regions: &regions, computed, written, others };
-            pipeline_with(&setup.file, &pool, &[], &options, EarlyReads::default(), &mut work).unwrap();
+            pipeline_with(&setup.file, &pool, &[], &options, &mut EarlyReads::default(), &mut work).unwrap();
             assert_eq!(work.others, 0, "without items, {way}");
         }
     }
@@ -114,7 +114,8 @@ fn every_overlap_gives_the_same_result_within_the_pool() {
                 let pool = pool(buffers, ELEMS * 4);
                 let regions = regions(&setup.file, 30);
                 fill(&setup.file, &pool, &regions);
-                let early = EarlyReads::start(&setup.file, &pool, regions[early].iter().copied(), buffers / 3).unwrap();
+                let mut early =
+                    EarlyReads::start(&setup.file, &pool, regions[early].iter().copied(), buffers / 3).unwrap();
                 // Each item: a gradient that is read, a moment that is updated, an output that is written.
                 let items: Vec<Item> = regions
                     .chunks(3)
@@ -140,7 +141,7 @@ fn every_overlap_gives_the_same_result_within_the_pool() {
                     }
                     Ok::<(), DiskError>(())
                 };
-                let report = pipeline_with(&setup.file, &pool, &items, &options, early, &mut step).unwrap();
+                let report = pipeline_with(&setup.file, &pool, &items, &options, &mut early, &mut step).unwrap();
                 assert_eq!(order, (0..10).collect::<Vec<_>>());
                 assert!(report.elapsed >= report.computing);
                 let expected = (0..10).flat_map(|index| {

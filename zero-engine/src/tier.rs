@@ -1,8 +1,8 @@
 //! Shards outside of the backend's memory: in host memory or in this rank's swap file, and handles to them.
 //!
 //! A shard that is [`OnDisk`] is transferred through a few buffers of constant size, several of them in flight, to or from memory that the
-//! caller provides. No thread holds a buffer while it waits for another one, so a rank's threads, and the ranks that read its shards, can
-//! share the pool.
+//! caller provides. No thread holds a buffer while it waits for another one, and reads for the next update take at most half of the buffers,
+//! so a rank's threads, and the ranks that read its shards, can share the pool.
 
 use std::collections::VecDeque;
 use std::ops::Range;

@@ -259,8 +259,8 @@ operations! {
     }
 
     /// Computes [`fused_linear_cross_entropy`](Self::fused_linear_cross_entropy), and returns also the gradients of the mean for `x` and
-    /// for `weight`. They are computed here because logits exist only now, and never all at once. For 16-bit operands they are in fp32: the
-    /// loss scale, without which they would vanish in fp16, is applied only in the backward pass.
+    /// for `weight`. They are computed here because logits exist only now, and never all at once. For fp16 operands they are in fp32: the
+    /// loss scale, without which they would vanish, is applied only in the backward pass. For bf16 operands that of `weight` may be in bf16.
     fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, ignored: (Option<i64>))
                                            -> float_float_float {
         fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored)

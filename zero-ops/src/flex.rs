@@ -417,7 +417,14 @@ implement! {
         let _span = tracing::trace_span!("scale").entered();
         // Usually 1: the loss was not scaled.
         let unscaled = widen(factor.clone()).to_contiguous().as_slice::<f32>() == Some(&[1.0]);
-        let x = if unscaled { x } else { fallback::scaled_by::<Self>(widen(x), widen(factor), FloatDType::F32) };
+        let x = match unscaled {
+            true => x,
+            false => {
+                let x = widen(x);
+                let own = x.dtype().into();
+                fallback::scaled_by::<Self>(x, widen(factor), own)
+            }
+        };
         match dtype {
             _ if dtype == x.dtype().into() => x,
             FloatDType::BF16 | FloatDType::F16 if are_f32([&x]) => narrow(x, dtype.into()),
@@ -475,7 +482,7 @@ fn cross_entropy_with(
     })
 }
 
-/// Returns the loss with its gradients. That of the weight has the weight's type if it is one sum per element, and otherwise is in fp32.
+/// Returns the loss with its gradients. That of the weight has the weight's type if the rows are one chunk, and otherwise is in fp32.
 fn gradients_of<T: Operand + Element + Pod>(
     x: FlexTensor,
     weight: FlexTensor,

@@ -136,7 +136,7 @@ impl SwapFile {
         Ok(regions.take(bytes).expect("the file has grown by what was missing"))
     }
 
-    /// Frees a region for reuse. Its transfers must have been waited for.
+    /// Frees a region for reuse. Its transfers must have been waited for, except reads whose results are discarded.
     ///
     /// # Errors
     /// [`DiskError::NotAllocated`] if it is not a region of this file, or has already been freed.

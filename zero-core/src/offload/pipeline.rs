@@ -8,7 +8,7 @@
 //! 3. *Behind*: its writes are submitted, with the same buffers. Buffers of completed writes return to the pool.
 //!
 //! The pool bounds the memory. No item waits for a buffer that a later one holds, since buffers are taken in order and for a full item at
-//! once. If none are free for the current item, the pipeline waits for the oldest write.
+//! once. If none are free for the current item, the pipeline waits for the oldest write, and then drops what was read early.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -102,8 +102,8 @@ impl<E, F: FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>> Work<E> for F {
     }
 }
 
-/// Reads that are submitted before a pipeline begins, which takes their buffers instead of reading these regions again. Only that pipeline
-/// may write the regions meanwhile.
+/// Reads that are submitted before a pipeline begins, which takes their buffers instead of reading these regions again. Only pipelines that
+/// are given these reads may write the regions meanwhile, in the same parts.
 #[derive(Debug, Default)]
 pub struct EarlyReads(Vec<(Region, PendingTransfer)>);
 
@@ -155,7 +155,7 @@ pub fn pipeline<E: From<DiskError>>(
     options: &PipelineOptions,
     mut compute: impl FnMut(usize, &mut [SwapBuffer]) -> Result<(), E>,
 ) -> Result<PipelineReport, E> {
-    pipeline_with(file, pool, items, options, EarlyReads::default(), &mut compute)
+    pipeline_with(file, pool, items, options, &mut EarlyReads::default(), &mut compute)
 }
 
 /// Same as [`pipeline()`], with reads that have been submitted before, and with work that is notified of completed writes.
@@ -167,7 +167,7 @@ pub fn pipeline_with<E: From<DiskError>>(
     pool: &BufferPool,
     items: &[Item],
     options: &PipelineOptions,
-    early: EarlyReads,
+    early: &mut EarlyReads,
     work: &mut impl Work<E>,
 ) -> Result<PipelineReport, E> {
     let needed = items.iter().map(|item| item.parts.len()).max().unwrap_or(0);
@@ -215,7 +215,7 @@ struct Flow<'a> {
     pool: &'a BufferPool,
     items: &'a [Item],
     options: &'a PipelineOptions,
-    early: EarlyReads,
+    early: &'a mut EarlyReads,
     /// The first item whose reads have not been submitted.
     next: usize,
     /// Items from the current one to `next`.

@@ -184,8 +184,17 @@ pub fn run_jobs<B: Backend>(jobs: Vec<Job<B>>, rank: &Arc<Rank<B>>) -> Result<Ve
             None => while running.meanwhile()? {},
             Some(disk) => {
                 let _span = tracing::trace_span!("update from disk", items = layout.items.len()).entered();
-                let early = std::mem::take(&mut *disk.early.lock());
-                pipeline_with(&disk.file, &disk.pool, &layout.items, &disk.settings.pipeline(), early, &mut running)?;
+                let mut early = std::mem::take(&mut *disk.early.lock());
+                pipeline_with(
+                    &disk.file,
+                    &disk.pool,
+                    &layout.items,
+                    &disk.settings.pipeline(),
+                    &mut early,
+                    &mut running,
+                )?;
+                // For the jobs of another pipeline of this step.
+                *disk.early.lock() = early;
             }
         }
         let mut halfway = running.halfway;

@@ -119,8 +119,8 @@ fn rows_of<T: Plain + Element + Pod>(table: &FlexTensor, ids: &[i64]) -> FlexTen
     tensor(out, [n, d])
 }
 
-/// Returns the loss and, if any gradient is wanted, those of x, in fp32, and of the weight: with the weight's type if it is one sum per
-/// element, otherwise in fp32.
+/// Returns the loss and, if any gradient is wanted, those of x, in fp32, and of the weight: with the weight's type if the rows are one
+/// chunk, otherwise in fp32.
 fn cross_entropy_of<T: Operand + Element + Pod>(
     x: &FlexTensor,
     weight: &FlexTensor,

@@ -105,8 +105,10 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     // Two moments, each read and written.
     let optimizer = on_disk(offload.optimizer) * 16.0 * of_state;
     // A gradient, but for the first parameter's, is written with each micro-batch and read once.
-    let leaving = profile.num_trained() - profile.parameters.first().copied().unwrap_or(0);
-    let gradients = on_disk(offload.optimizer) * (4.0 * micro_batches + 4.0) * of_gradients * leaving as f64;
+    let (all, first) = (profile.num_trained() as f64, profile.parameters.first().map_or(0.0, |&first| first as f64));
+    let stays_anyway = first <= (1.0 - of_gradients) * all;
+    let leaving = (of_gradients * all - if stays_anyway { 0.0 } else { first }).max(0.0);
+    let gradients = on_disk(offload.optimizer) * (4.0 * micro_batches + 4.0) * leaving;
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
     let frozen =

@@ -73,14 +73,14 @@ pub(super) unsafe trait Tiles<const R: usize, const C: usize>: Copy + Send + Syn
     /// This thread holds the result of [`Tiles::begin`].
     unsafe fn multiply(self, a: &[u32], b: &[u32], sums: &mut [[f32; C]; R], add: bool);
 
-    /// Whether [`Tiles::multiply_rows`] is there.
+    /// True if [`Tiles::multiply_rows`] is implemented.
     const WRITES_ROWS: bool = false;
 
     /// Same as [`Tiles::multiply`], with rows of sums that are `stride` apart.
     ///
     /// # Safety
     ///
-    /// As there; `out` has these rows, and nothing else reads or writes them during the call.
+    /// Same as [`Tiles::multiply`]; `out` has these rows, and nothing else reads or writes them during the call.
     unsafe fn multiply_rows(self, _a: &[u32], _b: &[u32], _out: *mut f32, _stride: usize, _add: bool) {
         unreachable!("these tiles do not write rows")
     }
