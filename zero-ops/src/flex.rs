@@ -637,3 +637,26 @@ fn inputs<'a, T: Element + Pod, const N: usize>(
     });
     Inputs { shape, q, k, v, key_mask }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns `values` as a vector of type `E`, scaled by `factor` to the same type.
+    fn scaled<E: Element + Pod>(values: &[E], factor: f32) -> Vec<E> {
+        let x = tensor(values.to_vec(), [1, values.len()]);
+        let dtype = x.dtype().into();
+        Flex::scaled_by(x, tensor(vec![factor], [1]), dtype).into_data().into_vec().unwrap()
+    }
+
+    #[test]
+    fn a_gradient_is_scaled_in_fp32_or_wider_and_keeps_its_type() {
+        let third = 1.0 / 3.0_f32;
+        assert_eq!(scaled(&[1.0 + 1e-12_f64, 3.0], 1.0), [1.0 + 1e-12, 3.0]);
+        assert_eq!(scaled(&[1.0 + 1e-12_f64, 3.0], third), [(1.0 + 1e-12) * f64::from(third), 3.0 * f64::from(third)]);
+        let values = [1.5_f32, -0.7, 1e-3].map(half::bf16::from_f32);
+        let expected = values.map(|value| half::bf16::from_f32(value.to_f32() * third));
+        assert_eq!(scaled(&values, third), expected);
+        assert_eq!(scaled(&values, 1.0), values);
+    }
+}
