@@ -125,12 +125,13 @@ fn compare(name: &str, run: &Run, rule: Rule, accumulation: usize) -> usize {
         if optimizer == Tier::Disk {
             let kinds =
                 [("gradients", got_bytes.gradients, bytes.gradients), ("state", got_bytes.optimizer, bytes.optimizer)];
-            // The embedding's gradient, which comes last, stays until its update; with several micro-batches, beside their sum.
+            // Where parameters are in memory, the embedding's gradient, which comes last, stays until its update; with several micro-batches,
+            // beside their sum.
             let first = (run.model.vocab_size * run.model.n_embd).div_ceil(run.ranks) * accumulation.min(2);
             let first = first * run.zero.gradient_dtype.unwrap_or(run.zero.param_dtype).size();
             for ((kind, here, all), leaves) in kinds.into_iter().zip(leaves) {
                 let stays = (1.0 - leaves) * all as f64;
-                let most = stays + if kind == "gradients" { first as f64 } else { 0.0 };
+                let most = stays + if kind == "gradients" && parameters == Tier::Memory { first as f64 } else { 0.0 };
                 println!("{name}: {here} bytes of the {kind} are in memory, of {stays} that may stay");
                 // Whole parameters stay, of which the largest is a sixth of the model: of much less than that perhaps none.
                 let enough = 1.0 - leaves < 0.09 || all == 0 || here as f64 > 0.8 * stays;

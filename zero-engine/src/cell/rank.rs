@@ -297,7 +297,9 @@ impl<B: Backend> Rank<B> {
             }
         }
         // The gradient that comes last is used at once: the next forward pass would wait until it is read back from the disk.
-        if let Some(first) = trained.first().filter(|_| self.config.offload.optimizer == Tier::Disk && B::is_host()) {
+        let offload = &self.config.offload;
+        let is_kept = (offload.optimizer, offload.parameters) == (Tier::Disk, Tier::Memory) && B::is_host();
+        if let Some(first) = trained.first().filter(|_| is_kept) {
             first.offload.gradient_stays.store(true, Ordering::Relaxed);
         }
     }

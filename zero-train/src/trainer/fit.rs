@@ -52,7 +52,8 @@ impl MemoryNeed {
                 // The first parameter's gradient, which comes last, stays in memory until its update. In a step of one micro-batch, nothing
                 // large is left beside it.
                 let first = profile.parameters.first().map_or(0, |&first| first as u64 * precision(plan).gradient);
-                let is_beside = backend == BackendChoice::Cpu && plan.batch.accumulation > 1;
+                let is_kept = backend == BackendChoice::Cpu && plan.offload_param.is_none();
+                let is_beside = is_kept && plan.batch.accumulation > 1;
                 let first = if is_beside { first / plan.shards() as u64 } else { 0 };
                 let stays = stays(of_gradients, state.gradients).max(first.min(state.gradients));
                 state.gradients = if leave { stays } else { state.gradients };

@@ -104,10 +104,10 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     let on_disk = |tier| f64::from(u8::from(tier == Tier::Disk));
     // Two moments, each read and written.
     let optimizer = on_disk(offload.optimizer) * 16.0 * of_state;
-    // A gradient, but for the first parameter's, is written with each micro-batch and read once.
+    // A gradient, but for the first parameter's if parameters are in memory, is written with each micro-batch and read once.
     let (all, first) = (profile.num_trained() as f64, profile.parameters.first().map_or(0.0, |&first| first as f64));
-    let stays_anyway = first <= (1.0 - of_gradients) * all;
-    let leaving = (of_gradients * all - if stays_anyway { 0.0 } else { first }).max(0.0);
+    let is_counted = first <= (1.0 - of_gradients) * all || offload.parameters != Tier::Memory;
+    let leaving = (of_gradients * all - if is_counted { 0.0 } else { first }).max(0.0);
     let gradients = on_disk(offload.optimizer) * (4.0 * micro_batches + 4.0) * leaving;
     // Gathered forward and backward of each micro-batch, by one rank for all; read and written by the update.
     let parameters = on_disk(offload.parameters) * (8.0 * micro_batches + 8.0);
