@@ -76,6 +76,7 @@ pub use options::{
 };
 pub use order::Order;
 pub use predict::SpeedOfLight;
+#[cfg(feature = "language")]
 pub(crate) use profile::matrices;
 pub use profile::{Activations, Profile};
 pub use recipe::Recipe;
@@ -98,6 +99,7 @@ use self::comms::CommsLog;
 use self::fit::{Budget, Candidate};
 pub(crate) use self::options::at_least_one;
 use self::plan::{Plan, as_launched};
+#[cfg(feature = "language")]
 pub(crate) use self::ranks::MAX_DEADLINE;
 use self::ranks::{Ranks, Stopped, with_ranks};
 pub use crate::Result;
