@@ -199,26 +199,3 @@ fn an_impossible_request_is_null_and_the_next_one_is_served() {
     assert!(unsafe { keeper.alloc(layout(isize::MAX as usize - 63)) }.is_null());
     free(&keeper, alloc(&keeper, MIB), MIB);
 }
-
-#[test]
-fn what_is_reserved_serves_a_higher_peak() {
-    let keeper = PageKeeper::new(System);
-    assert_eq!(keeper.reserve(0), 0);
-    let block = alloc(&keeper, 3 * MIB);
-    let before = keeper.stats();
-    assert_eq!(keeper.reserve(5 * MIB), 5 * MIB);
-    let reserved = keeper.stats();
-    assert_eq!(reserved.fresh_bytes - before.fresh_bytes, 5 * MIB as u64);
-    assert_eq!((reserved.live_bytes, reserved.kept_bytes), (before.live_bytes, 5 * MIB as u64));
-    // One block of most of it, or several.
-    for parts in [1, 4] {
-        let size = 4 * MIB / parts;
-        let blocks: Vec<_> = (0..parts).map(|_| alloc(&keeper, size)).collect();
-        assert_eq!(keeper.stats().fresh_bytes, reserved.fresh_bytes);
-        blocks.into_iter().for_each(|block| free(&keeper, block, size));
-    }
-    free(&keeper, block, 3 * MIB);
-    let strict = PageKeeper::with_settings(System, Settings { keep_bytes: MIB as u64, ..Settings::DEFAULT });
-    assert_eq!((strict.reserve(2 * MIB), strict.stats().fresh_bytes), (0, 0));
-    assert_eq!(strict.reserve(MIB / 2), MIB / 2);
-}

@@ -1,6 +1,7 @@
 //! The gather as an autodiff operation. Forward it assembles a full parameter from its shards; backward it passes the gradient on.
 //!
-//! Its result is never saved: the backward pass gathers again, whatever the user's checkpointing strategy is.
+//! Its result is not kept for the backward pass, which gathers again, whatever the user's checkpointing strategy is: in host memory its storage is
+//! released ([`storage`]), and on a device the operation is run again.
 
 use std::marker::PhantomData;
 use std::sync::Arc;
@@ -24,6 +25,7 @@ use crate::clock;
 use crate::device::{Target, moved};
 use crate::fused::Op;
 use crate::parameter::{Parameter, Recorded};
+use crate::storage;
 use crate::tensors::Raw;
 
 /// Loads the full parameter in its own shape, or only these rows of it. In the second case the gradient is that of the rows, and
@@ -53,6 +55,7 @@ impl<B: Target, const N: usize> Backward<B, N> for Gather<B> {
     type State = (Option<Arc<Recorded>>, Option<Arc<[i64]>>);
 
     fn backward(self, ops: Ops<Self::State, N>, grads: &mut Gradients, _: &mut Checkpointer) {
+        storage::release();
         let gradient = grads.consume::<B>(&ops.node);
         if let (Some(recorded), rows) = ops.state {
             recorded.hand_over(B::read(gradient), rows);
@@ -100,6 +103,8 @@ fn record<B: Target>(
         false => Autodiff::<Flex>::float_set_require_grad(Autodiff::<Flex>::from_inner(base.into_primitive()), true),
     };
     let token = clock::tick();
+    // Operations may save such a tensor; any other is gathered again before an operation is differentiated.
+    let is_released = is_again && B::IS_HOST && storage::is_in_pass();
     let gather_again = GatherAgain::<B> {
         base: base.id(),
         token: token.as_ref().map(|token| token.id()),
@@ -109,11 +114,15 @@ fn record<B: Target>(
     macro_rules! record {
         ($($parent:expr),*) => {{
             let op = Gather::<B>(PhantomData).prepare::<BalancedCheckpointing>([$($parent.node()),*]);
-            let op = match is_again {
+            let op = match is_again && !is_released {
                 true => op.memory_bound().retro_forward(gather_again).parents([$(&$parent),*]),
                 false => op.compute_bound(),
             };
-            let full = load::<B>(&base.into_primitive(), parameter, rows.clone(), device, again);
+            let base = base.into_primitive();
+            let full = match is_released {
+                true => B::put(storage::full(parameter, &base, again), device),
+                false => load::<B>(&base, parameter, rows.clone(), device, again),
+            };
             match op.stateful() {
                 OpsKind::Tracked(op) => op.finish((recorded, rows), full),
                 OpsKind::UnTracked(op) => op.finish(full),

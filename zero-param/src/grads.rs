@@ -15,6 +15,7 @@ use crate::device::hold;
 use crate::engine::{Cell, Host, caught};
 use crate::error::Error;
 use crate::random;
+use crate::storage;
 use crate::tensors::Raw;
 use crate::zero::Zero;
 
@@ -47,6 +48,7 @@ impl Zero {
                 let _ordered = clock::forward();
                 loss()
             };
+            storage::release();
             let value = loss.clone().inner();
             drop(loss.backward());
             value
@@ -59,7 +61,10 @@ impl Zero {
         passes.begin(&self.members);
         let value = {
             let _drawn = random::during(self.runtime());
-            both()
+            let released = storage::during();
+            let value = both();
+            released.end();
+            value
         };
         let cells = caught(|| passes.end(self.runtime()))??;
         Ok((value, Grads { zero: self.clone(), cells, factor: 1.0 }))

@@ -4,7 +4,7 @@
 //! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's shard and gather the rest for each use
 //!   ([`shard()`]).
 //! * Memory: at stage 3 a rank holds its shards, in memory or on a disk, and a full parameter only while an operation uses it. The backward
-//!   pass gathers again; a gradient is held in full until its bucket is reduced. Burn's `Linear` keeps the full weight for sequences `[b, t, d]`: use [`linear`].
+//!   pass gathers again; a gradient is held in full until its bucket is reduced.
 //!   Of activations, [`checkpoint()`] keeps only inputs of blocks.
 //! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; threads of the rank prefetch them, reduce gradients and
 //!   update state on a disk. Within a forward or backward pass, ranks do not wait for each other.
@@ -62,6 +62,7 @@ mod random;
 mod ranks;
 mod reduce;
 mod shard;
+mod storage;
 #[cfg(feature = "train")]
 mod strategy;
 mod tensors;
@@ -83,7 +84,7 @@ pub use optim::{BoundedLamb, Optimizer, OptimizerConfig};
 pub use parameter::Uses;
 pub use random::{draw_dropout, initialize};
 pub use ranks::{Ranks, run_process, run_threads};
-pub use shard::{Gathered, shard, shard_lora, shard_qlora};
+pub use shard::{Gathered, NoAdapters, shard, shard_lora, shard_qlora};
 #[cfg(feature = "train")]
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;

@@ -29,7 +29,7 @@ use zero_kernels::cpu::{buffer, quantized};
 use zero_kernels::quantized::{Format, Quantized};
 
 use crate::device::Target;
-use crate::engine::{Cell, Host, Runtime, Slot, burn_shape};
+use crate::engine::{Cell, Host, Loan, Runtime, Slot, burn_shape};
 use crate::reduce::{Member, Passes};
 use crate::tensors::{Raw, packed_of, tensor, values as elements};
 
@@ -73,6 +73,8 @@ struct State {
     cell: Option<Arc<Cell>>,
     /// The base that the module holds. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
     base: Option<Raw>,
+    /// The full parameter that was gathered last, if it is in memory still.
+    gathered: Option<Loan>,
     /// The full parameter on the model's device (a backend's tensor), if that is not host memory and the parameter stays gathered.
     on_device: Option<Box<dyn Any + Send>>,
     uses: Uses,
@@ -308,7 +310,7 @@ impl Parameter {
 
     /// Gives up the version, so that one of Burn's optimizers may update the base in place. Called after a fence.
     pub(crate) fn withdraw(&self) {
-        drop(self.take().map(Cell::into_local));
+        self.take().into_iter().for_each(Cell::consume);
     }
 
     /// Returns the version in use.
@@ -378,11 +380,18 @@ impl Parameter {
         }
         let cell = state.cell.clone().expect("a version in use has a cell");
         drop(state);
-        let full = B::put(self.dequantized(self.full(&cell, again)), device);
+        let full = self.dequantized(self.full(&cell, again));
+        self.state.lock().gathered = Host::lend(&full);
+        let full = B::put(full, device);
         if !B::IS_HOST && !self.is_gathered_for_each_use() {
             self.state.lock().on_device = Some(Box::new(full.clone()));
         }
         full
+    }
+
+    /// Returns whether the full parameter that was gathered last is in host memory still.
+    pub(crate) fn is_full(&self) -> bool {
+        self.state.lock().gathered.as_ref().and_then(Host::borrow).is_some()
     }
 
     /// Gathers the rows of codes `[d, words]` of a quantized parameter, for a forward pass.

@@ -148,7 +148,8 @@ pub(crate) fn adapter_path(path: &str) -> String {
 }
 
 /// A reparameterizer that changes nothing.
-pub(crate) struct NoAdapters;
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NoAdapters;
 
 impl Reparameterizer for NoAdapters {
     type Reparam = LoraAdapter;

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use burn::data::dataloader::split::split_dataloader;
-use burn::module::{ModuleVisitor, Param, ParamId};
+use burn::module::{LoraAdapter, ModuleVisitor, Param, ParamId, Reparameterizer};
 use burn::tensor::{Tensor, TensorData};
 use burn_optim::GradientsParams;
 use burn_train::checkpoint::CheckpointerError;
@@ -29,7 +29,7 @@ use crate::error::Error;
 use crate::grads::Grads;
 use crate::optim::{Optimizer, OptimizerConfig};
 use crate::ranks::{Ranks, run_threads};
-use crate::shard::shard;
+use crate::shard::{NoAdapters, shard_lora};
 
 /// Number of steps in the trial that compares two optimizers: momentum shows from the second step on.
 const TRIAL: usize = 3;
@@ -45,17 +45,30 @@ const WARMUP: usize = 10_000;
 /// `TrainStep::step` runs unchanged, with its `loss.backward()`, and sees no gradients. `TrainStep::optimize` sees shards. Gradients are
 /// means over the ranks; a rank whose items have run out contributes zeros. Burn's checkpointers would save shards and are refused.
 #[derive(Debug, Clone)]
-pub struct ZeroStrategy<O> {
+pub struct ZeroStrategy<O, L = NoAdapters> {
     ranks: usize,
     config: ZeroConfig,
     optimizer: O,
     options: ThreadOptions,
+    lora: L,
 }
 
 impl<O> ZeroStrategy<O> {
     /// Creates a strategy for `ranks` threads, with the configuration of the learner's optimizer.
     pub fn new(ranks: usize, config: ZeroConfig, optimizer: O) -> Self {
-        Self { ranks, config, optimizer, options: ThreadOptions::default() }
+        Self { ranks, config, optimizer, options: ThreadOptions::default(), lora: NoAdapters }
+    }
+}
+
+impl<O, L> ZeroStrategy<O, L> {
+    /// Trains LoRA adapters as [`shard_lora`](crate::shard_lora) does: pass the model without adapters to the learner. They are merged into
+    /// the module that the learner returns.
+    pub fn with_lora<N>(self, lora: N) -> ZeroStrategy<O, N>
+    where
+        N: Reparameterizer<Reparam = LoraAdapter> + Clone + Send + Sync,
+    {
+        let Self { ranks, config, optimizer, options, .. } = self;
+        ZeroStrategy { ranks, config, optimizer, options, lora }
     }
 
     /// Sets another deadline for ranks that wait for each other. It has to be longer than the difference between two ranks' validation
@@ -65,19 +78,20 @@ impl<O> ZeroStrategy<O> {
     }
 }
 
-impl<M, O> From<ZeroStrategy<O>> for TrainingStrategy<M>
+impl<M, O, L> From<ZeroStrategy<O, L>> for TrainingStrategy<M>
 where
     M: LearnerModel,
     O: OptimizerConfig + Sync + 'static,
+    L: Reparameterizer<Reparam = LoraAdapter> + Clone + Send + Sync + 'static,
 {
-    fn from(strategy: ZeroStrategy<O>) -> Self {
+    fn from(strategy: ZeroStrategy<O, L>) -> Self {
         Self::Custom(Arc::new(strategy))
     }
 }
 
 /// State that all ranks share.
-struct Training<'a, M: LearnerModel, O> {
-    strategy: &'a ZeroStrategy<O>,
+struct Training<'a, M: LearnerModel, O, L> {
+    strategy: &'a ZeroStrategy<O, L>,
     interrupter: &'a Interrupter,
     events: &'a Mutex<SupervisedTrainingEventProcessor<M>>,
     epochs: core::ops::RangeInclusive<usize>,
@@ -93,10 +107,11 @@ struct Part<M: LearnerModel> {
     valid: ValidLoader<M>,
 }
 
-impl<M, O> SupervisedLearningStrategy<M> for ZeroStrategy<O>
+impl<M, O, L> SupervisedLearningStrategy<M> for ZeroStrategy<O, L>
 where
     M: LearnerModel,
     O: OptimizerConfig + Sync,
+    L: Reparameterizer<Reparam = LoraAdapter> + Clone + Send + Sync,
 {
     fn fit(
         &self,
@@ -163,11 +178,16 @@ where
     }
 }
 
-impl<M: LearnerModel, O: OptimizerConfig> Training<'_, M, O> {
+impl<M, O, L> Training<'_, M, O, L>
+where
+    M: LearnerModel,
+    O: OptimizerConfig,
+    L: Reparameterizer<Reparam = LoraAdapter> + Clone,
+{
     /// Returns the full module, on rank 0.
     fn run(&self, part: Part<M>, ranks: &Ranks, is_over: &dyn Fn(usize) -> bool) -> Result<Option<M>, Error> {
         let Part { mut learner, train, valid } = part;
-        let (mut model, zero) = shard(learner.model(), ranks, &self.strategy.config)?;
+        let (mut model, zero) = shard_lora(learner.model(), ranks, &self.strategy.config, self.strategy.lora.clone())?;
         let mut optimizer = zero.optimizer(&self.strategy.optimizer)?;
         let (comm, is_first) = (ranks.comm(), ranks.comm().rank() == 0);
         // Returns whether any rank sets each flag. Also a barrier.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder, batcher::Batcher};
 use burn::data::dataset::InMemDataset;
-use burn::module::Module;
+use burn::module::{Lora, Module};
 use burn::tensor::activation::relu;
 use burn::tensor::{Device, Tensor, TensorData};
 use burn_nn::{Linear, LinearConfig};
@@ -19,7 +19,7 @@ use burn_train::{
     EarlyStoppingStrategy, InferenceStep, Learner, LearningResult, RegressionOutput, SupervisedTraining, TrainOutput,
     TrainStep, TrainingStrategy,
 };
-use common::{config, device, filled, numbers, weights};
+use common::{Filled, config, device, filled, numbers, weights};
 use parking_lot::Mutex;
 use zero_core::Stage;
 use zero_param::{OptimizerConfig, ZeroConfig, ZeroStrategy};
@@ -119,6 +119,17 @@ fn learn(
     strategy: Option<TrainingStrategy<Net>>,
     adjust: impl FnOnce(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
 ) -> (Losses, LearningResult<Net>) {
+    learn_from(Net::new(), items, batch, optimizer, strategy, adjust)
+}
+
+fn learn_from(
+    net: Net,
+    items: Vec<u64>,
+    batch: usize,
+    optimizer: ModuleOptimizer,
+    strategy: Option<TrainingStrategy<Net>>,
+    adjust: impl FnOnce(SupervisedTraining<Net>) -> SupervisedTraining<Net>,
+) -> (Losses, LearningResult<Net>) {
     LOSSES.lock().clear();
     let dir = tempfile::tempdir().unwrap();
     let valid = (100..108).collect();
@@ -130,7 +141,7 @@ fn learn(
     if let Some(strategy) = strategy {
         training = training.with_training_strategy(strategy);
     }
-    let result = adjust(training).launch(Learner::new(Net::new(), optimizer, 1e-2));
+    let result = adjust(training).launch(Learner::new(net, optimizer, 1e-2));
     let losses: Losses = std::mem::take(&mut LOSSES.lock());
     if result.error.is_none() && result.interrupted.is_none() {
         // The metrics have the losses of all ranks.
@@ -207,6 +218,24 @@ fn a_learner_trains_as_on_one_device() {
     assert!(result.error.is_none(), "{}", result.error.unwrap());
     let trained = weights(&result.model.train());
     assert!(trained.values().flatten().zip(whole.values().flatten()).all(|(&a, &b)| close(a, b)), "LAMB");
+
+    // LoRA: on one device the module has Burn's adapters.
+    let lora = Filled(Lora::new(2, 4.0));
+    let adapted = || Net::new().apply_reparameterization(lora.clone());
+    let merged = |net: Net| weights(&net.materialize().train());
+    for (ranks, items) in [(1, all.clone()), (2, interleaved(2, BATCH))] {
+        let (_, result) = learn_from(adapted(), items, ranks * BATCH, adamw().init(), None, |training| training);
+        let plain = merged(result.model);
+        assert_ne!(plain, weights(&Net::new()), "the adapters train");
+        for stage in Stage::ALL {
+            let strategy = ZeroStrategy::new(ranks, config(stage), adamw()).with_lora(lora.clone());
+            let (_, result) = learn(all.clone(), BATCH, adamw().init(), Some(strategy.into()), |training| training);
+            assert!(result.error.is_none(), "{}", result.error.unwrap());
+            let trained = merged(result.model);
+            let is_close = |(a, b): (&f32, &f32)| close(*a, *b);
+            assert!(trained.values().flatten().zip(plain.values().flatten()).all(is_close), "LoRA at stage {stage}");
+        }
+    }
 
     // Micro-batches, with fewer in the last update; ranks whose parts differ in length.
     let odd: Vec<u64> = (0..20).collect();

@@ -316,7 +316,9 @@ fn memory_is_as_the_stage_has_it() {
     // Each rank: its own initialization, the values from rank 0, and temporaries of the random initialization.
     assert!(most <= 8, "{most} wholes at a time");
     for seen in &deep {
-        assert_eq!((seen.resting, seen.between), (0, 0), "nothing is whole while nothing uses it");
+        assert_eq!(seen.resting, 0, "nothing is whole while nothing uses it");
+        // Counted within the loss: the weight used last is released when the loss returns.
+        assert!(seen.between <= 1, "{seen:?}");
         // One full weight on each of two ranks.
         assert!(seen.most_forward <= 2, "{seen:?}");
     }
@@ -335,23 +337,15 @@ fn memory_is_as_the_stage_has_it() {
     assert_eq!(of_a_tied_table(), 1, "the head's gradient, to which the embedding's is added");
 
     let ours = |layer: &Linear, x| linear(x, layer.weight.val(), layer.bias.as_ref().map(Param::val), None);
-    assert_eq!(kept_of_sequences(device(), ours), 0);
-    assert_eq!(kept_of_sequences(device().gradient_checkpointing(), |layer, x| layer.forward(x)), 0);
     let block = |layer: &Linear, x| {
         let layer = layer.clone();
         checkpoint(move |x: Tensor<3>| layer.forward(x), x)
     };
+    // The last one, as above.
+    assert!(kept_of_sequences(device(), ours) <= 1);
+    assert!(kept_of_sequences(device(), |layer, x| layer.forward(x)) <= 1, "of Burn's own layer");
+    assert!(kept_of_sequences(device().gradient_checkpointing(), |layer, x| layer.forward(x)) <= 1);
     assert_eq!(kept_of_sequences(device(), block), 0, "of Burn's own layer in a checkpointed block");
-    let burns = kept_of_sequences(device(), |layer, x| layer.forward(x));
-    match is_patched {
-        true => assert_eq!(burns, 0, "with docs/upstream/views.patch"),
-        false => {
-            assert!(
-                burns >= 3,
-                "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for"
-            );
-        }
-    }
 
     // Per rank: the output, the inputs of the blocks, and otherwise four results per block.
     let blocks = |checkpointed_blocks| ZeroConfig { checkpointed_blocks, ..unkept(Stage::Parameters) };
@@ -410,7 +404,7 @@ fn memory_is_as_the_stage_has_it() {
     let alone = alone.unwrap().swap_remove(0).unwrap();
     println!("one rank: {alone:?}");
     assert!(
-        alone.resting == 0 && alone.between == 0 && alone.most_forward <= 2 && alone.most_backward <= 8,
+        alone.resting == 0 && alone.between <= 1 && alone.most_forward <= 2 && alone.most_backward <= 8,
         "{alone:?}"
     );
 }

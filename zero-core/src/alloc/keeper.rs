@@ -74,41 +74,6 @@ impl<A> PageKeeper<A> {
         })
     }
 
-    /// Takes `bytes`, rounded up to pages, from the system and keeps them as if they had been used and freed, so that a program whose next
-    /// peak is higher has room. Returns the number of bytes taken, or 0 if the system has no contiguous address range of this size or
-    /// [`Settings::keep_bytes`] does not allow it. The bytes count as fresh.
-    pub fn reserve(&self, bytes: usize) -> usize {
-        let len = bytes.next_multiple_of(GRANULE);
-        if !AVAILABLE || len == 0 {
-            return 0;
-        }
-        let taken = self.locked(|State { space, stats }| {
-            if !stats.may_keep(len, self.settings.keep_bytes) {
-                return None;
-            }
-            // Make the first arena if there is none yet.
-            if stats.fresh_bytes == 0 {
-                let first = space.take(GRANULE, GRANULE, self.settings.huge_pages)?;
-                space.give(first.addr, GRANULE);
-                stats.took_block(GRANULE, first.fresh);
-                stats.gave(GRANULE, GRANULE);
-            }
-            let addr = space.take_clean(len, self.settings.huge_pages)?;
-            stats.took_block(len, len);
-            Some(addr)
-        });
-        let Some(addr) = taken else { return 0 };
-        for page in (addr..addr + len).step_by(GRANULE) {
-            // SAFETY: this call alone owns the block, and `page` lies in it. The write is volatile because nothing reads it.
-            unsafe { ptr::with_exposed_provenance_mut::<u8>(page).write_volatile(0) };
-        }
-        self.locked(|State { space, stats }| {
-            space.give(addr, len);
-            stats.gave(len, len);
-        });
-        len
-    }
-
     /// Returns the counters so far.
     pub fn stats(&self) -> Stats {
         self.locked(|state| state.stats)

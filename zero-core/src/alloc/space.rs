@@ -75,22 +75,6 @@ impl Space {
         Some(self.hand_out(range.start.next_multiple_of(align), len, huge_pages))
     }
 
-    /// Hands out `len` clean bytes (a multiple of [`GRANULE`]), or `None` if it finds none. They come from the last clean span of the
-    /// largest free range with clean pages, right after that range's kept pages.
-    pub(crate) fn take_clean(&mut self, len: usize, huge_pages: bool) -> Option<usize> {
-        if !self.reserve_spans(1) {
-            return None;
-        }
-        let range = self.ranges().filter(|range| range.clean).max_by_key(Span::len)?;
-        let last = self.free.iter().rfind(|span| span.clean && span.end <= range.end)?;
-        if last.len() < len {
-            return None;
-        }
-        let addr = last.start;
-        self.live_blocks += 1;
-        Some(self.hand_out(addr, len, huge_pages).addr)
-    }
-
     /// Grows the live block `[addr, addr + len)` by `more` bytes if they are free. Returns the number of new bytes that were clean.
     pub(crate) fn grow(&mut self, addr: usize, len: usize, more: usize, huge_pages: bool) -> Option<usize> {
         let end = addr + len;

@@ -529,6 +529,22 @@ impl<B: Backend> Cell<B> {
         self.settled().stored().cloned()
     }
 
+    /// Returns whether the next version needs no memory of its own, as each read rounds its fp32 master: so at stage 3 in host memory, where
+    /// a parameter is only read to be gathered.
+    pub fn is_rounded_when_read(&self) -> bool {
+        let is_cut = !self.partition.is_whole() && self.partition.len(self.place()) > 0;
+        B::is_host() && self.rank.config.stage.shards_parameters() && is_cut
+    }
+
+    /// Drops the handle of an operation that creates the next version without this one's values, as [`Cell::into_local`] does.
+    pub fn consume(self: Arc<Self>) {
+        if !self.may_be_read()
+            && let Ok(mut cell) = Arc::try_unwrap(self)
+        {
+            cell.retired = true;
+        }
+    }
+
     /// Returns the shard by value, without a second handle if this was the last use of the cell, so that the inner backend may compute in
     /// place.
     pub fn into_local(self: Arc<Self>) -> B::Tensor {

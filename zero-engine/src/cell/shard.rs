@@ -2,7 +2,10 @@
 
 use std::sync::Arc;
 
+use half::{bf16, f16};
+use zero_kernels::cpu::half::narrow_into;
 use zero_kernels::quantized::Format;
+use zero_kernels::update::Elements;
 
 use super::codes::{Codes, decode};
 use super::{Cell, ShardState, slice_shard};
@@ -15,6 +18,8 @@ use crate::values::{part, sum_of_squares_on_host};
 pub enum ShardData<B: Backend> {
     /// A flat tensor; one filler element if the rank owns none.
     Tensor(B::Tensor),
+    /// An fp32 tensor whose elements are rounded to the shard's type.
+    Master(B::Tensor),
     /// Kept outside the backend.
     Stored(Stored<B>),
     /// Quantized for use.
@@ -22,10 +27,11 @@ pub enum ShardData<B: Backend> {
 }
 
 impl<B: Backend> ShardData<B> {
-    /// Writes the elements, converted to `dtype` if they are quantized, to `out`, which has room for the shard without filler.
+    /// Writes the elements, converted to `dtype` if they are quantized or a master's, to `out`, which has room for the shard without filler.
     pub fn read_into(&self, dtype: DType, out: &mut [u8]) {
         match self {
             Self::Tensor(tensor) => out.copy_from_slice(&B::read(tensor.clone()).bytes()[..out.len()]),
+            Self::Master(master) => round_into::<B>(master, dtype, out),
             Self::Stored(stored) => or_stop(stored.read_into(out)),
             Self::Codes(codes, how) => decode(*how, &codes.bytes, dtype, out),
         }
@@ -49,6 +55,16 @@ impl<B: Backend> AsRef<[u8]> for ShardBytes<B> {
     }
 }
 
+/// Rounds the first elements of `master` to `dtype`, one of 16 bits, as many as `out` has.
+fn round_into<B: Backend>(master: &B::Tensor, dtype: DType, out: &mut [u8]) {
+    let Some(Elements::F32(values)) = B::elements(master) else { unreachable!("a master is in fp32, in host memory") };
+    let values = &values[..out.len() / dtype.size()];
+    match dtype {
+        DType::F16 => narrow_into::<f16>(values, bytemuck::cast_slice_mut(out)),
+        _ => narrow_into::<bf16>(values, bytemuck::cast_slice_mut(out)),
+    }
+}
+
 impl<B: Backend> Cell<B> {
     /// Returns this rank's shard once it is settled, quantized in format `how` if there is one.
     pub fn shard_data(&self, how: Option<Format>) -> ShardData<B> {
@@ -58,6 +74,7 @@ impl<B: Backend> Cell<B> {
         let state = self.settled();
         match &state.shard {
             ShardState::Tensor(local) => ShardData::Tensor(local.tensor()),
+            ShardState::OfMaster(master) => ShardData::Master(master.tensor()),
             ShardState::Stored(stored) => ShardData::Stored(stored.clone()),
             _ => {
                 let full = state.full.tensor().expect("a settled cell holds its shard or the full tensor");
@@ -68,16 +85,19 @@ impl<B: Backend> Cell<B> {
 
     /// Returns this rank's shard, flat; one filler element if the rank owns none.
     pub fn local(&self) -> B::Tensor {
-        let stored = match self.shard_data(None) {
+        let shard = match self.shard_data(None) {
             ShardData::Tensor(tensor) => return tensor,
-            ShardData::Stored(stored) => stored,
-            ShardData::Codes(..) => unreachable!("codes were not asked for"),
+            shard => shard,
         };
-        // A gathered tensor is nearer than the storage.
+        // A gathered tensor is nearer than the storage, and needs no conversion.
         let full = self.state.lock().full.tensor();
-        match full {
-            Some(full) => slice_shard::<B>(full, self.partition, self.place()),
-            None => fetch::<B>(&stored, self.dtype, &self.device, &self.rank.copier).into_tensor(),
+        match (full, shard) {
+            (Some(full), _) => slice_shard::<B>(full, self.partition, self.place()),
+            (None, ShardData::Master(master)) => B::cast(master, self.dtype),
+            (None, ShardData::Stored(stored)) => {
+                fetch::<B>(&stored, self.dtype, &self.device, &self.rank.copier).into_tensor()
+            }
+            (None, ShardData::Tensor(_) | ShardData::Codes(..)) => unreachable!("codes were not asked for"),
         }
     }
 

@@ -14,6 +14,8 @@ pub enum ShardState<B: Backend> {
     Failed(CommError),
     /// With the backend, flat; one filler element if the rank owns none.
     Tensor(Shared<B>),
+    /// The fp32 master that the optimizer's state holds, flat: each read rounds its elements to the cell's type.
+    OfMaster(Shared<B>),
     /// In host memory or in this rank's file, and moved to the backend on demand ([`crate::tier`]).
     Stored(Stored<B>),
     /// A slice of the full tensor, taken on demand: for parameters at stages 1 and 2.
@@ -75,12 +77,20 @@ impl<B: Backend> State<B> {
 
     /// Returns whether the shard is held separately from the full tensor.
     pub fn has_shard(&self) -> bool {
-        matches!(self.shard, ShardState::Tensor(_) | ShardState::Stored(_))
+        matches!(self.shard, ShardState::Tensor(_) | ShardState::OfMaster(_) | ShardState::Stored(_))
     }
 
     /// Returns whether the rank's prefetch thread is gathering the full tensor.
     pub fn is_gathering(&self) -> bool {
         matches!(self.full, FullState::Gathering)
+    }
+
+    /// Returns the shard, if it is a tensor of its own.
+    pub fn tensor(&self) -> Option<&Shared<B>> {
+        match &self.shard {
+            ShardState::Tensor(local) => Some(local),
+            _ => None,
+        }
     }
 
     pub(super) fn stored(&self) -> Option<&Stored<B>> {

@@ -110,6 +110,8 @@ pub struct Job<B: Backend> {
     pub average: Option<Averaged<B>>,
     /// The 16-bit parameter.
     pub copy: Option<(Array<B>, DType)>,
+    /// True if the parameter's next version is its master, rounded when it is read.
+    pub is_master: bool,
     /// Pending cells of the results: the states, the average, the master if there is a copy, the parameter's next version.
     pub cells: Vec<Arc<Cell<B>>>,
     /// Index among the jobs of the step.
@@ -218,10 +220,10 @@ impl<B: Backend> Job<B> {
     /// Settles the parameter's next version if it stays in memory. Called after its last element, before its arrays on the disk have been
     /// written, so that nothing waits for these.
     fn settle_version(&mut self) {
-        let is_first_pass = self.is_first_pass();
+        let is_later = self.is_first_pass() || self.is_master;
         let array = self.copy.as_mut().map_or(&mut self.parameter, |(copy, _)| copy);
         if array.elements().is_some()
-            && !is_first_pass
+            && !is_later
             && let Some(cell) = self.cells.pop_if(|cell| !matches!(cell.home(), Home::Disk(_)))
         {
             settle_one(&cell, array.take());
@@ -271,7 +273,12 @@ impl<B: Backend> Job<B> {
 
     /// Gives each result to the cell that waits for it.
     pub fn settle(self) {
+        let of_master = self.is_master.then(|| (self.version(), self.cells[self.cells.len() - 2].clone()));
         self.results().for_each(|(cell, array)| settle_one(&cell, array));
+        if let Some((version, master)) = of_master {
+            let shard = master.settled().tensor().cloned().expect("a master in memory is a tensor");
+            version.settle_as(ShardState::OfMaster(shard));
+        }
     }
 
     /// Returns the parameter's next version.

@@ -119,11 +119,19 @@ impl<B: Backend> Update<B> {
             // On a device, the parameter's tensor takes its place.
             None => Averaged { array: there.fresh(DType::F32), decay, fresh: true },
         });
-        let master = there.take(MASTER, DType::F32);
-        let own = own(self.parameter, place, half && master.is_some());
-        let (parameter, copy) = match half {
-            false => (own, None),
-            true => (master.unwrap_or_else(|| there.fresh_master(&own, dtype)), Some((own, dtype))),
+        let is_master = half && place == Where::Here && self.parameter.cell.is_rounded_when_read();
+        let (parameter, copy) = match (half, there.has(MASTER)) {
+            (false, _) => (own(self.parameter, place, false), None),
+            // The old version's shard may be its master, which is updated in place.
+            (true, true) if is_master => {
+                self.parameter.cell.consume();
+                (there.take(MASTER, DType::F32).expect("it is there"), None)
+            }
+            (true, is_copy) => {
+                let own = own(self.parameter, place, is_copy);
+                let master = there.take(MASTER, DType::F32).unwrap_or_else(|| there.fresh_master(&own, dtype));
+                (master, Some((own, dtype)).filter(|_| !is_master))
+            }
         };
         let gradient = gradient(self.gradient, place);
         let copied = copy.as_ref().map(|(copy, _)| copy);
@@ -153,6 +161,7 @@ impl<B: Backend> Update<B> {
             state_dtype,
             average,
             copy,
+            is_master,
             cells,
             number,
             norms,
@@ -213,6 +222,11 @@ struct There<B: Backend> {
 }
 
 impl<B: Backend> There<B> {
+    /// Returns whether a state exists already.
+    fn has(&self, name: &str) -> bool {
+        self.cells.iter().any(|(known, _)| known == name)
+    }
+
     /// Returns the disk that keeps an array of this type, if one does.
     fn disk(&self, dtype: DType) -> Option<&Arc<SwapDisk>> {
         self.rank.disk_for(Kind::Optimizer, self.elements * dtype.size(), self.slot.as_deref())

@@ -48,6 +48,7 @@ pub fn filled<M: Module>(module: M) -> M {
 }
 
 /// Burn's LoRA with values of A and B that are the same in every run. B is not zero, so that A has a gradient from the first step on.
+#[derive(Clone)]
 pub struct Filled(pub Lora);
 
 impl Reparameterizer for Filled {

@@ -4,6 +4,7 @@ use std::path::Path;
 
 use zero_core::Partition;
 use zero_core::accounting::StateBytes;
+use zero_core::config::Tier;
 use zero_core::estimate::{Precision, model_state};
 use zero_kernels::Rule;
 use zero_models::hf_export::parse_bytes;
@@ -39,7 +40,7 @@ impl MemoryNeed {
     /// Returns the memory that `plan` needs.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
         let (stage, ranks) = (plan.zero.stage, plan.world);
-        let mut state = state_of(profile, plan);
+        let mut state = state_of(profile, plan, backend);
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
             let before = state.total();
@@ -128,9 +129,17 @@ impl MemoryNeed {
 const MUON: usize = 22;
 
 /// Returns the bytes of one rank's model state by the ZeRO formula.
-pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
+pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
-    let mut trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
+    let offload = plan.zero_config(0).offload;
+    let in_memory = backend == BackendChoice::Cpu && ![offload.optimizer, offload.parameters].contains(&Tier::Disk);
+    // In host memory at stage 3, the shards of 16-bit parameters are their masters, rounded when they are read.
+    let of_masters = in_memory
+        && plan.zero.stage.shards_parameters()
+        && ranks > 1
+        && plan.precision != crate::config::Precision::Fp32;
+    let held = Precision { parameter: if of_masters { 0 } else { precision.parameter }, ..precision };
+    let mut trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, held);
     if matches!(plan.rule(), Rule::Muon { .. }) {
         // A matrix has one state, and the other parameters have two.
         let state = plan.zero_config(0).optimizer_state_dtype().size() as u64;
@@ -147,7 +156,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     };
     let often = trained_bytes(&exactly) + profile.frozen_bytes(exactly, is_large);
     let second = plan.zero.secondary_shard_size.map_or(0, |size| often / size as u64);
-    let in_memory = plan.zero_config(0).offload.parameters != zero_core::config::Tier::Disk;
+    let in_memory = offload.parameters != Tier::Disk;
     let [of_trained, of_frozen] =
         plan.zero_config(0).weights().map(|how| move |numel| how.map_or(0, |how| how.bytes(numel)));
     // But for rows that are quantised already.

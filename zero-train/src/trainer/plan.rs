@@ -212,7 +212,7 @@ impl Plan {
 
     /// Returns the bytes of one rank's model state by the ZeRO formula.
     pub(super) fn state_formula(&self) -> StateBytes {
-        state_of(&self.model.profile, &self.plan)
+        state_of(&self.model.profile, &self.plan, self.backend)
     }
 
     /// Returns the bytes that one rank receives in one step by the ZeRO formula, a sum over hops. With `A` micro-batches,

@@ -11,7 +11,6 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use zero_core::alloc::PageKeeper;
-use zero_core::collective::launcher::started;
 use zero_models::hf_export::{ExportDtype, ExportOptions};
 
 use super::checkpoints::{Best, TrainerState};
@@ -45,14 +44,6 @@ pub(super) struct Measured {
 
 /// Maximum number of consecutive skipped updates before a run gives up. A dynamic loss scale ends the run itself, at its minimum.
 const MOST_SKIPPED: usize = 20;
-
-/// The step after which memory is expected not to grow.
-const SETTLED: usize = 2;
-
-/// Reciprocal of the fraction of peak memory use that is reserved in addition once memory has settled. Ranks drift apart
-/// differently in every step, so with several of them a later peak can be higher: by 5 % at most in 6 runs of GPT-2 124M on
-/// 2 ranks.
-const HEADROOM: u64 = 20;
 
 /// The training of one rank, from step to step.
 // What it was made of, then where it is.
@@ -283,11 +274,6 @@ impl<'a, 'p, T: Task> Training<'a, 'p, T> {
         let reports = report.of_all_ranks(|values| self.engine.all_gather(values))?;
         // A run that has all its steps behind it has ended by itself.
         let signal = Signal::of_ranks(reports.iter().map(|report| report.signal)).filter(|_| step < plan.steps);
-        // One rank of each process.
-        let is_first_here = self.engine.rank() == 0 || started().is_some();
-        if let Some(keeper) = self.allocator.filter(|_| step == SETTLED && is_first_here && world > 1) {
-            keeper.reserve((keeper.stats().live_bytes_peak / HEADROOM) as usize);
-        }
         // All ranks', up to about here: one may have begun its next step.
         let fresh_after = self.allocator.map(|keeper| keeper.stats().fresh_bytes);
         let (device_bytes_in_use, device_bytes_reserved) = device_bytes.unzip();
