@@ -17,7 +17,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let paths: Vec<PathBuf> = std::env::args_os().skip(1).map(PathBuf::from).collect();
     let [folder, from, to] = &paths[..] else { return Err("expected the arguments MODEL CHECKPOINT OUT".into()) };
     let config = Gpt2Config::from_file(&folder.join("config.json"))?;
-    let model = Gpt2::new(&config, &Device::flex().autodiff())?;
+    let model = Gpt2::new(&config, &Device::flex().autodiff());
     let settings = ZeroConfig { param_persistence_threshold: 0, ..ZeroConfig::new(Stage::Parameters) };
     let from = Checkpoint::open(from)?;
     let options = SaveOptions { files: from.files()?, ..SaveOptions::default() };

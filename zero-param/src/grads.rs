@@ -43,32 +43,52 @@ impl Zero {
     ///
     /// [`Error::Comm`]. A gather that fails inside of `loss` unwinds with a panic payload, which the launcher of the ranks catches.
     pub fn backward<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Result<(Tensor<D>, Grads), Error> {
-        self.pass(|| {
-            let loss = {
-                let _ordered = clock::forward();
-                loss()
-            };
-            storage::release();
-            let value = loss.clone().inner();
-            drop(loss.backward());
-            value
-        })
+        self.pass(|| differentiated(loss))
+    }
+
+    /// Runs `loss` and its backward pass like [`Zero::backward`], but does not reduce gradients: this rank keeps them in full, in fp32, and the
+    /// next [`Zero::backward`] adds them to its own. Several micro-batches then cost one reduction. Returns the loss's value. Other ranks are
+    /// not waited for, except by gathers, and may hold another number of passes.
+    ///
+    /// DeepSpeed and PyTorch call this `no_sync`.
+    pub fn backward_no_sync<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Tensor<D> {
+        self.pass_no_sync(|| differentiated(loss))
     }
 
     /// Runs `both`, a forward and backward pass, and returns its result and the gradients.
     pub(crate) fn pass<T>(&self, both: impl FnOnce() -> T) -> Result<(T, Grads), Error> {
-        let passes = &self.shared.passes;
-        passes.begin(&self.members);
-        let value = {
-            let _drawn = random::during(self.runtime());
-            let released = storage::during();
-            let value = both();
-            released.end();
-            value
-        };
-        let cells = caught(|| passes.end(self.runtime()))??;
+        let value = self.run(false, both);
+        let cells = caught(|| self.shared.passes.end(self.runtime()))??;
         Ok((value, Grads { zero: self.clone(), cells, factor: 1.0 }))
     }
+
+    /// Runs `both` like [`Zero::pass`], and keeps the gradients for the next pass.
+    pub(crate) fn pass_no_sync<T>(&self, both: impl FnOnce() -> T) -> T {
+        let value = self.run(true, both);
+        self.shared.passes.hold();
+        value
+    }
+
+    fn run<T>(&self, is_held: bool, both: impl FnOnce() -> T) -> T {
+        self.shared.passes.begin(&self.members, is_held);
+        let _drawn = random::during(self.runtime());
+        let released = storage::during();
+        let value = both();
+        released.end();
+        value
+    }
+}
+
+/// Runs `loss` and its backward pass; returns the loss's value.
+fn differentiated<const D: usize>(loss: impl FnOnce() -> Tensor<D>) -> Tensor<D> {
+    let loss = {
+        let _ordered = clock::forward();
+        loss()
+    };
+    storage::release();
+    let value = loss.clone().inner();
+    drop(loss.backward());
+    value
 }
 
 impl Grads {

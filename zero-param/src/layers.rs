@@ -1,7 +1,7 @@
-//! Layers that, unlike Burn's, keep no full parameter from the forward pass to the backward pass.
+//! Layers that keep no full parameter from the forward pass to the backward pass, on any device.
 //!
-//! Burn's `Embedding` saves its weight, and a head tied to it by `weight.transpose()` saves that view. Both are correct, but the full
-//! parameter stays in memory. The same holds for `Linear` on sequences; use [`linear`](crate::linear) instead. Burn's layers of vectors
+//! On a GPU, Burn's `Embedding` saves its weight, and a head tied to it by `weight.transpose()` saves that view. Both are correct, but the full
+//! parameter stays on the device. The same holds for `Linear` on sequences; use [`linear`](crate::linear) instead. Burn's layers of vectors
 //! (norms, biases) need no replacement: vectors are replicated on every rank.
 
 use std::sync::atomic::Ordering;

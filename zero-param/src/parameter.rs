@@ -2,7 +2,7 @@
 //!
 //! The module holds the parameter's *base*: this rank's shard in fp32, or the full parameter where nothing is sharded. The engine holds the
 //! same values as a cell, in the type that the model computes in, which the other ranks read. Both share memory in fp32. In 16 bit the base
-//! is the master. If model state is kept on a disk, and for a frozen parameter in 16 bit or quantized, the base is a placeholder that only
+//! is the master (and so, at stage 3 after an update, are the cell's values: ADR 29). If model state is kept on a disk, and for a frozen parameter in 16 bit or quantized, the base is a placeholder that only
 //! identifies the version.
 
 use std::any::Any;
@@ -29,7 +29,7 @@ use zero_kernels::cpu::{buffer, quantized};
 use zero_kernels::quantized::{Format, Quantized};
 
 use crate::device::Target;
-use crate::engine::{Cell, Host, Loan, Runtime, Slot, burn_shape};
+use crate::engine::{Cell, Host, Loan, Runtime, Slot, burn_dtype, burn_shape};
 use crate::reduce::{Member, Passes};
 use crate::tensors::{Raw, packed_of, tensor, values as elements};
 
@@ -358,8 +358,8 @@ impl Parameter {
         }
     }
 
-    /// Returns the full parameter on `device`, for a forward pass or, with `again`, for a backward pass. `base` is what the model holds.
-    pub(crate) fn load<B: Target>(&self, base: &Raw, device: &B::Device, again: bool) -> FloatTensor<B> {
+    /// Stops with an error unless `base`, which the model holds, is this rank's, and of the version in use.
+    pub(crate) fn check(&self, base: &Raw) {
         let rank = self.shared.runtime.rank.place.rank;
         let current = CURRENT.with_borrow(|current| current.as_ref().map(|current| current.rank));
         if let Some(other) = current.filter(|&current| current != rank) {
@@ -374,6 +374,19 @@ impl Parameter {
                  a model before the last step; use the model that the step returned, or publish the change with `Zero::publish_changes`"
             ));
         }
+    }
+
+    /// Returns the type of the full parameter.
+    pub(crate) fn dtype(&self) -> DType {
+        burn_dtype(match self.quantized {
+            Some(_) => self.shared.runtime.rank.config.param_dtype.wire_dtype(),
+            None => self.slot.dtype,
+        })
+    }
+
+    /// Returns the full parameter on `device`, for a forward pass or, with `again`, for a backward pass. `base` is what the model holds.
+    pub(crate) fn load<B: Target>(&self, base: &Raw, device: &B::Device, again: bool) -> FloatTensor<B> {
+        self.check(base);
         let state = self.state.lock();
         if let Some(full) = &state.on_device {
             return full.downcast_ref::<FloatTensor<B>>().expect("a parameter has one device").clone();

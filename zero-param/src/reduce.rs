@@ -53,12 +53,21 @@ struct Gradient {
 struct Pass {
     members: Arc<[Arc<Member>]>,
     gradients: Vec<Gradient>,
+    /// By parameter, the sums of earlier passes that were not reduced, in fp32.
+    held: Vec<Option<Vec<f32>>>,
+    /// True if its own gradients are not reduced either.
+    is_held: bool,
     has_begun: bool,
 }
 
-/// The pass that a rank runs.
+/// The passes of a rank.
 #[derive(Default)]
-pub(crate) struct Passes(Mutex<Option<Pass>>);
+pub(crate) struct Passes {
+    /// The one that it runs.
+    running: Mutex<Option<Pass>>,
+    /// Sums that were not reduced yet.
+    held: Mutex<Vec<Option<Vec<f32>>>>,
+}
 
 impl Pass {
     /// Tells the reducer which parameters have a gradient on this rank: that of the `first`, and those whose uses are recorded.
@@ -67,8 +76,9 @@ impl Pass {
             return;
         }
         let mut indices = Vec::new();
-        for (member, gradient) in self.members.iter().zip(&mut self.gradients) {
-            gradient.is_expected = member.recorded.load(Ordering::Relaxed) > 0 || first == Some(member.index);
+        for ((member, gradient), held) in self.members.iter().zip(&mut self.gradients).zip(&self.held) {
+            let is_used = member.recorded.load(Ordering::Relaxed) > 0 || first == Some(member.index);
+            gradient.is_expected = is_used || held.is_some();
             indices.extend(gradient.is_expected.then_some(member.slot.index));
         }
         runtime.begin_reduction(Phase::Backward, indices, (Vec::new(), None));
@@ -77,7 +87,12 @@ impl Pass {
     /// Hands the sum of a parameter's gradients to the reducer.
     fn submit(&mut self, runtime: &Runtime, index: usize) {
         let gradient = &mut self.gradients[index];
-        let Some(sum) = gradient.sum.take() else { return };
+        let sum = match (gradient.sum.take(), self.held[index].take()) {
+            (Some(later), Some(before)) => sum(Buffer::F32(in_32(later)), &Buffer::F32(before)),
+            (Some(sum), None) => sum,
+            (None, Some(held)) => Buffer::F32(held),
+            (None, None) => return,
+        };
         let cell = gradient.cell.insert(runtime.gradient(&self.members[index].slot));
         runtime.reduce(flat_tensor::<Host>(sum, &()), cell);
         runtime.reducer.iter().for_each(|reducer| reducer.catch_up(&runtime.rank));
@@ -85,10 +100,25 @@ impl Pass {
 }
 
 impl Passes {
-    /// Begins a pass over the parameters of a module.
-    pub(crate) fn begin(&self, members: &Arc<[Arc<Member>]>) {
+    /// Begins a pass over the parameters of a module, whose gradients are reduced unless it `is_held`.
+    pub(crate) fn begin(&self, members: &Arc<[Arc<Member>]>, is_held: bool) {
         let gradients = members.iter().map(|_| Gradient::default()).collect();
-        *self.0.lock() = Some(Pass { members: members.clone(), gradients, has_begun: false });
+        let mut held = std::mem::take(&mut *self.held.lock());
+        held.resize_with(members.len(), || None);
+        *self.running.lock() = Some(Pass { members: members.clone(), gradients, held, is_held, has_begun: is_held });
+    }
+
+    /// Ends a pass that is held: its gradients are kept in full, for the next pass.
+    pub(crate) fn hold(&self) {
+        let mut pass = self.running.lock().take().expect("a pass has begun");
+        for (gradient, held) in pass.gradients.into_iter().zip(&mut pass.held) {
+            let Some(later) = gradient.sum.map(in_32) else { continue };
+            match held {
+                Some(sum) => sum.iter_mut().zip(later).for_each(|(sum, later)| *sum += later),
+                None => *held = Some(later),
+            }
+        }
+        *self.held.lock() = pass.held;
     }
 
     /// Adds the gradient of one use, or of the `rows` of a table that it read; `is_complete` if it was the parameter's last use in this
@@ -100,7 +130,7 @@ impl Passes {
         rows: Option<Arc<[i64]>>,
         is_complete: bool,
     ) {
-        let mut pass = self.0.lock();
+        let mut pass = self.running.lock();
         let Some(pass) = &mut *pass else {
             stop(format!(
                 "{} got a gradient outside of `Zero::backward`, where it is not reduced: call `zero.backward(|| loss)` instead \
@@ -110,7 +140,7 @@ impl Passes {
         };
         pass.begin(runtime, Some(member.index));
         let Gradient { sum: before, cell, is_expected } = &mut pass.gradients[member.index];
-        if cell.is_some() || !*is_expected {
+        if cell.is_some() || !*is_expected && !pass.is_held {
             stop(format!(
                 "{} got a gradient after its last use in this pass, or after another backward pass within it: use the \
                  parameter in the forward pass, and call `zero.backward` once for each backward pass",
@@ -127,7 +157,7 @@ impl Passes {
             (None, Some(before)) => sum(gradient, &before),
             (None, None) => gradient,
         });
-        if is_complete && runtime.rank.config.overlap_comm {
+        if is_complete && runtime.rank.config.overlap_comm && !pass.is_held {
             pass.submit(runtime, member.index);
         }
     }
@@ -135,7 +165,7 @@ impl Passes {
     /// Ends the pass. Returns, by parameter, this rank's shard of the mean over the ranks, if any rank had a gradient. A collective: when
     /// it returns, every rank's backward pass is over.
     pub(crate) fn end(&self, runtime: &Runtime) -> Result<Vec<Option<Arc<Cell>>>, CommError> {
-        let mut pass = self.0.lock().take().expect("a pass has begun");
+        let mut pass = self.running.lock().take().expect("a pass has begun");
         pass.begin(runtime, None);
         (0..pass.gradients.len()).for_each(|index| pass.submit(runtime, index));
         // Zeros for a parameter that no rank has used would be a gradient: an optimizer decays the parameter. Asked before the wait, so that

@@ -5,11 +5,13 @@
 //! handles stay.
 //!
 //! Memory is released only between operations, on the thread that runs them: in the forward pass when a later parameter is used, in the
-//! backward pass when a parameter's gradient arrives. What a tensor still refers to at the end of the pass is gathered once more and stays.
+//! backward pass when a parameter's gradient arrives. What another thread has read stays. What a tensor still refers to at the end of the pass
+//! is gathered once more and stays.
 
 use core::mem::MaybeUninit;
 use std::cell::RefCell;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
+use std::thread::{self, ThreadId};
 
 use burn::backend::TensorMetadata;
 use burn::backend::flex::{Flex, FlexTensor, Layout};
@@ -25,9 +27,11 @@ use crate::tensors::Raw;
 struct Pass {
     /// Each with a handle, so that no operation takes its memory for its own.
     made: Vec<(Arc<Full>, Raw)>,
-    /// Those that may be in memory, in the order of their gathers.
-    gathered: Arc<Mutex<Vec<Arc<Full>>>>,
+    gathered: Gathered,
 }
+
+/// The full parameters that are in memory since the last release.
+type Gathered = Arc<Mutex<Vec<Weak<Full>>>>;
 
 thread_local! {
     static PASS: RefCell<Option<Pass>> = const { RefCell::new(None) };
@@ -67,19 +71,20 @@ pub(crate) fn is_in_pass() -> bool {
 /// Releases the memory of the pass's full parameters. Called between operations.
 pub(crate) fn release() {
     let gathered = PASS.with_borrow(|pass| pass.as_ref().map(|pass| std::mem::take(&mut *pass.gathered.lock())));
-    gathered.into_iter().flatten().for_each(|full| full.release());
+    gathered.into_iter().flatten().filter_map(|full| full.upgrade()).for_each(|full| full.release());
 }
 
-/// Releases what the pass has used before, and gathers the full parameter whose base is `base`: `again` in a backward pass.
+/// Releases what the pass has used before, and returns a tensor of the full parameter whose base is `base`: `again` in a backward pass.
 pub(crate) fn full(parameter: &Arc<Parameter>, base: &Raw, again: bool) -> Raw {
     release();
-    let values = gather(parameter, base, again);
-    let (shape, dtype, bytes) = (values.shape(), values.dtype(), values.bytes().len());
+    parameter.check(base);
+    let (shape, dtype) = (parameter.shape.clone(), parameter.dtype());
+    let bytes = shape.num_elements() * dtype.size();
     PASS.with_borrow_mut(|pass| {
         let pass = pass.as_mut().expect("called within a pass");
-        let state = State { source: Some((parameter.clone(), base.clone())), values: Some(values) };
-        let full = Arc::new(Full { state: Mutex::new(state), bytes, gathered: pass.gathered.clone() });
-        pass.gathered.lock().push(full.clone());
+        let state = State { source: Some((parameter.clone(), base.clone())), values: None, again };
+        let (thread, gathered) = (thread::current().id(), pass.gathered.clone());
+        let full = Arc::new(Full { state: Mutex::new(state), bytes, thread, gathered });
         let controller = Box::new(Controller { full: full.clone(), own: None });
         // SAFETY: the controller's memory has this many bytes, all initialized.
         let storage = unsafe { Bytes::from_controller(controller, bytes) };
@@ -89,31 +94,32 @@ pub(crate) fn full(parameter: &Arc<Parameter>, base: &Raw, again: bool) -> Raw {
     })
 }
 
-/// Gathers a parameter, to a tensor without gaps and without bytes besides its own.
-fn gather(parameter: &Parameter, base: &Raw, again: bool) -> Raw {
-    let full = parameter.load::<Flex>(base, &Default::default(), again);
-    let bytes = full.shape().num_elements() * full.dtype().size();
-    let is_packed = full.is_contiguous() && full.layout().start_offset() == 0 && full.bytes().len() == bytes;
-    if is_packed { full } else { full.to_contiguous() }
-}
-
 /// A full parameter.
 struct Full {
     state: Mutex<State>,
     bytes: usize,
-    gathered: Arc<Mutex<Vec<Arc<Full>>>>,
+    /// The thread of the pass.
+    thread: ThreadId,
+    gathered: Gathered,
 }
 
 struct State {
     /// The parameter, and the version to gather. `None` once the values stay.
     source: Option<(Arc<Parameter>, Raw)>,
     values: Option<Raw>,
+    /// True if the next gather counts as one of a backward pass.
+    again: bool,
 }
 
 impl State {
+    /// Gathers the values, without gaps and without bytes besides their own, unless they are there.
     fn gather(&mut self) -> bool {
         let Some((parameter, base)) = self.source.as_ref().filter(|_| self.values.is_none()) else { return false };
-        self.values = Some(gather(parameter, base, true));
+        let full = parameter.load::<Flex>(base, &Default::default(), self.again);
+        let bytes = full.shape().num_elements() * full.dtype().size();
+        let is_packed = full.is_contiguous() && full.layout().start_offset() == 0 && full.bytes().len() == bytes;
+        self.values = Some(if is_packed { full } else { full.to_contiguous() });
+        self.again = true;
         true
     }
 }
@@ -163,12 +169,16 @@ impl AllocationController for Controller {
             return Err(AccessError::WouldCopy);
         }
         if state.gather() {
-            self.full.gathered.lock().push(self.full.clone());
+            self.full.gathered.lock().push(Arc::downgrade(&self.full));
+        }
+        if thread::current().id() != self.full.thread {
+            state.source = None;
         }
         let values = state.values.as_ref().expect("it was gathered").bytes();
-        // SAFETY: the values are this tensor's until `release`, and `release` is called only between operations, on the thread that runs
-        // them: an operation on tensors borrows their storage and returns without the borrow. Nothing else takes the values: `keep` adds
-        // them, and `memory_mut` has `self` alone.
+        // SAFETY: the values stay where they are until `release` drops them. `release` runs on the pass's thread, between operations: an
+        // operation of this thread borrows storage and returns without the borrow. An operation of another thread may go on, but has set
+        // `source` to `None`, and then `release` drops nothing. `memory_mut` does not touch the values. Burn's tensors lend no storage to a
+        // program; one that borrows it by burn-flex (`FlexTensor::bytes`) must not hold it while it uses another parameter, as the book says.
         Ok(unsafe { core::slice::from_raw_parts(values.as_ptr().cast(), values.len()) })
     }
 

@@ -51,12 +51,14 @@ pub struct ZeroStrategy<O, L = NoAdapters> {
     optimizer: O,
     options: ThreadOptions,
     lora: L,
+    /// True if `lora` adapts the model.
+    adapts: bool,
 }
 
 impl<O> ZeroStrategy<O> {
     /// Creates a strategy for `ranks` threads, with the configuration of the learner's optimizer.
     pub fn new(ranks: usize, config: ZeroConfig, optimizer: O) -> Self {
-        Self { ranks, config, optimizer, options: ThreadOptions::default(), lora: NoAdapters }
+        Self { ranks, config, optimizer, options: ThreadOptions::default(), lora: NoAdapters, adapts: false }
     }
 }
 
@@ -68,7 +70,7 @@ impl<O, L> ZeroStrategy<O, L> {
         N: Reparameterizer<Reparam = LoraAdapter> + Clone + Send + Sync,
     {
         let Self { ranks, config, optimizer, options, .. } = self;
-        ZeroStrategy { ranks, config, optimizer, options, lora }
+        ZeroStrategy { ranks, config, optimizer, options, lora, adapts: true }
     }
 
     /// Sets another deadline for ranks that wait for each other. It has to be longer than the difference between two ranks' validation
@@ -132,7 +134,7 @@ where
         }
         let known = match self.ranks {
             0 => Err("ZeroStrategy: got 0 ranks; pass at least 1".into()),
-            _ => same_optimizer(&learner, &self.optimizer),
+            _ => same_optimizer(&learner, &self.optimizer, self.adapts),
         };
         if let Err(error) = known {
             fail(&interrupter, error);
@@ -301,10 +303,14 @@ fn fail(interrupter: &Interrupter, message: String) {
 }
 
 /// Checks that the learner's optimizer, which a strategy can run but not inspect, updates the smallest parameter as `named` does.
-fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerConfig) -> Result<(), String> {
+fn same_optimizer<M: LearnerModel>(
+    learner: &Learner<M>,
+    named: &impl OptimizerConfig,
+    takes_frozen: bool,
+) -> Result<(), String> {
     let mut optimizer = named.of_wholes().map_err(|error| error.to_string())?;
     let mut learner = learner.clone();
-    let mut smallest = Smallest { found: None, values: Vec::new() };
+    let mut smallest = Smallest { found: None, values: Vec::new(), takes_frozen };
     learner.model().visit(&mut smallest);
     let Some((id, size)) = smallest.found else {
         return Err("ZeroStrategy: the module has no parameter that requires gradients".into());
@@ -329,7 +335,7 @@ fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerC
         model = model.optimize(&mut optimizer, learner.lr_current(), of_named);
     }
     let values = |model: &M| {
-        let mut all = Smallest { found: Some((id, size)), values: Vec::new() };
+        let mut all = Smallest { found: Some((id, size)), values: Vec::new(), takes_frozen };
         model.visit(&mut all);
         all.values
     };
@@ -345,6 +351,8 @@ fn same_optimizer<M: LearnerModel>(learner: &Learner<M>, named: &impl OptimizerC
 struct Smallest {
     found: Option<(ParamId, usize)>,
     values: Vec<u32>,
+    /// True if a frozen parameter will do.
+    takes_frozen: bool,
 }
 
 impl ModuleVisitor for Smallest {
@@ -354,7 +362,9 @@ impl ModuleVisitor for Smallest {
                 self.values = param.val().into_data().iter::<f32>().map(f32::to_bits).collect();
             }
             Some((_, size)) if size <= param.lazy_shape().num_elements() => {}
-            _ if param.is_require_grad() => self.found = Some((param.id, param.lazy_shape().num_elements())),
+            _ if self.takes_frozen || param.is_require_grad() => {
+                self.found = Some((param.id, param.lazy_shape().num_elements()))
+            }
             _ => {}
         }
     }

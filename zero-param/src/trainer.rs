@@ -39,6 +39,7 @@ use crate::grads::Grads;
 use crate::optim::Optimizer;
 use crate::ranks::{Ranks, run_process, run_threads};
 use crate::shard::{self, adapter_path, shard, shard_by};
+use crate::storage;
 use crate::zero::Zero;
 
 type Make<T, M> = dyn Fn(&T, u64, &Device) -> Result<M> + Send + Sync;
@@ -211,9 +212,6 @@ impl ModuleVisitor for Sizes {
 
 /// Refuses settings that are not supported here.
 fn check_steps(run: &Run<'_>) -> Result<()> {
-    if run.engine.sync_each_batch == Some(false) {
-        return Err(refused("sync_each_batch", false));
-    }
     shard::unsupported(run.zero).map_or(Ok(()), |setting| Err(refused(setting, "requested")))
 }
 
@@ -419,38 +417,41 @@ impl<T: Task, M: Module> RankEngine for OnRank<'_, T, M> {
         }
         let (begin, mut forward) = (Instant::now(), None);
         let (model, factor) = (self.model(), self.loss_scale() / batches as f64);
-        let (loss, grads) = self
-            .zero
-            .pass(|| {
-                let loss = {
-                    let _ordered = clock::forward();
-                    (self.integration.loss)(self.task, model, rows, &self.device)
-                };
-                forward = Some(begin.elapsed());
-                loss.map(|terms| {
-                    let loss = sum_of_terms(terms, shares);
-                    let value = loss.clone().inner();
-                    drop((loss * factor).backward());
-                    value
-                })
+        let both = || {
+            let loss = {
+                let _ordered = clock::forward();
+                (self.integration.loss)(self.task, model, rows, &self.device)
+            };
+            storage::release();
+            forward = Some(begin.elapsed());
+            loss.map(|terms| {
+                let loss = sum_of_terms(terms, shares);
+                let value = loss.clone().inner();
+                drop((loss * factor).backward());
+                value
             })
-            .map_err(told)?;
+        };
+        let reduces_each = self.run.engine.sync_each_batch.unwrap_or(self.run.zero.stage.shards_gradients());
+        let (loss, grads) = match reduces_each || self.micro_batches + 1 == batches {
+            true => self.zero.pass(both).map(|(loss, grads)| (loss, Some(grads))).map_err(told)?,
+            false => (self.zero.pass_no_sync(both), None),
+        };
         let forward = forward.unwrap_or_default();
         self.times.forward += forward;
         self.times.backward += begin.elapsed().saturating_sub(forward);
         self.losses.push(loss?.into_scalar::<f64>());
-        let sum = match self.sum.take() {
-            Some(mut sum) => {
+        self.sum = match (self.sum.take(), grads) {
+            (Some(mut sum), Some(grads)) => {
                 sum.add(grads);
-                sum
+                Some(sum)
             }
-            None => grads,
+            (sum, grads) => sum.or(grads),
         };
         self.micro_batches += 1;
         if self.micro_batches < batches {
-            self.sum = Some(sum);
             return Ok(());
         }
+        let sum = self.sum.take().expect("the last micro-batch was reduced");
         self.micro_batches = 0;
         let begin = Instant::now();
         let step = self.update(sum);

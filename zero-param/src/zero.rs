@@ -152,9 +152,9 @@ impl Zero {
         self.parameters.iter().map(|parameter| &*parameter.path)
     }
 
-    /// Returns the paths of the sharded parameters that are in host memory in full at this moment: to find out what keeps them. At stage 3
-    /// only those in use are, on any rank of the process, and those that
-    /// `param_persistence_threshold` or `max_reuse_distance` keeps.
+    /// Returns the paths of the sharded parameters whose last gather is in host memory still, to find what keeps full parameters. At stage 3
+    /// these are the ones that a rank of the process uses, that a tensor still refers to, or that `param_persistence_threshold` or
+    /// `max_reuse_distance` keeps.
     pub fn full_parameters(&self) -> impl Iterator<Item = &str> {
         let full =
             self.parameters.iter().filter(|parameter| parameter.is_gathered_for_each_use() && parameter.is_full());

@@ -102,6 +102,20 @@ for front in old new; do
 done
 same "$work/new.losses" "$work/old.losses"
 
+echo 'micro-batches that are reduced once per step, or each: the bits of a step at all stages'
+for each in false true; do
+  echo '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3, "zero_optimization":
+    {"stage": "auto", "stage3_param_persistence_threshold": 0}, "gradient_accumulation_kwargs": {"sync_each_batch": '$each'}}' >"$work/once.json"
+  for stage in 0 1 3; do
+    for front in old new; do
+      config=once on $front 4 "once-$front" "${weights[@]}" >"$work/$front-$stage.losses"
+      diff "$work/$front-0.losses" "$work/$front-$stage.losses" || { echo "stage $stage: other bits than at stage 0 ($front)"; exit 1; }
+    done
+    same "$work/new-$stage.losses" "$work/old-$stage.losses"
+  done
+done
+stage=3
+
 echo 'moving averages of the weights, evaluated in their place'
 for front in old new; do
   config=none on $front 6 "averages-$front" --model tiny --seed 7 --ema-decay 0.9 --eval-ema --eval 5 --eval-every 2 >"$work/$front.losses"
@@ -308,11 +322,15 @@ generated() { # PROGRAM FOLDER [options]
     { cat "$work/log" >&2; exit 1; }
   cat "$work/text"
 }
-for model in tiny llama-tiny; do
+mkdir "$work/gpt2-other"
+echo '{"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "activation_function": "relu",
+  "tie_word_embeddings": false, "scale_attn_weights": false}' >"$work/gpt2-other/config.json"
+for given in tiny llama-tiny "$work/gpt2-other"; do
+  model=$(basename "$given")
   for front in old new; do
     declare -n program=$front
-    "${program[@]}" --model $model --data "$text" --steps 20 --seq 64 --batch 4 --lr 3e-3 --save "$work/$model-$front" >"$work/log" 2>&1 ||
-      { cat "$work/log"; exit 1; }
+    "${program[@]}" --model "$given" --data "$text" --steps 20 --seq 64 --batch 4 --lr 3e-3 --save "$work/$model-$front" \
+      --out "$work/$model-$front-out" >"$work/log" 2>&1 || { cat "$work/log"; exit 1; }
     grep -q 'generated text' "$work/log" || { echo 'no sample after training'; exit 1; }
     for options in '' '--beams 3' '--temperature 0.8 --top-k 40 --seed 5' '--ranks 3 --dtype bf16' '--ranks 2 --offload disk' \
       '--quantize int8' '--kv-cache-dtype bf16'; do
@@ -320,7 +338,9 @@ for model in tiny llama-tiny; do
       for of in "$zero" "$programs/zero-022"; do generated "$of" "$model-$front" --swap "$work" $options >"$work/$(basename "$of").text"; done
       diff "$work"/{zero,zero-022}.text || { echo "$model, $front, $options: other text"; exit 1; }
     done
+    values "$work/$model-$front-out/metrics.jsonl" loss >"$work/$front.losses"
   done
+  same "$work"/{new,old}.losses
 done
 
 echo 'classifiers, and models that generate text from text, with dropout'

@@ -17,7 +17,7 @@ use common::{
 };
 use zero_core::accounting::WireBytes;
 use zero_core::{Partition, Stage};
-use zero_param::{Error, Float, OptimizerConfig, Ranks, Uses, ZeroConfig, run_threads, shard};
+use zero_param::{Error, Float, Grads, OptimizerConfig, Ranks, Uses, ZeroConfig, run_threads, shard};
 
 /// Checks that losses, norms and weights have the same bits at all stages, and are plain Burn's except for the order of additions.
 fn stages_agree<N: Net>(worlds: std::ops::RangeInclusive<usize>, optimizer: &(impl OptimizerConfig + Sync)) {
@@ -559,6 +559,12 @@ fn a_tensor_of_a_full_parameter_keeps_its_values_after_its_pass() {
             // Uses another parameter, which releases the first: the sum reads it again.
             let other = net.layers[1].weight.val();
             let both = weight.clone() + other.clone();
+            // Another thread reads it while this one uses, and so releases, others.
+            let elsewhere = weight.clone().inner();
+            let elsewhere =
+                std::thread::spawn(move || (0..50).all(|_| read(elsewhere.clone()) == read(elsewhere.clone())));
+            (0..50).for_each(|_| drop(net.layers[2].weight.val().sum()));
+            assert!(elsewhere.join().unwrap());
             kept = Some((weight.inner(), other.inner(), both.inner()));
             net.loss(seed(0, ranks.comm().rank()), &device())
         })?;
@@ -572,4 +578,53 @@ fn a_tensor_of_a_full_parameter_keeps_its_values_after_its_pass() {
         Ok::<_, Error>(())
     })
     .unwrap();
+}
+
+#[test]
+fn micro_batches_that_are_reduced_once_have_the_gradients_of_their_sum() {
+    let steps = |stage: Stage, is_held: bool| {
+        run_threads(2, &options(), |ranks| {
+            let (mut net, zero) = shard(Gpt::<1>::build(&device()), ranks, &config(stage))?;
+            let mut optimizer = zero.optimizer(&SgdConfig::new())?;
+            let mut norms = Vec::new();
+            for step in 0..3 {
+                let loss = |micro: usize| net.loss(seed(3 * step + micro, ranks.comm().rank()), &device());
+                // Rank 1 has a micro-batch less to hold.
+                let held: Vec<usize> = (0..2 - ranks.comm().rank()).collect();
+                let mut grads = None;
+                if is_held {
+                    held.iter().for_each(|&micro| drop(zero.backward_no_sync(|| loss(micro))));
+                } else {
+                    for micro in 0..2 {
+                        let factor = if held.contains(&micro) { 1.0 } else { 0.0 };
+                        let (_, of_one) = zero.backward(|| loss(micro) * factor)?;
+                        match &mut grads {
+                            None => grads = Some(of_one),
+                            Some(sum) => Grads::add(sum, of_one),
+                        }
+                    }
+                }
+                let (_, last) = zero.backward(|| loss(2))?;
+                let mut grads = match grads {
+                    None => last,
+                    Some(mut sum) => {
+                        sum.add(last);
+                        sum
+                    }
+                };
+                norms.push(grads.clip_norm(1e9)?);
+                net = optimizer.step(LR, net, grads)?;
+            }
+            Ok::<_, Error>(norms)
+        })
+        .unwrap()
+    };
+    let held = steps(Stage::DataParallel, true);
+    for (stage, norms) in Stage::ALL.map(|stage| (stage, steps(stage, true))) {
+        assert_eq!(norms, held, "the bits of stage {stage}");
+    }
+    let each = steps(Stage::Parameters, false);
+    for (held, each) in held[0].iter().zip(&each[0]) {
+        assert!((held - each).abs() < 1e-6 * each, "{held} {each}");
+    }
 }

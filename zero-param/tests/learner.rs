@@ -229,7 +229,10 @@ fn a_learner_trains_as_on_one_device() {
         assert_ne!(plain, weights(&Net::new()), "the adapters train");
         for stage in Stage::ALL {
             let strategy = ZeroStrategy::new(ranks, config(stage), adamw()).with_lora(lora.clone());
-            let (_, result) = learn(all.clone(), BATCH, adamw().init(), Some(strategy.into()), |training| training);
+            // The model may be frozen already.
+            let net = Net::new().freeze();
+            let strategy = Some(strategy.into());
+            let (_, result) = learn_from(net, all.clone(), BATCH, adamw().init(), strategy, |training| training);
             assert!(result.error.is_none(), "{}", result.error.unwrap());
             let trained = merged(result.model);
             let is_close = |(a, b): (&f32, &f32)| close(*a, *b);

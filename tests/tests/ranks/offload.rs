@@ -344,6 +344,7 @@ fn states_leave_memory_for_a_while_and_come_back() {
         (Stage::OptimizerState, 3, Float::F32),
         (Stage::Gradients, 2, Float::Bf16),
         (Stage::Parameters, 2, Float::F32),
+        (Stage::Parameters, 3, Float::Bf16),
     ] {
         let mut run = run_of(stage, ranks);
         run.zero.param_dtype = dtype;
@@ -383,6 +384,7 @@ fn states_that_are_on_a_disk_for_a_while_are_updated_all_the_same() {
         (Stage::DataParallel, Float::F32, (Tier::Memory, Tier::Memory)),
         (Stage::OptimizerState, Float::Bf16, (Tier::Memory, Tier::Memory)),
         (Stage::Parameters, Float::F32, (Tier::Memory, Tier::Memory)),
+        (Stage::Parameters, Float::Bf16, (Tier::Memory, Tier::Memory)),
         (Stage::Parameters, Float::Bf16, (Tier::Memory, Tier::Disk)),
         (Stage::Gradients, Float::F32, (Tier::Disk, Tier::Memory)),
     ] {

@@ -429,6 +429,10 @@ impl<B: Backend> Cell<B> {
     /// Moves the shard to `disk`, regardless of where shards of this kind are kept, and returns whether it was in memory. Nothing reads it
     /// meanwhile.
     pub fn park(&self, disk: &Arc<SwapDisk>) -> Result<bool, DiskError> {
+        let version = || self.slot.as_ref()?.current.lock().upgrade();
+        if let Some(version) = version().filter(|_| self.kind() == Kind::Optimizer) {
+            version.leave_master();
+        }
         let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
         let parked = match is_moved {
             true => Some(ShardState::Stored(Stored::Disk(disk.store(B::read(self.local()).bytes(), None)?))),
@@ -442,6 +446,15 @@ impl<B: Backend> Cell<B> {
             self.update(&mut state, |state| state.shard = parked);
         }
         Ok(is_moved)
+    }
+
+    /// Gives a version that is its master values of its own, so that the master's memory can go.
+    fn leave_master(&self) {
+        let mut state = self.state.lock();
+        if let ShardState::OfMaster(master) = &state.shard {
+            let own = self.rank.share(B::cast(master.tensor(), self.dtype));
+            self.update(&mut state, |state| state.shard = ShardState::Tensor(own));
+        }
     }
 
     /// Drops the gathered tensor.

@@ -89,8 +89,8 @@ impl<B: Backend> Cell<B> {
             ShardData::Tensor(tensor) => return tensor,
             shard => shard,
         };
-        // A gathered tensor is nearer than the storage, and needs no conversion.
-        let full = self.state.lock().full.tensor();
+        // A gathered tensor is nearer than the storage, and needs no conversion. But it may have been decoded from codes.
+        let full = self.state.lock().full.tensor().filter(|_| self.quantized().is_none());
         match (full, shard) {
             (Some(full), _) => slice_shard::<B>(full, self.partition, self.place()),
             (None, ShardData::Master(master)) => B::cast(master, self.dtype),

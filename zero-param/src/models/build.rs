@@ -40,15 +40,6 @@ pub(super) fn begin<M: Module>(
     Ok(model.map(&mut Fill { path: Vec::new(), values }))
 }
 
-/// Returns an error for the first key of a configuration whose value the model does not support.
-pub(super) fn check(model: &'static str, keys: &[(&'static str, bool, &str)]) -> Result<(), ModelError> {
-    let other = keys.iter().find(|(_, is_so, _)| !is_so);
-    other.map_or(Ok(()), |&(key, _, supported)| {
-        let (got, supported) = ("another value".into(), supported.into());
-        Err(ModelError::Unsupported { model, key, got, supported })
-    })
-}
-
 /// Values by path.
 struct Values {
     next: Receiver<(String, Vec<f32>)>,

@@ -9,24 +9,25 @@ use std::sync::Arc;
 use burn::module::{Module, Param};
 use burn::tensor::{Device, Int, Tensor, TensorData};
 use burn_nn::{LayerNorm, LayerNormConfig, Linear, LinearConfig};
-use zero_kernels::options::{AttentionOptions, Gelu};
-use zero_models::{Activation, Documents, Gpt2Config, ModelError};
+use zero_kernels::options::AttentionOptions;
+use zero_models::{Activation, Documents, Gpt2Config};
 
-use super::build::check;
 use super::cache::KvCache;
-use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss, norm};
+use super::layers::{Masks, attend, dense, dense_activated, dense_onto, next_logits, next_token_loss, norm};
 use crate::activations::checkpoint_block;
-use crate::fused::{dropout, gelu, packed_attention};
-use crate::layers::{self, embedding};
+use crate::fused::{dropout, packed_attention};
+use crate::layers::embedding;
 use crate::random::draw_dropout;
 
-/// A GPT-2 whose head is tied to its token embedding.
+/// A GPT-2 with its language-model head.
 #[derive(Module, Debug)]
 pub struct Gpt2 {
     wte: Param<Tensor<2>>,
     wpe: Param<Tensor<2>>,
     h: Vec<Block>,
     ln_f: LayerNorm,
+    /// Weight of the head, if it is not tied.
+    lm_head: Option<Param<Tensor<2>>>,
     /// A copy, as Burn's norms keep theirs private.
     epsilon: f64,
     embd_pdrop: f64,
@@ -47,6 +48,7 @@ struct Attention {
     c_attn: Linear,
     c_proj: Linear,
     heads: usize,
+    scale: f64,
     attn_pdrop: f64,
 }
 
@@ -54,24 +56,17 @@ struct Attention {
 struct Mlp {
     c_fc: Linear,
     c_proj: Linear,
+    #[module(skip)]
+    activation: Activation,
 }
 
 impl Gpt2 {
     /// Builds a GPT-2 of this configuration with placeholder values.
-    ///
-    /// # Errors
-    ///
-    /// For a configuration with features that this model lacks.
-    pub fn new(config: &Gpt2Config, device: &Device) -> Result<Self, ModelError> {
-        let has = [
-            ("tie_word_embeddings", config.tie_word_embeddings, "true"),
-            ("scale_attn_weights", config.scale_attn_weights, "true"),
-            ("activation_function", config.activation == Activation::GeluTanh, "gelu_new"),
-        ];
-        check("GPT-2 on Burn 0.22", &has)?;
+    pub fn new(config: &Gpt2Config, device: &Device) -> Self {
         let (d, f, epsilon) = (config.n_embd, config.inner_width(), config.layer_norm_epsilon);
         let linear = |from, to| LinearConfig::new(from, to).init(device);
         let norm = || LayerNormConfig::new(d).with_epsilon(epsilon).init(device);
+        let scale = if config.scale_attn_weights { ((d / config.n_head) as f64).sqrt().recip() } else { 1.0 };
         let table = |rows| Param::from_tensor(Tensor::zeros([rows, d], device));
         let block = |_| Block {
             ln_1: norm(),
@@ -79,21 +74,23 @@ impl Gpt2 {
                 c_attn: linear(d, 3 * d),
                 c_proj: linear(d, d),
                 heads: config.n_head,
+                scale,
                 attn_pdrop: config.attn_pdrop,
             },
             ln_2: norm(),
-            mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d) },
+            mlp: Mlp { c_fc: linear(d, f), c_proj: linear(f, d), activation: config.activation },
             epsilon,
             resid_pdrop: config.resid_pdrop,
         };
-        Ok(Self {
+        Self {
             wte: table(config.vocab_size),
             wpe: table(config.n_positions),
             h: (0..config.n_layer).map(block).collect(),
             ln_f: norm(),
+            lm_head: (!config.tie_word_embeddings).then(|| table(config.vocab_size)),
             epsilon,
             embd_pdrop: config.embd_pdrop,
-        })
+        }
     }
 
     /// Returns the mean cross-entropy in nats of predicting each label `[b, t]` from the tokens before it in its row, or in its document if
@@ -104,12 +101,16 @@ impl Gpt2 {
         labels_bt: Tensor<2, Int>,
         documents: Option<&Arc<Documents>>,
     ) -> Tensor<1> {
-        next_token_loss(self.hidden_rows(ids_bt, documents), &self.wte, None, labels_bt, false)
+        next_token_loss(self.hidden_rows(ids_bt, documents), self.head(), None, labels_bt, false)
     }
 
     /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
     pub fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
-        next_token_loss(self.hidden_rows(ids_bt, None), &self.wte, None, labels_bt, true)
+        next_token_loss(self.hidden_rows(ids_bt, None), self.head(), None, labels_bt, true)
+    }
+
+    fn head(&self) -> &Param<Tensor<2>> {
+        self.lm_head.as_ref().unwrap_or(&self.wte)
     }
 
     /// Returns the output of the final norm, `[b * t, d]`.
@@ -145,10 +146,10 @@ impl Gpt2 {
         for (number, block) in self.h.iter().enumerate() {
             x_nd = block.forward(x_nd, |attn, x_nd| {
                 let parts = dense(&attn.c_attn, x_nd, None).chunk(3, 1).try_into().expect("three thirds");
-                cache.attend(number, parts, attn.options(b, d), None)
+                cache.attend(number, parts, attn.options(b), None)
             });
         }
-        next_logits(norm(&self.ln_f, self.epsilon, cache.end(x_nd, b)), &self.wte)
+        next_logits(norm(&self.ln_f, self.epsilon, cache.end(x_nd, b)), self.head())
     }
 }
 
@@ -157,28 +158,24 @@ impl Block {
     fn forward(&self, x_nd: Tensor<2>, mix: impl FnOnce(&Attention, Tensor<2>) -> Tensor<2>) -> Tensor<2> {
         let mixed_nd = mix(&self.attn, norm(&self.ln_1, self.epsilon, x_nd.clone()));
         let x_nd = dense_onto(&self.attn.c_proj, mixed_nd, self.resid_pdrop, x_nd);
-        let Mlp { c_fc, c_proj } = &self.mlp;
-        // The activation adds the bias.
-        let wide_nf = layers::dense(norm(&self.ln_2, self.epsilon, x_nd.clone()), &c_fc.weight, None, None);
-        let wide_nf = gelu(Gelu::Tanh, wide_nf, c_fc.bias.as_ref().map(Param::val));
+        let Mlp { c_fc, c_proj, activation } = &self.mlp;
+        let wide_nf = dense_activated(c_fc, *activation, norm(&self.ln_2, self.epsilon, x_nd.clone()));
         dense_onto(c_proj, wide_nf, self.resid_pdrop, x_nd)
     }
 }
 
 impl Attention {
     fn mix(&self, x_nd: Tensor<2>, masks: &Masks, batch: usize) -> Tensor<2> {
-        let [_, d] = x_nd.dims();
         if masks.documents.is_some() {
             let parts = dense(&self.c_attn, x_nd, None).chunk(3, 1).try_into().expect("three thirds");
-            return attend(parts, masks, self.options(batch, d), self.attn_pdrop);
+            return attend(parts, masks, self.options(batch), self.attn_pdrop);
         }
         let dropout = draw_dropout(self.attn_pdrop, &x_nd.device());
-        let options = AttentionOptions { dropout, ..self.options(batch, d) };
+        let options = AttentionOptions { dropout, ..self.options(batch) };
         packed_attention(dense(&self.c_attn, x_nd, None), None, options)
     }
 
-    fn options(&self, batch: usize, d: usize) -> AttentionOptions {
-        let scale = ((d / self.heads) as f64).sqrt().recip();
-        AttentionOptions { batch, heads: self.heads, causal: true, window: None, scale, dropout: None }
+    fn options(&self, batch: usize) -> AttentionOptions {
+        AttentionOptions { batch, heads: self.heads, causal: true, window: None, scale: self.scale, dropout: None }
     }
 }

@@ -71,7 +71,7 @@ impl CausalModel for Gpt2 {
     type Config = Gpt2Config;
 
     fn build(config: &Gpt2Config, weights: Option<&Path>, seed: u64, device: &Device) -> Result<Self, ModelError> {
-        build::begin(Gpt2::new(config, device)?, &config.clone().into(), weights, seed)
+        build::begin(Gpt2::new(config, device), &config.clone().into(), weights, seed)
     }
 
     fn loss(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<1> {

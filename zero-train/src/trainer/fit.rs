@@ -40,7 +40,7 @@ impl MemoryNeed {
     /// Returns the memory that `plan` needs.
     pub(super) fn new(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> Self {
         let (stage, ranks) = (plan.zero.stage, plan.world);
-        let mut state = state_of(profile, plan, backend);
+        let mut state = state_of(profile, plan);
         // Takes out of `state` what is offloaded to where `is_there` says.
         let mut offloaded = |is_there: fn(&OffloadDevice) -> bool| {
             let before = state.total();
@@ -82,11 +82,13 @@ impl MemoryNeed {
         // A frozen parameter is gathered, but has no gradient.
         let (largest, trained) = (profile.largest(), profile.parameters.iter().copied().max().unwrap_or(0));
         let piece = if stage.shards_optimizer() { Partition::new(trained, plan.shards()).stride() } else { trained };
-        // One gathered copy, one dense gradient and its reduced shard, and two buckets in flight with their results.
+        // One gathered copy, one dense gradient (a head's is summed in fp32) and its reduced shard, and two buckets in flight with their
+        // results.
         let gathered = if stage.shards_parameters() { largest } else { 0 };
         let workspace = if matches!(plan.rule(), Rule::Muon { .. }) { MUON * trained } else { 0 };
-        let mut working =
-            workspace + 4 * (gathered + trained + piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained()));
+        let Precision { parameter, gradient, .. } = precision(plan);
+        let reduced = piece + 3 * plan.zero.reduce_bucket_size.min(profile.num_trained());
+        let mut working = workspace + parameter as usize * gathered + 4 * trained + gradient as usize * reduced;
         if plan.nvme_path().is_some() {
             let settings = plan.zero_config(0).offload.disk;
             working += settings.buffer_count * settings.buffer_bytes;
@@ -129,17 +131,9 @@ impl MemoryNeed {
 const MUON: usize = 22;
 
 /// Returns the bytes of one rank's model state by the ZeRO formula.
-pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> StateBytes {
+pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
     let (ranks, precision) = (plan.shards() as u64, precision(plan));
-    let offload = plan.zero_config(0).offload;
-    let in_memory = backend == BackendChoice::Cpu && ![offload.optimizer, offload.parameters].contains(&Tier::Disk);
-    // In host memory at stage 3, the shards of 16-bit parameters are their masters, rounded when they are read.
-    let of_masters = in_memory
-        && plan.zero.stage.shards_parameters()
-        && ranks > 1
-        && plan.precision != crate::config::Precision::Fp32;
-    let held = Precision { parameter: if of_masters { 0 } else { precision.parameter }, ..precision };
-    let mut trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, held);
+    let mut trained = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, precision);
     if matches!(plan.rule(), Rule::Muon { .. }) {
         // A matrix has one state, and the other parameters have two.
         let state = plan.zero_config(0).optimizer_state_dtype().size() as u64;
@@ -156,7 +150,7 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan, backend: BackendChoic
     };
     let often = trained_bytes(&exactly) + profile.frozen_bytes(exactly, is_large);
     let second = plan.zero.secondary_shard_size.map_or(0, |size| often / size as u64);
-    let in_memory = offload.parameters != Tier::Disk;
+    let in_memory = plan.zero_config(0).offload.parameters != Tier::Disk;
     let [of_trained, of_frozen] =
         plan.zero_config(0).weights().map(|how| move |numel| how.map_or(0, |how| how.bytes(numel)));
     // But for rows that are quantised already.
@@ -164,6 +158,20 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan, backend: BackendChoic
         trained_bytes(&of_trained) + profile.frozen_bytes(of_frozen, is_large) - profile.frozen_bytes(|_| 0, is_large);
     let codes = if in_memory && ranks > 1 { codes / ranks } else { 0 };
     StateBytes { parameters: trained.parameters + frozen.parameters + second + codes, ..trained }
+}
+
+/// Returns the bytes of one rank's model state after an update. In host memory at stage 3, shards of 16-bit parameters are then their masters,
+/// rounded when they are read. Before the first update, and after a checkpoint is loaded, they take memory of their own.
+pub(super) fn settled_state(profile: &Profile, plan: &ZeroPlan, backend: BackendChoice) -> StateBytes {
+    let (state, ranks, precision) = (state_of(profile, plan), plan.shards() as u64, precision(plan));
+    let offload = plan.zero_config(0).offload;
+    let in_memory = backend == BackendChoice::Cpu && ![offload.optimizer, offload.parameters].contains(&Tier::Disk);
+    if !in_memory || !plan.zero.stage.shards_parameters() || ranks == 1 || precision.parameter == 4 {
+        return state;
+    }
+    let shards = Precision { parameter: precision.parameter, gradient: 0, optimizer: 0 };
+    let of_masters = model_state(profile.num_trained() as u64, plan.zero.stage, ranks, shards).parameters;
+    StateBytes { parameters: state.parameters - of_masters, ..state }
 }
 
 /// Returns the bytes per parameter of each kind of model state.

@@ -15,7 +15,7 @@ use zero_models::ModelConfig;
 use super::backend::{BackendChoice, name as option_name};
 use super::checkpoints::Checkpoints;
 use super::facts::{Data, Model};
-use super::fit::{Budget, Candidate, MemoryNeed, state_of};
+use super::fit::{Budget, Candidate, MemoryNeed, settled_state};
 use super::integration::Run;
 use super::predict::SpeedOfLight;
 use super::profile::Profile;
@@ -210,9 +210,9 @@ impl Plan {
         ]
     }
 
-    /// Returns the bytes of one rank's model state by the ZeRO formula.
+    /// Returns the bytes of one rank's model state after an update, by the ZeRO formula.
     pub(super) fn state_formula(&self) -> StateBytes {
-        state_of(&self.model.profile, &self.plan, self.backend)
+        settled_state(&self.model.profile, &self.plan, self.backend)
     }
 
     /// Returns the bytes that one rank receives in one step by the ZeRO formula, a sum over hops. With `A` micro-batches,
