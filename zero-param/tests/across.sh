@@ -104,9 +104,9 @@ same "$work/new.losses" "$work/old.losses"
 
 echo 'micro-batches that are reduced once per step, or each: the bits of a step at all stages'
 for each in false true; do
-  echo '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3, "zero_optimization":
-    {"stage": "auto", "stage3_param_persistence_threshold": 0}, "gradient_accumulation_kwargs": {"sync_each_batch": '$each'}}' >"$work/once.json"
   for stage in 0 1 3; do
+    echo '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3, "zero_optimization":
+      {"stage": '$stage', "stage3_param_persistence_threshold": 0}, "gradient_accumulation_kwargs": {"sync_each_batch": '$each'}}' >"$work/once.json"
     for front in old new; do
       config=once on $front 4 "once-$front" "${weights[@]}" >"$work/$front-$stage.losses"
       diff "$work/$front-0.losses" "$work/$front-$stage.losses" || { echo "stage $stage: other bits than at stage 0 ($front)"; exit 1; }

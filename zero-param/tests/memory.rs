@@ -245,22 +245,29 @@ fn of_a_tied_table() -> isize {
     seen.unwrap()[0]
 }
 
-/// Returns the number of full weights on both ranks that are kept for the backward pass of four layers on sequences.
-fn kept_of_sequences(device: Device, forward: fn(&Linear, Tensor<3>) -> Tensor<3>) -> isize {
+/// Returns the number of full weights on both ranks that are kept for the backward pass of four layers on sequences, if the forward pass
+/// runs within `Zero::backward` or before it.
+fn kept_of_sequences(device: Device, is_within: bool, forward: fn(&Linear, Tensor<3>) -> Tensor<3>) -> isize {
     let kept = run_threads(2, &options(), |ranks| {
         let (net, zero) = shard(Mlp::<WIDTH, 4>::build(&device), ranks, &unkept(Stage::Parameters))?;
         ranks.comm().barrier()?;
         let before = WHOLES.load(Relaxed);
         ranks.comm().barrier()?;
         let mut kept = 0;
-        zero.backward(|| {
+        let mut loss = || {
             let x = Tensor::<3>::ones([2, 32, WIDTH], &device);
             let out = net.layers.iter().fold(x, |x, layer| forward(layer, x));
             ranks.comm().barrier().unwrap();
             kept = WHOLES.load(Relaxed) - before;
             ranks.comm().barrier().unwrap();
             out.mean()
-        })?;
+        };
+        if is_within {
+            zero.backward(loss)?;
+        } else {
+            let loss = loss();
+            zero.backward(|| loss)?;
+        }
         Ok::<_, Error>(kept)
     });
     kept.unwrap()[0]
@@ -342,10 +349,23 @@ fn memory_is_as_the_stage_has_it() {
         checkpoint(move |x: Tensor<3>| layer.forward(x), x)
     };
     // The last one, as above.
-    assert!(kept_of_sequences(device(), ours) <= 1);
-    assert!(kept_of_sequences(device(), |layer, x| layer.forward(x)) <= 1, "of Burn's own layer");
-    assert!(kept_of_sequences(device().gradient_checkpointing(), |layer, x| layer.forward(x)) <= 1);
-    assert_eq!(kept_of_sequences(device(), block), 0, "of Burn's own layer in a checkpointed block");
+    assert!(kept_of_sequences(device(), true, ours) <= 1);
+    assert!(kept_of_sequences(device(), true, |layer, x| layer.forward(x)) <= 1, "of Burn's own layer");
+    assert!(kept_of_sequences(device().gradient_checkpointing(), true, |layer, x| layer.forward(x)) <= 1);
+    assert_eq!(kept_of_sequences(device(), true, block), 0, "of Burn's own layer in a checkpointed block");
+    // Before a pass, storage is not released: the weight is computed again, but for views of it.
+    assert_eq!(kept_of_sequences(device(), false, ours), 0);
+    assert_eq!(kept_of_sequences(device().gradient_checkpointing(), false, |layer, x| layer.forward(x)), 0);
+    let burns = kept_of_sequences(device(), false, |layer, x| layer.forward(x));
+    match is_patched {
+        true => assert_eq!(burns, 0, "with docs/upstream/views.patch"),
+        false => {
+            assert!(
+                burns >= 3,
+                "{burns}: Burn's `Linear` keeps none of sequences' any more, which docs/upstream.md asks for"
+            );
+        }
+    }
 
     // Per rank: the output, the inputs of the blocks, and otherwise four results per block.
     let blocks = |checkpointed_blocks| ZeroConfig { checkpointed_blocks, ..unkept(Stage::Parameters) };
