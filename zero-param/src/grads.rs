@@ -47,8 +47,7 @@ impl Zero {
     }
 
     /// Runs `loss` and its backward pass like [`Zero::backward`], but does not reduce gradients: this rank keeps them in full, in fp32, and the
-    /// next [`Zero::backward`] adds them to its own. Several micro-batches then cost one reduction. Returns the loss's value. Other ranks are
-    /// not waited for, except by gathers, and may hold another number of passes.
+    /// next [`Zero::backward`] adds them to its own. Several micro-batches then cost one reduction. Returns the loss's value.
     ///
     /// DeepSpeed and PyTorch call this `no_sync`.
     pub fn backward_no_sync<const D: usize>(&self, loss: impl FnOnce() -> Tensor<D>) -> Tensor<D> {
@@ -65,7 +64,7 @@ impl Zero {
     /// Runs `both` like [`Zero::pass`], and keeps the gradients for the next pass.
     pub(crate) fn pass_no_sync<T>(&self, both: impl FnOnce() -> T) -> T {
         let value = self.run(true, both);
-        self.shared.passes.hold();
+        self.shared.passes.hold(self.runtime());
         value
     }
 

@@ -99,6 +99,17 @@ impl Pass {
     }
 }
 
+impl Pass {
+    /// Adds the sum of a parameter's gradients to what is held of earlier passes.
+    fn hold(&mut self, index: usize) {
+        let Some(later) = self.gradients[index].sum.take().map(in_32) else { return };
+        match &mut self.held[index] {
+            Some(sum) => sum.iter_mut().zip(later).for_each(|(sum, later)| *sum += later),
+            held => *held = Some(later),
+        }
+    }
+}
+
 impl Passes {
     /// Begins a pass over the parameters of a module, whose gradients are reduced unless it `is_held`.
     pub(crate) fn begin(&self, members: &Arc<[Arc<Member>]>, is_held: bool) {
@@ -109,16 +120,11 @@ impl Passes {
     }
 
     /// Ends a pass that is held: its gradients are kept in full, for the next pass.
-    pub(crate) fn hold(&self) {
+    pub(crate) fn hold(&self, runtime: &Runtime) {
         let mut pass = self.running.lock().take().expect("a pass has begun");
-        for (gradient, held) in pass.gradients.into_iter().zip(&mut pass.held) {
-            let Some(later) = gradient.sum.map(in_32) else { continue };
-            match held {
-                Some(sum) => sum.iter_mut().zip(later).for_each(|(sum, later)| *sum += later),
-                None => *held = Some(later),
-            }
-        }
+        (0..pass.gradients.len()).for_each(|index| pass.hold(index));
         *self.held.lock() = pass.held;
+        runtime.end_backward(Vec::new());
     }
 
     /// Adds the gradient of one use, or of the `rows` of a table that it read; `is_complete` if it was the parameter's last use in this
@@ -157,8 +163,10 @@ impl Passes {
             (None, Some(before)) => sum(gradient, &before),
             (None, None) => gradient,
         });
-        if is_complete && runtime.rank.config.overlap_comm && !pass.is_held {
-            pass.submit(runtime, member.index);
+        match (is_complete, pass.is_held) {
+            (true, true) => pass.hold(member.index),
+            (true, false) if runtime.rank.config.overlap_comm => pass.submit(runtime, member.index),
+            _ => {}
         }
     }
 

@@ -313,7 +313,7 @@ fn same_optimizer<M: LearnerModel>(
     let mut smallest = Smallest { found: None, values: Vec::new(), takes_frozen };
     learner.model().visit(&mut smallest);
     let Some((id, size)) = smallest.found else {
-        return Err("ZeroStrategy: the module has no parameter that requires gradients".into());
+        return Err("ZeroStrategy: the module has no parameter to train".into());
     };
     let rises = (0..WARMUP).any(|_| {
         learner.lr_step();

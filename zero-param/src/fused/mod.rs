@@ -50,8 +50,8 @@ fn run<const D: usize>(op: Op, operands: Vec<Any>) -> Tensor<D> {
 
 /// Computes `x weight + bias + residual`: the residual connection is fused into the product.
 ///
-/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass. Burn's `linear` does so on a GPU, as it multiplies by
-/// a view of the weight.
+/// On sequences `[b, t, d]` it keeps no weight from the forward pass to the backward pass. Burn's `linear` keeps it on a GPU, as it multiplies
+/// by a view of the weight.
 ///
 /// # Shapes
 /// - `x`: `[.., d]`, `weight`: `[d, f]`, `bias`: `[f]`, `residual`: `[.., f]`
