@@ -84,29 +84,25 @@ impl Pass {
         runtime.begin_reduction(Phase::Backward, indices, (Vec::new(), None));
     }
 
+    /// Takes the sum of a parameter's gradients, with what is held of earlier passes.
+    fn take(&mut self, index: usize) -> Option<Buffer> {
+        match (self.gradients[index].sum.take(), self.held[index].take()) {
+            (Some(later), Some(before)) => Some(sum(Buffer::F32(in_32(later)), &Buffer::F32(before))),
+            (sum, held) => sum.or(held.map(Buffer::F32)),
+        }
+    }
+
+    /// Holds the sum of a parameter's gradients for a later pass.
+    fn hold(&mut self, index: usize) {
+        self.held[index] = self.take(index).map(in_32);
+    }
+
     /// Hands the sum of a parameter's gradients to the reducer.
     fn submit(&mut self, runtime: &Runtime, index: usize) {
-        let gradient = &mut self.gradients[index];
-        let sum = match (gradient.sum.take(), self.held[index].take()) {
-            (Some(later), Some(before)) => sum(Buffer::F32(in_32(later)), &Buffer::F32(before)),
-            (Some(sum), None) => sum,
-            (None, Some(held)) => Buffer::F32(held),
-            (None, None) => return,
-        };
-        let cell = gradient.cell.insert(runtime.gradient(&self.members[index].slot));
+        let Some(sum) = self.take(index) else { return };
+        let cell = self.gradients[index].cell.insert(runtime.gradient(&self.members[index].slot));
         runtime.reduce(flat_tensor::<Host>(sum, &()), cell);
         runtime.reducer.iter().for_each(|reducer| reducer.catch_up(&runtime.rank));
-    }
-}
-
-impl Pass {
-    /// Adds the sum of a parameter's gradients to what is held of earlier passes.
-    fn hold(&mut self, index: usize) {
-        let Some(later) = self.gradients[index].sum.take().map(in_32) else { return };
-        match &mut self.held[index] {
-            Some(sum) => sum.iter_mut().zip(later).for_each(|(sum, later)| *sum += later),
-            held => *held = Some(later),
-        }
     }
 }
 

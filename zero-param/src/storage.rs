@@ -139,7 +139,7 @@ impl Full {
     }
 }
 
-/// What a tensor's storage asks for its memory.
+/// The controller of a tensor's storage.
 struct Controller {
     full: Arc<Full>,
     /// The tensor's own values, once they were written.
