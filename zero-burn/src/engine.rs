@@ -201,7 +201,7 @@ impl<B: Backend> backend::Backend for Inner<B> {
         zero_ops::elements::<B>(x)
     }
 
-    fn is_host() -> bool {
+    fn is_host(_: &B::Device) -> bool {
         zero_ops::is_host::<B>()
     }
 
@@ -246,7 +246,7 @@ impl<B: Backend> backend::Backend for Inner<B> {
     }
 
     #[cfg(feature = "cubecl")]
-    fn has_kernels() -> bool {
+    fn has_kernels(_: &B::Device) -> bool {
         zero_ops::is_cube::<B>()
     }
 

@@ -16,13 +16,13 @@ use crate::birth::of_part;
 use crate::context::Context;
 #[cfg(feature = "cubecl")]
 use crate::elementwise::own_piece;
-use crate::engine::{Cell, Inner, Kind, burn_dtype};
+use crate::engine::{Cell, Kind, burn_dtype};
 use crate::gathered::{ParamMeta, parameters};
 use crate::random::sign;
 use crate::tensor::{Shard, ZeroTensor};
 use crate::values::piece;
 use crate::walk;
-use zero_engine::update::norms::sums_of_squares;
+use zero_engine::update::norms::own_squares;
 
 /// Replaces a parameter's reduced gradient by `values`, the full gradient, flat and the same on every rank. Returns `false` if there is no
 /// gradient of that size.
@@ -115,9 +115,7 @@ pub fn sharded_along<A: ZeroAutodiff, M: Module<A>>(module: &M, axes: &[&str]) {
 pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams, module: &M) -> f64 {
     let context = Context::<A::Base>::current();
     let (world, place) = (context.rank.world, context.rank.owners(0).1);
-    // For each parameter, one sum of squares per rank's shard, zero if another rank computes it. Also the shards on a device, and their
-    // indices in the sums.
-    let (mut pieces, mut on_device) = (Vec::new(), Vec::new());
+    let mut cells = Vec::new();
     // A parameter may be in the module more than once, tied.
     let mut done = HashSet::new();
     walk::visit::<A, M>(module, |meta, tensor| {
@@ -125,9 +123,8 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
         let ZeroTensor::Shard(Shard { cell, .. }) = gradient else {
             stop(format!("gradient of parameter {} is not reduced: pass gradients through collect_grads", meta.id))
         };
-        let own = pieces.len() + place;
-        pieces.resize(pieces.len() + world, 0.0);
         if cell.slot.as_ref().is_some_and(|slot| !slot.mesh.is_counted.load(Ordering::Relaxed)) {
+            cells.push(None);
             return;
         }
         if context.part() > 0
@@ -141,13 +138,11 @@ pub fn grad_norm<A: ZeroAutodiff, M: AutodiffModule<A>>(grads: &GradientsParams,
                 meta.path, context.rank.config.axes
             ));
         }
-        match cell.own_squares() {
-            Ok(sum) => pieces[own] = sum,
-            Err(elements) => on_device.push((own, elements)),
-        }
+        cells.push(Some(cell));
     });
-    let (places, tensors): (Vec<usize>, Vec<_>) = on_device.into_iter().unzip();
-    for (place, sum) in places.into_iter().zip(sums_of_squares::<Inner<A::Base>>(tensors)) {
+    // For each parameter, one sum of squares per rank's shard, zero if another rank computes it.
+    let mut pieces = vec![0.0; cells.len() * world];
+    for (pieces, sum) in pieces.chunks_exact_mut(world).zip(own_squares(&cells)) {
         pieces[place] = sum;
     }
     // Adding zeros changes no bits. At stage 0, too, each rank squares only its own part: gradients are the same on all ranks.

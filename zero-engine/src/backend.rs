@@ -9,6 +9,7 @@ use zero_core::Buffer;
 pub use zero_core::collective::DType;
 #[cfg(feature = "cuda")]
 use zero_core::copies::Pinned;
+use zero_kernels::Rule;
 pub use zero_kernels::device::{CudaSpan, End, GradScale, PackItem, SumItem, UnpackItem, UpdateItem, Updated};
 use zero_kernels::quantized::{Format, Quantized};
 use zero_kernels::update::Elements;
@@ -72,8 +73,8 @@ pub trait Backend: Clone + Default + Send + Sync + 'static {
 
     /// Returns the elements, without a copy, if they are in host memory, in 32 or 16 bits.
     fn elements(x: &Self::Tensor) -> Option<Elements<'_>>;
-    /// Returns whether all tensors are in host memory, where [`Backend::elements`] finds their elements.
-    fn is_host() -> bool;
+    /// Returns whether tensors on `device` are in host memory, where [`Backend::elements`] finds their elements.
+    fn is_host(device: &Self::Device) -> bool;
     /// Lends a tensor, if its memory can be lent.
     fn lend(x: &Self::Tensor) -> Option<Self::Loan>;
     /// Returns the lent tensor, if it still exists.
@@ -104,9 +105,15 @@ pub trait Backend: Clone + Default + Send + Sync + 'static {
         unreachable!("this backend does not gather by collectives")
     }
 
-    /// Returns whether the kernels below exist.
-    fn has_kernels() -> bool {
+    /// Returns whether the kernels below exist on `device`.
+    fn has_kernels(device: &Self::Device) -> bool {
+        let _ = device;
         false
+    }
+    /// Returns whether [`Backend::fused_update`] has `rule` on `device`, with its state in this type. If not, the host updates.
+    fn updates(device: &Self::Device, rule: &Rule, state_dtype: DType) -> bool {
+        let _ = state_dtype;
+        Self::has_kernels(device) && !matches!(rule, Rule::Muon { .. })
     }
     /// Packs a bucket `[world, columns]`. `None` if an item does not fit the kernel.
     fn pack(items: Vec<PackItem<Self::Tensor>>, world: usize, dtype: DType, factor: f32) -> Option<Self::Tensor> {

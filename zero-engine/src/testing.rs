@@ -147,7 +147,7 @@ impl Backend for Host {
         crate::values::elements_of(x)
     }
 
-    fn is_host() -> bool {
+    fn is_host(_: &Self::Device) -> bool {
         true
     }
 

@@ -31,9 +31,10 @@ use zero_engine::random::sign_bytes;
 
 use crate::clock;
 use crate::device::Target;
-use crate::engine::{Data, Host, Runtime};
+use crate::engine::{Burn, Runtime};
 use crate::parameter::{Parameter, Recorded};
 use crate::random;
+use crate::tensors::{as_host, floats, host};
 
 type Any = FloatTensor<Dispatch>;
 type Function = dyn Fn(Vec<Any>) -> Any + Send;
@@ -241,41 +242,18 @@ fn within<T>(tape: Tape, f: impl FnOnce() -> T) -> (T, VecDeque<Arc<Recorded>>) 
 }
 
 /// An input of a block until the backward pass.
-enum Input<B: Target> {
-    Host(Arc<Movable<Host>>),
-    Device(FloatTensor<B>),
-}
+type Input = Arc<Movable<Burn>>;
 
-impl<B: Target> Input<B> {
-    fn new(tensor: FloatTensor<B>, model: &Runtime) -> Self {
-        let hosted = match model.rank.config.offload.activations {
-            Tier::Memory => B::hosted(tensor),
-            _ => B::hosted(tensor).or_else(|tensor| {
-                let data = Data::from_tensor_data(B::read(tensor));
-                Ok(<Host as zero_engine::backend::Backend>::from_data(data, &()))
-            }),
-        };
-        match hosted {
-            Ok(raw) => {
-                let shape = raw.shape();
-                Self::Host(Movable::new(raw, shape.as_slice()))
-            }
-            Err(tensor) => Self::Device(tensor),
-        }
-    }
-
-    fn load(self, model: &Runtime, device: &B::Device) -> FloatTensor<B> {
-        match self {
-            Self::Host(movable) => B::put(movable.tensor(model.offloader.as_deref(), true), device),
-            Self::Device(tensor) => tensor,
-        }
-    }
+fn held<B: Target>(tensor: FloatTensor<B>, model: &Runtime) -> Input {
+    let (shape, tensor) = (tensor.shape(), B::floats(tensor));
+    let stays = model.rank.config.offload.activations == Tier::Memory;
+    Movable::new(if stays { tensor } else { floats(host(tensor)) }, shape.as_slice())
 }
 
 /// A block that has run, until the backward pass.
 struct Ran<B: Target> {
     function: Box<Function>,
-    inputs: Vec<Input<B>>,
+    inputs: Vec<Input>,
     uses: VecDeque<Arc<Recorded>>,
     keys: Vec<u64>,
     /// Hash of the output, in host memory.
@@ -304,7 +282,7 @@ impl<B: Target> Ran<B> {
 
 /// Returns the hash of a tensor in host memory. Copies nothing if the tensor has no gaps.
 fn hash<B: Target>(out: &FloatTensor<Autodiff<B>>) -> Option<u64> {
-    let raw = B::hosted(out.clone().into_primitive()).ok()?.to_contiguous();
+    let raw = as_host(&B::floats(out.clone().into_primitive()))?.to_contiguous();
     let size = raw.dtype().size();
     let begin = raw.layout().start_offset() * size;
     Some(sign_bytes(&raw.bytes()[begin..][..raw.shape().num_elements() * size]))
@@ -343,12 +321,10 @@ impl First {
         };
         let nodes: Vec<_> = inputs.iter().map(|input| input.node()).chain([token.node()]).collect();
         let hash = hash::<B>(&out);
-        let inputs: Vec<_> = inputs.into_iter().map(|input| Input::new(input.into_primitive(), &model)).collect();
+        let inputs: Vec<_> = inputs.into_iter().map(|input| held::<B>(input.into_primitive(), &model)).collect();
         if let Some(offloader) = &model.offloader {
             for input in &inputs {
-                if let Input::Host(movable) = input {
-                    offloader.move_out(movable);
-                }
+                offloader.move_out(input);
             }
         }
         let ran = Ran { function, inputs, uses, keys, hash, context, device, model };
@@ -397,7 +373,8 @@ impl<B: Target, const N: usize> Backward<B, N> for Node<B> {
         let inputs = std::mem::take(&mut ran.inputs).into_iter().zip(&ops.parents);
         let leaves: Vec<_> = inputs
             .map(|(input, parent)| {
-                let leaf = Autodiff::<B>::from_inner(input.load(&model, &device));
+                let input = B::put(input.tensor(model.offloader.as_deref(), true), &device);
+                let leaf = Autodiff::<B>::from_inner(input);
                 Autodiff::<B>::float_set_require_grad(leaf, parent.is_some())
             })
             .collect();

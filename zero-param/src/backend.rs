@@ -18,7 +18,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{
     Autodiff, AutodiffBackend, BackendTensor, DispatchDevice, DispatchTensor, DispatchTensorKind, Flex,
 };
-use burn::tensor::Tensor;
+use burn::tensor::{Tensor, TensorData};
 
 use crate::activations::{self, Use};
 use crate::clock;
@@ -26,7 +26,7 @@ use crate::device::{Target, moved};
 use crate::fused::Op;
 use crate::parameter::{Parameter, Recorded};
 use crate::storage;
-use crate::tensors::Raw;
+use crate::tensors::{Raw, floats};
 
 /// Loads the full parameter in its own shape, or only these rows of it. In the second case the gradient is that of the rows, and
 /// the full parameter is not kept.
@@ -39,10 +39,16 @@ fn load<B: Target>(
 ) -> FloatTensor<B> {
     match rows {
         None => parameter.load::<B>(base, device, again),
-        // Rows are picked in the host's memory, and they alone go to the device.
-        Some(ids) => {
+        Some(ids) if parameter.shared.is_on_host() => {
+            // Rows are picked in host memory, and they alone go to the device.
             let full = parameter.load::<Flex>(base, &Default::default(), again);
-            B::put(Op::Embedding { ids, rows: parameter.shape[0] }.forward(vec![full], &[false]).0, device)
+            let (rows, _) = Op::Embedding { ids, rows: parameter.shape[0] }.forward(vec![full], &[false]);
+            B::put(floats(rows), device)
+        }
+        Some(ids) => {
+            let full = parameter.load::<B>(base, device, again);
+            let ids = B::int_from_data(TensorData::new(ids.to_vec(), [ids.len()]), device);
+            B::float_select(full, 0, ids)
         }
     }
 }
@@ -58,7 +64,7 @@ impl<B: Target, const N: usize> Backward<B, N> for Gather<B> {
         storage::release();
         let gradient = grads.consume::<B>(&ops.node);
         if let (Some(recorded), rows) = ops.state {
-            recorded.hand_over(B::read(gradient), rows);
+            recorded.hand_over(B::floats(gradient), rows);
         }
     }
 }
@@ -120,7 +126,7 @@ fn record<B: Target>(
             };
             let base = base.into_primitive();
             let full = match is_released {
-                true => B::put(storage::full(parameter, &base, again), device),
+                true => B::put(floats(storage::full(parameter, &base, again)), device),
                 false => load::<B>(&base, parameter, rows.clone(), device, again),
             };
             match op.stateful() {

@@ -26,11 +26,11 @@ use zero_engine::values::{flat_tensor, of_type};
 use zero_kernels::Rule;
 
 use crate::buffers::{self, LayerState};
-use crate::engine::{Host, ParamState, caught};
+use crate::engine::{Burn, ParamState, Place, caught};
 use crate::error::Error;
 use crate::optim::Optimizer;
 use crate::parameter::Parameter;
-use crate::tensors::Raw;
+use crate::tensors::{Floats, floats};
 use crate::update::{Updates, state_cell};
 use crate::zero::Zero;
 
@@ -100,7 +100,8 @@ impl Zero {
                     // The base is the master.
                     true => {
                         let own = cell.own();
-                        Host::read(base).bytes()[own.start * size_of::<f32>()..own.end * size_of::<f32>()].to_vec()
+                        Burn::read(floats(base)).bytes()[own.start * size_of::<f32>()..own.end * size_of::<f32>()]
+                            .to_vec()
                     }
                     false => master.own_bytes(DType::F32),
                 },
@@ -186,7 +187,7 @@ impl Zero {
                 for &name in rule.state_names().iter().chain(&average) {
                     let values = self.read(checkpoint, parameter, &state_name(&parameter.path, name))?;
                     let dtype = if name == EMA { DType::F32 } else { rank.state_dtype() };
-                    state.cells.push((name.into(), state_cell(parameter, name, of_type::<Host>(values, dtype))));
+                    state.cells.push((name.into(), state_cell(parameter, name, of_type::<Burn>(values, dtype))));
                 }
             }
             if !self.shared.holds_shards() && parameter.slot.dtype != DType::F32 {
@@ -215,12 +216,12 @@ impl Zero {
     }
 
     /// Reads this rank's elements of the tensor saved under `name`, flat; one filler element if there are none.
-    fn read(&self, checkpoint: &Checkpoint, parameter: &Parameter, name: &str) -> Result<Raw, Error> {
+    fn read(&self, checkpoint: &Checkpoint, parameter: &Parameter, name: &str) -> Result<Floats, Error> {
         let partition = parameter.slot.partition;
         let range = partition.range(self.runtime().rank.place(partition));
         let mut values = self.read_range(checkpoint, name, &parameter.shape, range)?;
         values.resize(values.len().max(1), 0.0);
-        Ok(flat_tensor::<Host>(Buffer::F32(values), &()))
+        Ok(flat_tensor::<Burn>(Buffer::F32(values), &Place::Host))
     }
 
     /// Reads these elements of the tensor saved under `name`.

@@ -1,16 +1,15 @@
-//! Devices on which a model computes, and transfers between them and host memory, which holds all shards.
+//! Devices on which a model computes, and transfers between them and host memory.
 
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchTensor, DispatchTensorKind,
-    Flex, read_sync,
+    Backend, BackendTensor, Dispatch, DispatchAutodiffContext, DispatchDevice, DispatchTensor, DispatchTensorKind, Flex,
 };
-use burn::tensor::{DType, Device, GradientCheckpointingStrategy, Tensor, TensorData};
+use burn::tensor::{DType, Device, GradientCheckpointingStrategy, Tensor};
 use zero_core::config::Float;
 use zero_engine::abort::stop;
 
 use crate::error::Error;
-use crate::tensors::Raw;
+use crate::tensors::{Floats, Raw, as_host, host};
 
 /// A backend that computes with full parameters.
 pub(crate) trait Target: Backend {
@@ -23,20 +22,17 @@ pub(crate) trait Target: Backend {
     /// Inverts [`Target::kind`]; `None` for a tensor of another backend.
     fn of_kind(kind: DispatchTensorKind) -> Option<BackendTensor<Self>>;
 
-    /// Returns a tensor in host memory, or the tensor if it is on a device.
-    fn hosted(tensor: FloatTensor<Self>) -> Result<Raw, FloatTensor<Self>> {
-        Err(tensor)
+    /// Returns a tensor as one of any device.
+    fn floats(tensor: FloatTensor<Self>) -> Floats {
+        DispatchTensor { kind: Self::kind(BackendTensor::Float(tensor)), autodiff: DispatchAutodiffContext::Disabled }
     }
 
-    /// Copies a full parameter to the device.
-    fn put(full: Raw, device: &Self::Device) -> FloatTensor<Self> {
-        Self::float_from_data(full.into_data(), device)
-    }
-
-    /// Reads a gradient's elements. Waits for the device.
-    fn read(gradient: FloatTensor<Self>) -> TensorData {
-        read_sync(Self::float_into_data(gradient))
-            .unwrap_or_else(|error| stop(format!("cannot read a gradient from its device: {error}")))
+    /// Returns a tensor on the device, copied if it is elsewhere.
+    fn put(tensor: Floats, device: &Self::Device) -> FloatTensor<Self> {
+        match as_host(&tensor).is_some() == Self::IS_HOST {
+            true => Self::of_kind(tensor.kind).expect("it is of this backend").float(),
+            false => Self::float_from_data(host(tensor).into_data(), device),
+        }
     }
 }
 
@@ -53,14 +49,6 @@ impl Target for Flex {
             #[allow(unreachable_patterns)]
             _ => None,
         }
-    }
-
-    fn hosted(tensor: Raw) -> Result<Raw, Raw> {
-        Ok(tensor)
-    }
-
-    fn put(full: Raw, _: &Self::Device) -> Raw {
-        full
     }
 }
 

@@ -1,30 +1,76 @@
-//! burn-flex as the engine's tensor library, and the engine's types over it. All shards are in host memory or on a disk.
+//! Burn as the engine's tensor library, and the engine's types over it. Tensors are in host memory (burn-flex) or on a device.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Weak;
 
-use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
 use burn::backend::ops::FloatTensorOps;
-use burn::backend::{Flex, TensorMetadata};
+use burn::backend::{Dispatch, DispatchDevice, DispatchTensorKind, TensorMetadata};
 use burn::module::ParamId;
 use burn::tensor::{Bytes, DType, FloatDType, Shape, Slice, TensorData};
 use zero_core::{Buffer, CommError};
 use zero_engine::abort::stop;
-use zero_engine::backend::{self, Backend, DType as EngineDType, HostData};
+use zero_engine::backend::{self, Backend, DType as EngineDType, GradScale, HostData, UpdateItem, Updated};
+use zero_kernels::Rule;
 use zero_kernels::update::Elements;
 
-use crate::tensors::{Raw, narrow, packed, widen};
+use crate::rules;
+use crate::tensors::{Floats, Raw, as_host, floats, host, narrow, packed, widen};
 
-/// burn-flex.
+/// Burn's tensors without autodiff, on any device.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Host;
+pub(crate) struct Burn;
 
-pub(crate) type Cell = zero_engine::cell::Cell<Host>;
-pub(crate) type Slot = zero_engine::cell::slot::Slot<Host>;
-pub(crate) type Runtime = zero_engine::runtime::Runtime<Host>;
-pub(crate) type ParamState = zero_engine::update::plan::ParamState<Host>;
-pub(crate) type Step = zero_engine::update::step::Step<Host>;
+pub(crate) type Cell = zero_engine::cell::Cell<Burn>;
+pub(crate) type Slot = zero_engine::cell::slot::Slot<Burn>;
+pub(crate) type Runtime = zero_engine::runtime::Runtime<Burn>;
+pub(crate) type ParamState = zero_engine::update::plan::ParamState<Burn>;
+pub(crate) type Step = zero_engine::update::step::Step<Burn>;
+
+/// Where tensors are. Takes no memory in a build without devices.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Place {
+    Host,
+    #[cfg(feature = "cube")]
+    Device(DispatchDevice),
+}
+
+impl Place {
+    /// Returns where tensors of `device`, which has no autodiff, are.
+    pub(crate) fn of(device: &DispatchDevice) -> Self {
+        match device {
+            #[cfg(feature = "cube")]
+            DispatchDevice::Cube(_) => Self::Device(device.clone()),
+            _ => Self::Host,
+        }
+    }
+
+    /// Returns whether threads may share tensors there. With burn-fusion 0.22.1 their results are wrong.
+    pub(crate) fn is_shared(&self) -> bool {
+        match self {
+            Self::Host => true,
+            #[cfg(feature = "cube")]
+            Self::Device(device) => !<Dispatch as burn::backend::Backend>::name(device).contains("fusion"),
+        }
+    }
+
+    fn device(&self) -> DispatchDevice {
+        match self {
+            Self::Host => DispatchDevice::Flex(FlexDevice),
+            #[cfg(feature = "cube")]
+            Self::Device(device) => device.clone(),
+        }
+    }
+}
+
+/// A tensor that a cell holds.
+#[derive(Debug, Clone)]
+pub(crate) enum Held {
+    Host(Raw),
+    #[cfg(feature = "cube")]
+    Device(Box<Floats>),
+}
 
 /// A tensor's elements in host memory.
 #[derive(Debug, Clone)]
@@ -129,86 +175,102 @@ impl HostData for Data {
     }
 
     fn cast(self, dtype: EngineDType) -> Self {
-        if self.dtype == dtype { self } else { Host::read(Host::cast(Host::from_data(self, &()), dtype)) }
+        if self.dtype == dtype { self } else { Burn::read(Burn::cast(Burn::from_data(self, &Place::Host), dtype)) }
     }
 }
 
-impl Backend for Host {
-    type Tensor = Raw;
-    type Device = ();
+/// Returns `x` with one dimension.
+pub(crate) fn flat(x: Floats) -> Floats {
+    let len = Burn::numel(&x);
+    Burn::reshape(x, &[len])
+}
+
+impl Backend for Burn {
+    type Tensor = Floats;
+    type Device = Place;
     type Data = Data;
-    type Held = Raw;
+    type Held = Held;
     type Loan = Loan;
     type Operation = ();
     type ParamId = ParamId;
     type Draw = ();
     type Stream = ();
 
-    fn device(_: &Raw) {}
+    fn device(x: &Floats) -> Place {
+        Place::of(&x.device())
+    }
 
-    fn dtype(x: &Raw) -> EngineDType {
+    fn dtype(x: &Floats) -> EngineDType {
         engine_dtype(x.dtype())
     }
 
-    fn numel(x: &Raw) -> usize {
+    fn numel(x: &Floats) -> usize {
         x.shape().num_elements()
     }
 
-    fn from_data(Data { bytes, shape, dtype }: Data, (): &()) -> Raw {
-        FlexTensor::new(bytes, Layout::contiguous(burn_shape(&shape)), burn_dtype(dtype))
-    }
-
-    fn read(x: Raw) -> Data {
-        Data::from_tensor_data(x.into_data())
-    }
-
-    fn zeros(shape: &[usize], (): &(), dtype: EngineDType) -> Raw {
-        FlexTensor::zeros(burn_shape(shape), burn_dtype(dtype))
-    }
-
-    fn reshape(x: Raw, shape: &[usize]) -> Raw {
-        x.reshape(burn_shape(shape))
-    }
-
-    fn slice(x: Raw, range: Range<usize>) -> Raw {
-        Flex::float_slice(x, &[Slice::from(range)])
-    }
-
-    fn cat(parts: Vec<Raw>) -> Raw {
-        Flex::float_cat(parts, 0)
-    }
-
-    fn cast(x: Raw, dtype: EngineDType) -> Raw {
-        match (engine_dtype(x.dtype()), dtype) {
-            (from, to) if from == to => x,
-            (EngineDType::F32, EngineDType::F16 | EngineDType::Bf16) => narrow(packed(x), burn_dtype(dtype)),
-            (EngineDType::F16 | EngineDType::Bf16, EngineDType::F32) => widen(x),
-            _ => Flex::float_cast(x, FloatDType::from(burn_dtype(dtype))),
+    fn from_data(Data { bytes, shape, dtype }: Data, place: &Place) -> Floats {
+        let (shape, dtype) = (burn_shape(&shape), burn_dtype(dtype));
+        match place {
+            Place::Host => floats(FlexTensor::new(bytes, Layout::contiguous(shape), dtype)),
+            #[cfg(feature = "cube")]
+            Place::Device(device) => Dispatch::float_from_data(TensorData::from_bytes(bytes, shape, dtype), device),
         }
     }
 
-    fn to_device(x: Raw, (): &()) -> Raw {
-        x
+    fn read(x: Floats) -> Data {
+        Data::from_tensor_data(host(x).into_data())
     }
 
-    fn add(a: Raw, b: Raw) -> Raw {
-        Flex::float_add(a, b)
+    fn zeros(shape: &[usize], place: &Place, dtype: EngineDType) -> Floats {
+        Dispatch::float_zeros(burn_shape(shape), &place.device(), FloatDType::from(burn_dtype(dtype)))
     }
 
-    fn sub(a: Raw, b: Raw) -> Raw {
-        Flex::float_sub(a, b)
+    fn reshape(x: Floats, shape: &[usize]) -> Floats {
+        Dispatch::float_reshape(x, burn_shape(shape))
     }
 
-    fn mul_scalar(x: Raw, factor: f64) -> Raw {
-        Flex::float_mul_scalar(x, factor.into())
+    fn slice(x: Floats, range: Range<usize>) -> Floats {
+        Dispatch::float_slice(x, &[Slice::from(range)])
     }
 
-    fn sum_of_squares(x: Raw) -> f64 {
-        let x = if Self::elements(&x).is_some() { x } else { x.to_contiguous() };
+    fn cat(parts: Vec<Floats>) -> Floats {
+        Dispatch::float_cat(parts, 0)
+    }
+
+    fn cast(x: Floats, dtype: EngineDType) -> Floats {
+        match (engine_dtype(x.dtype()), dtype, as_host(&x).is_some()) {
+            (from, to, _) if from == to => x,
+            (EngineDType::F32, EngineDType::F16 | EngineDType::Bf16, true) => {
+                floats(narrow(packed(host(x)), burn_dtype(dtype)))
+            }
+            (EngineDType::F16 | EngineDType::Bf16, EngineDType::F32, true) => floats(widen(host(x))),
+            _ => Dispatch::float_cast(x, FloatDType::from(burn_dtype(dtype))),
+        }
+    }
+
+    fn to_device(x: Floats, place: &Place) -> Floats {
+        Dispatch::float_to_device(x, &place.device())
+    }
+
+    fn add(a: Floats, b: Floats) -> Floats {
+        Dispatch::float_add(a, b)
+    }
+
+    fn sub(a: Floats, b: Floats) -> Floats {
+        Dispatch::float_sub(a, b)
+    }
+
+    fn mul_scalar(x: Floats, factor: f64) -> Floats {
+        Dispatch::float_mul_scalar(x, factor.into())
+    }
+
+    fn sum_of_squares(x: Floats) -> f64 {
+        let x = if Self::elements(&x).is_some() { x } else { floats(host(x).to_contiguous()) };
         Self::elements(&x).map_or_else(|| stop("expected gradients in 16 or 32 bit".into()), Elements::sum_of_squares)
     }
 
-    fn elements(x: &Raw) -> Option<Elements<'_>> {
+    fn elements(x: &Floats) -> Option<Elements<'_>> {
+        let x = as_host(x)?;
         match x.dtype() {
             DType::F32 => x.as_slice().map(Elements::F32),
             DType::BF16 => x.as_slice().map(Elements::Bf16),
@@ -217,18 +279,36 @@ impl Backend for Host {
         }
     }
 
-    fn is_host() -> bool {
-        true
+    fn is_host(place: &Place) -> bool {
+        *place == Place::Host
     }
 
-    fn lend(x: &Raw) -> Option<Loan> {
+    fn lend(x: &Floats) -> Option<Loan> {
+        let x = as_host(x)?;
         Some(Loan { bytes: std::sync::Arc::downgrade(&x.data_arc()), layout: x.layout().clone(), dtype: x.dtype() })
     }
 
     /// Nobody writes to it meanwhile: Flex computes in place only if it holds the sole strong handle, and then moves the memory away from
     /// weak ones (`Arc::make_mut`), which ends the loan.
-    fn borrow(Loan { bytes, layout, dtype }: &Loan) -> Option<Raw> {
-        Some(FlexTensor::from_arc(bytes.upgrade()?, layout.clone(), *dtype))
+    fn borrow(Loan { bytes, layout, dtype }: &Loan) -> Option<Floats> {
+        Some(floats(FlexTensor::from_arc(bytes.upgrade()?, layout.clone(), *dtype)))
+    }
+
+    fn updates(place: &Place, rule: &Rule, state_dtype: EngineDType) -> bool {
+        !Self::is_host(place) && !matches!(rule, Rule::Muon { .. }) && state_dtype == EngineDType::F32
+    }
+
+    fn fused_update(
+        items: Vec<UpdateItem<Floats, EngineDType>>,
+        scale: GradScale<Floats>,
+    ) -> Option<Vec<Updated<Floats>>> {
+        let GradScale::Number(scale) = scale else { return None };
+        Some(items.into_iter().map(|item| rules::updated(item, scale)).collect())
+    }
+
+    fn sums_of_squares(tensors: &[Floats]) -> Option<Floats> {
+        let are_there = !tensors.is_empty() && tensors.iter().all(|x| as_host(x).is_none());
+        are_there.then(|| rules::sums_of_squares(tensors))
     }
 
     fn stream() {}
@@ -237,19 +317,33 @@ impl Backend for Host {
         f()
     }
 
-    fn share(tensors: Vec<Raw>) -> Vec<Raw> {
-        tensors
+    fn share(tensors: Vec<Floats>) -> Vec<Held> {
+        tensors.into_iter().map(Self::unshared).collect()
     }
 
-    fn unshared(x: Raw) -> Raw {
-        x
+    fn unshared(x: Floats) -> Held {
+        match x.kind {
+            DispatchTensorKind::Flex(x) => Held::Host(x.float()),
+            #[cfg(feature = "cube")]
+            _ => Held::Device(Box::new(x)),
+            #[cfg(not(feature = "cube"))]
+            _ => unreachable!("tensors are in host memory"),
+        }
     }
 
-    fn held(held: &Raw) -> Raw {
-        held.clone()
+    fn held(held: &Held) -> Floats {
+        match held {
+            Held::Host(x) => floats(x.clone()),
+            #[cfg(feature = "cube")]
+            Held::Device(x) => Floats::clone(x),
+        }
     }
 
-    fn into_held(held: Raw) -> Raw {
-        held
+    fn into_held(held: Held) -> Floats {
+        match held {
+            Held::Host(x) => floats(x),
+            #[cfg(feature = "cube")]
+            Held::Device(x) => *x,
+        }
     }
 }

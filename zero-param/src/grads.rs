@@ -8,11 +8,12 @@ use burn_optim::GradientsParams;
 use zero_core::ReduceOp;
 use zero_engine::backend::{Backend, DType};
 use zero_engine::cell::Kind;
+use zero_engine::update::norms::own_squares;
 use zero_engine::values::{numbers_of, of_type, part};
 
 use crate::clock;
 use crate::device::hold;
-use crate::engine::{Cell, Host, caught};
+use crate::engine::{Burn, Cell, caught};
 use crate::error::Error;
 use crate::random;
 use crate::storage;
@@ -104,7 +105,7 @@ impl Grads {
             *sum = match (sum.take(), next) {
                 (Some(sum), Some(next)) => {
                     let template = sum.template(Kind::Gradient, Cell::derivation("add", &[&sum, &next]));
-                    Some(Cell::ready(template, Host::add(sum.into_local(), next.into_local())))
+                    Some(Cell::ready(template, Burn::add(sum.into_local(), next.into_local())))
                 }
                 (sum, next) => sum.or(next),
             };
@@ -125,8 +126,8 @@ impl Grads {
         for cell in self.cells.iter_mut() {
             *cell = cell.take().map(|cell| {
                 let template = cell.template(Kind::Gradient, Cell::derivation("scale", &[&cell]));
-                let (dtype, wide) = (cell.dtype, of_type::<Host>(cell.into_local(), DType::F32));
-                Cell::ready(template, of_type::<Host>(Host::mul_scalar(wide, factor.into()), dtype))
+                let (dtype, wide) = (cell.dtype, of_type::<Burn>(cell.into_local(), DType::F32));
+                Cell::ready(template, of_type::<Burn>(Burn::mul_scalar(wide, factor.into()), dtype))
             });
         }
     }
@@ -141,8 +142,8 @@ impl Grads {
         let (world, place) = (runtime.rank.world, runtime.rank.owners(0).1);
         // One sum of squares per parameter and rank, zero if another rank computes it.
         let mut sums = vec![0.0; self.cells.len() * world];
-        for (sums, cell) in sums.chunks_exact_mut(world).zip(&self.cells) {
-            sums[place] = cell.as_ref().map_or(0.0, |cell| cell.own_squares().expect("shards are in host memory"));
+        for (sums, sum) in sums.chunks_exact_mut(world).zip(own_squares(&self.cells)) {
+            sums[place] = sum;
         }
         let sum: f64 = caught(|| runtime.reduce_scalars(sums, ReduceOp::Sum))?.iter().sum();
         Ok(sum.sqrt() * f64::from(self.factor.abs()))
@@ -209,9 +210,9 @@ impl Grads {
         feed(&zero, model, |index| {
             let cell = cells[index].take()?;
             let elements = cell.partition.len(cell.place()).max(1);
-            let local = of_type::<Host>(cell.into_local(), DType::F32);
-            let local = if factor == 1.0 { local } else { Host::mul_scalar(local, factor.into()) };
-            Some(zero.parameters[index].shaped(part::<Host>(local, 0..elements)))
+            let local = of_type::<Burn>(cell.into_local(), DType::F32);
+            let local = if factor == 1.0 { local } else { Burn::mul_scalar(local, factor.into()) };
+            Some(zero.parameters[index].shaped(part::<Burn>(local, 0..elements)))
         })
     }
 

@@ -3,7 +3,7 @@
 //!
 //! * In: a module, the same on every rank. Out: the same module, whose parameters hold this rank's shard and gather the rest for each use
 //!   ([`shard()`]).
-//! * Memory: at stage 3 a rank holds its shards, in memory or on a disk, and a full parameter only while an operation uses it. The backward
+//! * Memory: at stage 3 a rank holds its shards, in memory, on a device or on a disk, and a full parameter only while an operation uses it. The backward
 //!   pass gathers again; a gradient is held in full until its bucket is reduced.
 //!   Of activations, [`checkpoint()`] keeps only inputs of blocks.
 //! * Threads: a rank runs on one. Gathers read the other ranks' shards one-sidedly; threads of the rank prefetch them, reduce gradients and
@@ -11,8 +11,8 @@
 //! * Speed: layers of Burn work unchanged; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
 //!   [`embedding()`] are kernels. AdamW, Adam and LAMB are one pass. A rank that is a thread computes on its share of the CPU cores.
 //! * Numbers: losses have the same bits at every stage, for the same number of ranks.
-//! * Devices: all shards stay in host memory. With the features `cuda`, `vulkan` and `wgpu` the model can compute on a device: full
-//!   parameters are copied there for each use, and gradients are copied back.
+//! * Devices: with the features `cuda`, `vulkan` and `wgpu` the model can be on a device. Its shards are there too, with their optimizer state,
+//!   unless [`ZeroConfig::offload`](zero_core::config::Offload) says otherwise.
 //! * Features: `train` adds `ZeroStrategy` for the `Learner` of burn-train; `trainer` adds the trainer of `zero-train`; `models` adds language
 //!   models and the command `zero-022`; `mpi` lets
 //!   [`run_process`] run ranks of mpirun or srun.
@@ -61,6 +61,7 @@ mod parameter;
 mod random;
 mod ranks;
 mod reduce;
+mod rules;
 mod shard;
 mod storage;
 #[cfg(feature = "train")]

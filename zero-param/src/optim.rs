@@ -14,6 +14,7 @@ use burn_optim::{
 use serde::Serialize;
 use serde_json::Value;
 use zero_core::CommError;
+use zero_core::config::{Float, Tier};
 use zero_kernels::Rule;
 
 use crate::engine::caught;
@@ -242,8 +243,12 @@ impl Zero {
     fn optimizer_with(&self, inner: ModuleOptimizer, engine: Option<(Updates, Rule)>) -> Result<Optimizer, Error> {
         let refused = [
             (
-                !self.shared.holds_shards(),
+                self.runtime().rank.config.offload.keeps_state(Tier::Disk),
                 "updates parameters in memory, but model state is on a disk: keep it in memory",
+            ),
+            (
+                !self.shared.is_on_host() && self.runtime().rank.config.param_dtype != Float::F32,
+                "updates fp32 values, but shards are on a device in 16 bit: train in fp32",
             ),
             (
                 self.runtime().rank.config.bf16_optimizer_states,
@@ -287,7 +292,7 @@ impl Optimizer {
     /// them, and they may stay on a disk.
     pub(crate) fn step_by<M: Module>(
         &mut self,
-        model: M,
+        mut model: M,
         grads: Grads,
         sees_gradients: bool,
         update: impl FnOnce(&mut ModuleOptimizer, M, GradientsParams) -> M,
@@ -311,7 +316,13 @@ impl Optimizer {
         caught(|| zero.begin_update())?;
         match &self.engine {
             Some((updates, _)) => updates.begin(&zero, &updated, gradients),
-            None => updated.iter().for_each(|&index| zero.parameters[index].withdraw()),
+            None => {
+                if !zero.shared.is_on_host() {
+                    updated.iter().for_each(|&index| zero.parameters[index].copy_to_base());
+                    model = zero.lay(model);
+                }
+                updated.iter().for_each(|&index| zero.parameters[index].withdraw());
+            }
         }
         let model = update(&mut self.inner, model, fed);
         let ended = caught(|| {

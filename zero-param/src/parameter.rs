@@ -2,7 +2,7 @@
 //!
 //! The module holds the parameter's *base*: this rank's shard in fp32, or the full parameter where nothing is sharded. The engine holds the
 //! same values as a cell, in the type that the model computes in, which the other ranks read. Both share memory in fp32. In 16 bit the base
-//! is the master (and so, at stage 3 after an update, are the cell's values: ADR 29). If model state is kept on a disk, and for a frozen parameter in 16 bit or quantized, the base is a placeholder that only
+//! is the master (and so, at stage 3 after an update, are the cell's values: ADR 29). If shards are kept on a device or a disk, and for a frozen parameter in 16 bit or quantized, the base is a placeholder that only
 //! identifies the version.
 
 use std::any::Any;
@@ -24,14 +24,14 @@ use zero_engine::current::CURRENT;
 use zero_engine::gather::read_exact;
 #[cfg(feature = "trainer")]
 use zero_engine::values::numbers_of;
-use zero_engine::values::of_type;
+use zero_engine::values::{here, of_type};
 use zero_kernels::cpu::{buffer, quantized};
 use zero_kernels::quantized::{Format, Quantized};
 
 use crate::device::Target;
-use crate::engine::{Cell, Host, Loan, Runtime, Slot, burn_dtype, burn_shape};
+use crate::engine::{Burn, Cell, Loan, Place, Runtime, Slot, burn_dtype, burn_shape, flat};
 use crate::reduce::{Member, Passes};
-use crate::tensors::{Raw, packed_of, tensor, values as elements};
+use crate::tensors::{Floats, Raw, as_host, floats, host, packed_of, tensor, values as elements};
 
 /// State that all parameters of a sharded module share on one rank.
 pub(crate) struct Shared {
@@ -48,9 +48,14 @@ impl core::fmt::Debug for Shared {
 }
 
 impl Shared {
-    /// Returns whether bases are the shards themselves: nothing is kept on a disk.
+    /// Returns whether shards are in host memory, and not on the model's device.
+    pub(crate) fn is_on_host(&self) -> bool {
+        Burn::is_host(&self.runtime.rank.device)
+    }
+
+    /// Returns whether bases are the shards themselves: nothing is kept on a device or on a disk.
     pub(crate) fn holds_shards(&self) -> bool {
-        !self.runtime.rank.config.offload.keeps_state(Tier::Disk)
+        self.is_on_host() && !self.runtime.rank.config.offload.keeps_state(Tier::Disk)
     }
 }
 
@@ -73,6 +78,8 @@ struct State {
     cell: Option<Arc<Cell>>,
     /// The base that the module holds. The handle keeps its memory alive, so that no other tensor can be mistaken for it.
     base: Option<Raw>,
+    /// True if the base is a copy of a shard on a device, for one of Burn's optimizers to update.
+    is_copy: bool,
     /// The full parameter that was gathered last, if it is in memory still.
     gathered: Option<Loan>,
     /// The full parameter on the model's device (a backend's tensor), if that is not host memory and the parameter stays gathered.
@@ -124,7 +131,7 @@ impl Recorded {
     }
 
     /// Takes the gradient of this use, or of the `rows` that it read. Reduces the sum after the parameter's last use.
-    pub(crate) fn hand_over(self: Arc<Self>, gradient: burn::tensor::TensorData, rows: Option<Arc<[i64]>>) {
+    pub(crate) fn hand_over(self: Arc<Self>, gradient: Floats, rows: Option<Arc<[i64]>>) {
         let parameter = self.0.clone();
         drop(self);
         let is_complete = parameter.member.recorded.load(Ordering::Relaxed) == 0;
@@ -213,8 +220,14 @@ impl Parameter {
     }
 
     /// Returns the template of a tensor that belongs to this parameter.
-    pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<Host> {
-        Template::of(&self.shared.runtime.rank, &self.slot, kind, origin)
+    pub(crate) fn template(&self, kind: Kind, origin: Origin) -> Template<Burn> {
+        let template = Template::of(&self.shared.runtime.rank, &self.slot, kind, origin);
+        Template { device: self.place().clone(), ..template }
+    }
+
+    /// Returns the device of its shard. Codes are in host memory, where they are decoded.
+    pub(crate) fn place(&self) -> &Place {
+        if self.quantized.is_some() { &Place::Host } else { &self.shared.runtime.rank.device }
     }
 
     /// Returns the shape of the base: that of the parameter if nothing is sharded. Otherwise a shard has the parameter's first dimension if
@@ -235,9 +248,9 @@ impl Parameter {
         burn_shape(&shape)
     }
 
-    /// Returns a tensor of this rank's elements in the base's shape.
-    pub(crate) fn shaped(&self, flat: Raw) -> Raw {
-        flat.reshape(self.base_shape())
+    /// Returns a tensor of this rank's elements in host memory, in the base's shape.
+    pub(crate) fn shaped(&self, flat: Floats) -> Raw {
+        host(flat).reshape(self.base_shape())
     }
 
     /// Returns a base that is no shard: one element, in the shape of the parameter, which layers of Burn may read.
@@ -256,21 +269,22 @@ impl Parameter {
             let codes = own.as_chunks::<2>().0.iter().map(|bytes| f16::from_le_bytes(*bytes)).chain([f16::ZERO]);
             let codes: Vec<f16> = codes.take((own.len() / 2).max(1)).collect();
             let (len, base) = (codes.len(), self.placeholder());
-            self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), tensor(codes, [len])), base.clone());
+            let codes = floats(tensor(codes, [len]));
+            self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), codes), base.clone());
             return base;
         }
         let own = match partition.is_whole() {
-            true => values,
+            true => floats(values),
             // A copy, as a view would keep the full parameter alive.
-            false => copied(slice_shard::<Host>(values, partition, rank.place(partition))),
+            false => copied(slice_shard::<Burn>(floats(values), partition, rank.place(partition))),
         };
         // In the type that the model computes in: a master begins with these values.
-        let own = of_type::<Host>(own, self.slot.dtype);
-        self.replace(of_type::<Host>(own, EngineDType::F32))
+        let own = of_type::<Burn>(own, self.slot.dtype);
+        self.replace(of_type::<Burn>(own, EngineDType::F32))
     }
 
     /// Makes this rank's elements `own`, in fp32, the next version. Returns the base.
-    pub(crate) fn replace(&self, own: Raw) -> Raw {
+    pub(crate) fn replace(&self, own: Floats) -> Raw {
         let base = match self.holds_shard() {
             true => self.shaped(own.clone()),
             false => self.placeholder(),
@@ -280,15 +294,15 @@ impl Parameter {
     }
 
     /// Makes this rank's elements `own` the next version, of which the module holds `base`.
-    fn set_next(&self, own: Raw, base: Raw) {
-        let values = flat(of_type::<Host>(own, self.slot.dtype));
+    fn set_next(&self, own: Floats, base: Raw) {
+        let values = flat(here::<Burn>(of_type::<Burn>(own, self.slot.dtype), self.place()));
         self.set(Cell::ready(self.template(Kind::Parameter, Origin::Version), values), base);
     }
 
     /// Sets the version in use, and what the module holds of it.
     pub(crate) fn set(&self, cell: Arc<Cell>, base: Raw) {
         let mut state = self.state.lock();
-        state.on_device = None;
+        (state.on_device, state.is_copy) = (None, false);
         let before = state.cell.replace(cell);
         state.base = Some(base);
         drop(state);
@@ -306,6 +320,13 @@ impl Parameter {
         let mut state = self.state.lock();
         (state.on_device, state.base) = (None, None);
         state.cell.take()
+    }
+
+    /// Copies a shard from its device to the base, for one of Burn's optimizers.
+    pub(crate) fn copy_to_base(&self) {
+        let base = self.shaped(self.cell().local());
+        let mut state = self.state.lock();
+        (state.base, state.is_copy) = (Some(base), true);
     }
 
     /// Gives up the version, so that one of Burn's optimizers may update the base in place. Called after a fence.
@@ -331,14 +352,16 @@ impl Parameter {
     /// Makes `base` the next version.
     pub(crate) fn publish(&self, base: Raw) {
         let (got, expected) = (base.shape().num_elements(), self.base_shape().num_elements());
-        if !self.holds_shard() || got != expected {
+        let is_copy = self.state.lock().is_copy;
+        if !self.holds_shard() && !is_copy || got != expected {
             stop(format!(
                 "{self} was changed to {got} elements, but this rank holds {expected} of it: change a shard elementwise; a module holds no \
-                 shards of model state on a disk, which only an optimizer or a checkpoint can change, and none of a parameter that is \
+                 shards of model state on a device or a disk, which only an optimizer or a checkpoint can change, and none of a parameter that is \
                  frozen in 16 bit or quantized"
             ));
         }
-        self.set_next(base.clone(), base);
+        let own = floats(base.clone());
+        self.set_next(own, if is_copy { self.placeholder() } else { base });
     }
 
     /// Gathers the parameter if this stage keeps it in full. The base becomes a view of it, so that the shard is not stored twice.
@@ -394,9 +417,9 @@ impl Parameter {
         let cell = state.cell.clone().expect("a version in use has a cell");
         drop(state);
         let full = self.dequantized(self.full(&cell, again));
-        self.state.lock().gathered = Host::lend(&full);
+        self.state.lock().gathered = Burn::lend(&full);
         let full = B::put(full, device);
-        if !B::IS_HOST && !self.is_gathered_for_each_use() {
+        if !B::IS_HOST && self.shared.is_on_host() && !self.is_gathered_for_each_use() {
             self.state.lock().on_device = Some(Box::new(full.clone()));
         }
         full
@@ -404,29 +427,32 @@ impl Parameter {
 
     /// Returns whether the full parameter that was gathered last is in host memory still.
     pub(crate) fn is_full(&self) -> bool {
-        self.state.lock().gathered.as_ref().and_then(Host::borrow).is_some()
+        self.state.lock().gathered.as_ref().and_then(Burn::borrow).is_some()
     }
 
     /// Gathers the rows of codes `[d, words]` of a quantized parameter, for a forward pass.
     pub(crate) fn load_codes(&self) -> Raw {
-        self.full(&self.cell(), false)
+        host(self.full(&self.cell(), false))
     }
 
     /// Decodes a full parameter if it is quantized, to the type that the model computes in.
-    fn dequantized(&self, full: Raw) -> Raw {
+    fn dequantized(&self, full: Floats) -> Floats {
         let Some(how) = self.quantized else { return full };
-        let full = packed_of::<f16>(full);
+        let full = packed_of::<f16>(host(full));
         let mut out = buffer(self.shape.num_elements());
         quantized::dequantized(how, bytemuck::cast_slice(elements::<f16>(&full)), &mut out);
-        of_type::<Host>(tensor(out, self.shape.clone()), self.shared.runtime.rank.config.param_dtype.wire_dtype())
+        of_type::<Burn>(
+            floats(tensor(out, self.shape.clone())),
+            self.shared.runtime.rank.config.param_dtype.wire_dtype(),
+        )
     }
 
-    fn full(&self, cell: &Arc<Cell>, again: bool) -> Raw {
+    fn full(&self, cell: &Arc<Cell>, again: bool) -> Floats {
         if cell.partition.is_empty() {
-            return Host::zeros(&cell.shape, &(), cell.dtype);
+            return Burn::zeros(&cell.shape, &cell.device, cell.dtype);
         }
         if cell.partition.is_whole() {
-            return cell.local().reshape(burn_shape(&cell.shape));
+            return Burn::reshape(cell.local(), &cell.shape);
         }
         let (is_there, is_ahead) = {
             let state = cell.state.lock();
@@ -438,7 +464,7 @@ impl Parameter {
             *if again { &mut uses.gathered_backward } else { &mut uses.gathered_forward } += 1;
             uses.gathered_ahead += usize::from(is_ahead);
         }
-        if self.is_on_host() || self.is_gathered_for_each_use() {
+        if self.is_on_host() || !self.shared.is_on_host() || self.is_gathered_for_each_use() {
             return self.shared.runtime.load(cell, cell.quantized());
         }
         // It stays on the device.
@@ -451,17 +477,11 @@ impl Parameter {
     pub(crate) fn exact(&self) -> Vec<f32> {
         let cell = self.cell();
         let full = if cell.partition.is_whole() { cell.local() } else { self.shared.runtime.load(&cell, None) };
-        numbers_of(&Host::read(self.dequantized(full))).map(|number| number as f32).collect()
+        numbers_of(&Burn::read(self.dequantized(full))).map(|number| number as f32).collect()
     }
 }
 
-/// Returns a copy in memory of its own.
-pub(crate) fn copied(x: Raw) -> Raw {
-    Host::from_data(Host::read(x), &())
-}
-
-/// Returns `x` with one dimension.
-pub(crate) fn flat(x: Raw) -> Raw {
-    let len = x.shape().num_elements();
-    x.reshape(burn_shape(&[len]))
+/// Returns a copy in memory of its own. On a device each operation makes one.
+pub(crate) fn copied(x: Floats) -> Floats {
+    if as_host(&x).is_some() { Burn::from_data(Burn::read(x), &Place::Host) } else { x }
 }

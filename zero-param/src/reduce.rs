@@ -9,18 +9,21 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::tensor::TensorData;
+use burn::backend::ops::{FloatTensorOps, IntTensorOps};
+use burn::backend::{Dispatch, TensorMetadata};
+use burn::tensor::{IndexingUpdateOp, TensorData};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 use zero_core::{Buffer, CommError, ReduceOp, Request};
 use zero_engine::abort::stop;
-use zero_engine::backend::HostData;
+use zero_engine::backend::{Backend, DType, HostData};
 use zero_engine::reduce::Phase;
-use zero_engine::values::flat_tensor;
+use zero_engine::values::{flat_tensor, of_type};
 use zero_kernels::cpu::embedding;
 use zero_kernels::cpu::half::widened;
 
-use crate::engine::{Cell, Data, Host, Runtime, Slot};
+use crate::engine::{Burn, Cell, Runtime, Slot, flat};
+use crate::tensors::{Floats, floats, host};
 
 /// A parameter, as far as passes know it.
 pub(crate) struct Member {
@@ -43,7 +46,7 @@ impl core::fmt::Debug for Member {
 #[derive(Default)]
 struct Gradient {
     /// Sum over the uses so far.
-    sum: Option<Buffer>,
+    sum: Option<Floats>,
     /// Its reduced shard, once it has been handed to the reducer.
     cell: Option<Arc<Cell>>,
     /// True if the ranks have agreed to reduce it.
@@ -54,7 +57,7 @@ struct Pass {
     members: Arc<[Arc<Member>]>,
     gradients: Vec<Gradient>,
     /// By parameter, the sums of earlier passes that were not reduced, in fp32.
-    held: Vec<Option<Vec<f32>>>,
+    held: Vec<Option<Floats>>,
     /// True if its own gradients are not reduced either.
     is_held: bool,
     has_begun: bool,
@@ -66,7 +69,7 @@ pub(crate) struct Passes {
     /// The one that it runs.
     running: Mutex<Option<Pass>>,
     /// Sums that were not reduced yet.
-    held: Mutex<Vec<Option<Vec<f32>>>>,
+    held: Mutex<Vec<Option<Floats>>>,
 }
 
 impl Pass {
@@ -85,23 +88,23 @@ impl Pass {
     }
 
     /// Takes the sum of a parameter's gradients, with what is held of earlier passes.
-    fn take(&mut self, index: usize) -> Option<Buffer> {
+    fn take(&mut self, index: usize) -> Option<Floats> {
         match (self.gradients[index].sum.take(), self.held[index].take()) {
-            (Some(later), Some(before)) => Some(sum(Buffer::F32(in_32(later)), &Buffer::F32(before))),
-            (sum, held) => sum.or(held.map(Buffer::F32)),
+            (Some(later), Some(before)) => Some(Burn::add(of_type::<Burn>(later, DType::F32), before)),
+            (sum, held) => sum.or(held),
         }
     }
 
     /// Holds the sum of a parameter's gradients for a later pass.
     fn hold(&mut self, index: usize) {
-        self.held[index] = self.take(index).map(in_32);
+        self.held[index] = self.take(index).map(|sum| of_type::<Burn>(sum, DType::F32));
     }
 
     /// Hands the sum of a parameter's gradients to the reducer.
     fn submit(&mut self, runtime: &Runtime, index: usize) {
         let Some(sum) = self.take(index) else { return };
         let cell = self.gradients[index].cell.insert(runtime.gradient(&self.members[index].slot));
-        runtime.reduce(flat_tensor::<Host>(sum, &()), cell);
+        runtime.reduce(sum, cell);
         runtime.reducer.iter().for_each(|reducer| reducer.catch_up(&runtime.rank));
     }
 }
@@ -128,7 +131,7 @@ impl Passes {
     pub(crate) fn push(
         &self,
         (runtime, member): (&Runtime, &Member),
-        gradient: TensorData,
+        gradient: Floats,
         rows: Option<Arc<[i64]>>,
         is_complete: bool,
     ) {
@@ -149,15 +152,23 @@ impl Passes {
                 member.slot
             ));
         }
-        let gradient = Data::from_tensor_data(gradient).into_buffer();
+        let place = &runtime.rank.device;
+        let gradient = if Burn::is_host(place) { floats(host(gradient)) } else { gradient };
         *before = Some(match (rows, before.take()) {
             (Some(rows), before) => {
-                let zeros = || Buffer::from_f32(vec![0.0; member.slot.partition.numel()], gradient.dtype());
-                let before = before.unwrap_or_else(zeros);
-                sum_rows(&rows, gradient, before)
+                let dtype = Burn::dtype(&gradient);
+                let before = before.unwrap_or_else(|| Burn::zeros(&[member.slot.partition.numel()], place, dtype));
+                match Burn::is_host(place) {
+                    true => {
+                        let [gradient, before] = [gradient, before].map(|x| Burn::read(x).into_buffer());
+                        flat_tensor::<Burn>(sum_rows(&rows, gradient, before), place)
+                    }
+                    false => sum_rows_on_device(&rows, gradient, before),
+                }
             }
-            (None, Some(before)) => sum(gradient, &before),
-            (None, None) => gradient,
+            // The later one first, as in Burn's own sums.
+            (None, Some(before)) => Burn::add(flat(gradient), before),
+            (None, None) => flat(gradient),
         });
         match (is_complete, pass.is_held) {
             (true, true) => pass.hold(member.index),
@@ -229,19 +240,11 @@ fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
     }
 }
 
-/// Adds two gradients in the order of Burn's own sums: the later one first.
-fn sum(later: Buffer, before: &Buffer) -> Buffer {
-    macro_rules! added {
-        ($variant:ident, $sum:ident, $before:ident) => {{
-            let mut sum = $sum;
-            sum.iter_mut().zip($before).for_each(|(a, b)| *a += b);
-            Buffer::$variant(sum)
-        }};
-    }
-    match (later, before) {
-        (Buffer::F32(sum), Buffer::F32(before)) => added!(F32, sum, before),
-        (Buffer::Bf16(sum), Buffer::Bf16(before)) => added!(Bf16, sum, before),
-        (Buffer::F16(sum), Buffer::F16(before)) => added!(F16, sum, before),
-        _ => unreachable!("gradients have one type"),
-    }
+/// Same as [`sum_rows`], on a device.
+fn sum_rows_on_device(ids: &[i64], gradient: Floats, before: Floats) -> Floats {
+    let (width, device) = (Burn::numel(&gradient) / ids.len().max(1), gradient.device());
+    let (table, rows) = (Burn::numel(&before) / width.max(1), ids.len());
+    let ids = Dispatch::int_from_data(TensorData::new(ids.to_vec(), [rows]), &device);
+    let (before, gradient) = (Burn::reshape(before, &[table, width]), Burn::reshape(gradient, &[rows, width]));
+    flat(Dispatch::float_select_assign(before, 0, ids, gradient, IndexingUpdateOp::Add))
 }

@@ -10,19 +10,20 @@ use burn::module::{LoraAdapter, Module, ModuleVisitor, Param, ParamId, Reparamet
 use burn::tensor::{DType, Device, Tensor};
 use zero_core::Buffer;
 use zero_core::collective::agree;
-use zero_core::config::{Gathers, ZeroConfig};
+use zero_core::config::{Gathers, Tier, ZeroConfig};
+use zero_engine::backend::Backend;
 use zero_engine::values::flat_tensor;
 use zero_kernels::quantized::Format;
 
 use crate::backend;
 use crate::buffers::{self, LayerState};
 use crate::device::{self, hold_as};
-use crate::engine::{Host, Runtime, Slot, caught};
+use crate::engine::{Burn, Place, Runtime, Slot, caught};
 use crate::error::Error;
 use crate::parameter::{Parameter, Shared};
 use crate::ranks::Ranks;
 use crate::reduce::Passes;
-use crate::tensors::values as elements;
+use crate::tensors::{host, values as elements};
 use crate::zero::Zero;
 
 /// The reparameterization that gathers a full parameter from the shard that the module holds, and adds its LoRA adapter, if it has one.
@@ -183,11 +184,13 @@ pub(crate) fn shard_by<M: Module>(
     // Ranks may keep their disk files in different places.
     let mut compared = config.clone();
     compared.offload.disk = Default::default();
-    survey.lines.push(format!("{compared:?} {format:?}"));
+    let place = survey.place(config);
+    let kind = if Burn::is_host(&place) { "host memory" } else { "devices" };
+    survey.lines.push(format!("{compared:?} {format:?}, shards in {kind}"));
     if let Some(difference) = agree(&*ranks.comm, &survey.lines)? {
         return Err(difference.into());
     }
-    let runtime = Runtime::new(config.clone(), (), ranks.comm.duplicate("model")?, ranks.window.clone())?;
+    let runtime = Runtime::new(config.clone(), place, ranks.comm.duplicate("model")?, ranks.window.clone())?;
     let runtime = Arc::new(runtime);
     ranks.runtimes.add(&runtime);
     let shared =
@@ -234,7 +237,20 @@ struct Survey {
     measured: HashSet<ParamId>,
     /// Weights of linear layers.
     linears: HashSet<ParamId>,
+    /// Where parameters are.
+    places: Vec<Place>,
     trouble: Option<Error>,
+}
+
+impl Survey {
+    /// Returns where shards are kept: on the model's device, unless parameters are offloaded, on several devices, or on one whose tensors
+    /// threads cannot share.
+    fn place(&self, config: &ZeroConfig) -> Place {
+        match &self.places[..] {
+            [place] if config.offload.parameters == Tier::Memory && place.is_shared() => place.clone(),
+            _ => Place::Host,
+        }
+    }
 }
 
 impl ModuleVisitor for Survey {
@@ -255,6 +271,10 @@ impl ModuleVisitor for Survey {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<D>>) {
         let path = self.path.join(".");
         self.lines.push(format!("parameter '{path}' of {:?}", param.lazy_shape()));
+        let place = Place::of(param.lazy_device().without_autodiff().as_dispatch());
+        if !self.places.contains(&place) {
+            self.places.push(place);
+        }
         if D == 2 && path.ends_with("weight") && self.types.iter().rev().take(2).any(|of| of.ends_with(":Linear")) {
             self.linears.insert(param.id);
         }
@@ -336,7 +356,7 @@ impl<L: Reparameterizer<Reparam = LoraAdapter>> Reparameterizer for Cut<L> {
         let (device, shape) = (tensor.device().without_autodiff(), tensor.shape());
         let checked = device::check(path, &device, rank.config.param_dtype);
         let values = match checked.and_then(|()| self.values(path, tensor)) {
-            Ok(values) => flat_tensor::<Host>(values, &()),
+            Ok(values) => host(flat_tensor::<Burn>(values, &Place::Host)),
             Err(error) => {
                 // `shard` returns this error instead of the module.
                 self.born.borrow_mut().trouble = Some(error);

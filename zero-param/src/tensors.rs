@@ -1,14 +1,52 @@
 //! burn-flex tensors as slices, and conversions between their types.
 
-use burn::backend::TensorMetadata;
-use burn::backend::flex::{FlexTensor, Layout};
+use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
+use burn::backend::ops::FloatTensorOps;
+use burn::backend::tensor::FloatTensor;
+use burn::backend::{
+    BackendTensor, Dispatch, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind, Flex, TensorMetadata,
+    read_sync,
+};
 use burn::tensor::{Bytes, DType, Element, Shape};
 use bytemuck::Pod;
 use half::{bf16, f16};
+use zero_engine::abort::stop;
 use zero_kernels::cpu::half::{Half, narrowed, widened};
 
 /// A tensor in host memory.
 pub(crate) type Raw = FlexTensor;
+
+/// A tensor on any device, without autodiff.
+pub(crate) type Floats = FloatTensor<Dispatch>;
+
+/// Returns a tensor in host memory as one of any device.
+pub(crate) fn floats(x: Raw) -> Floats {
+    DispatchTensor {
+        kind: DispatchTensorKind::Flex(BackendTensor::Float(x)),
+        autodiff: DispatchAutodiffContext::Disabled,
+    }
+}
+
+/// Returns the tensor if it is in host memory.
+pub(crate) fn as_host(x: &Floats) -> Option<&Raw> {
+    match &x.kind {
+        DispatchTensorKind::Flex(BackendTensor::Float(x)) => Some(x),
+        _ => None,
+    }
+}
+
+/// Returns the tensor in host memory; copies it there from a device, for which it waits.
+pub(crate) fn host(x: Floats) -> Raw {
+    match x.kind {
+        DispatchTensorKind::Flex(x) => x.float(),
+        #[allow(unreachable_patterns)]
+        kind => {
+            let read = read_sync(Dispatch::float_into_data(DispatchTensor { kind, autodiff: x.autodiff }));
+            let data = read.unwrap_or_else(|error| stop(format!("cannot read a tensor from its device: {error}")));
+            Flex::float_from_data(data, &FlexDevice)
+        }
+    }
+}
 
 /// Returns `x` in row-major order without gaps; copies only if it is not so already.
 pub(crate) fn packed_of<E: Element + Pod>(x: FlexTensor) -> FlexTensor {

@@ -15,12 +15,13 @@ use zero_engine::backend::DType;
 use zero_engine::cell::{Cell as EngineCell, GRADIENT, Kind, Origin};
 use zero_engine::random::sign_bytes;
 use zero_engine::update::plan::{EMA, MASTER, Operand, Update};
+use zero_engine::values::here;
 use zero_kernels::Rule;
 
 use crate::device::{held, hold};
-use crate::engine::{Cell, ParamState, Step};
-use crate::parameter::{Address, Parameter, address, copied, flat};
-use crate::tensors::Raw;
+use crate::engine::{Burn, Cell, ParamState, Step, flat};
+use crate::parameter::{Address, Parameter, address, copied};
+use crate::tensors::{Floats, Raw, floats};
 use crate::zero::Zero;
 
 /// A step of an optimizer.
@@ -103,7 +104,7 @@ impl Updates {
             let master = place(MASTER);
             state.cells[average].1 = match (parameter.base(), master) {
                 // The base is the master.
-                (Some(base), _) if parameter.shared.holds_shards() => state_cell(parameter, EMA, copied(base)),
+                (Some(base), _) if parameter.shared.holds_shards() => state_cell(parameter, EMA, copied(floats(base))),
                 (_, Some(master)) => std::mem::replace(&mut state.cells[master].1, cell.clone()),
                 (_, None) => state_cell(parameter, EMA, copied(parameter.cell().local())),
             };
@@ -125,7 +126,7 @@ impl Updates {
     }
 }
 
-/// Returns what the module holds of a parameter after its update: the shard in fp32, or a placeholder if it may be on a disk.
+/// Returns what the module holds of a parameter after its update: the shard in fp32, or a placeholder if it may be on a device or a disk.
 fn base_of(parameter: &Parameter, state: &ParamState) -> Raw {
     if !parameter.shared.holds_shards() {
         return parameter.base().unwrap_or_else(|| parameter.placeholder());
@@ -136,9 +137,9 @@ fn base_of(parameter: &Parameter, state: &ParamState) -> Raw {
 }
 
 /// Returns the cell of a state that does not come from an update.
-pub(crate) fn state_cell(parameter: &Parameter, name: &str, values: Raw) -> Arc<Cell> {
+pub(crate) fn state_cell(parameter: &Parameter, name: &str, values: Floats) -> Arc<Cell> {
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));
-    EngineCell::ready(parameter.template(Kind::Optimizer, origin), flat(values))
+    EngineCell::ready(parameter.template(Kind::Optimizer, origin), flat(here::<Burn>(values, parameter.place())))
 }
 
 impl Optimizer for Ruled {
@@ -175,15 +176,14 @@ impl Optimizer for Ruled {
         if parameter.shared.holds_shards() && parameter.slot.dtype != DType::F32 {
             // The base is the master.
             state.cells.retain(|(name, _)| name != MASTER);
-            state.cells.push((MASTER.into(), state_cell(&parameter, MASTER, base)));
+            state.cells.push((MASTER.into(), state_cell(&parameter, MASTER, floats(base))));
         } else {
             drop(base);
         }
-        let gradient = running
-            .gradients
-            .get_mut(parameter.index)
-            .and_then(Option::take)
-            .unwrap_or_else(|| EngineCell::ready(parameter.template(Kind::Gradient, GRADIENT), flat(held(grad))));
+        let gradient = running.gradients.get_mut(parameter.index).and_then(Option::take).unwrap_or_else(|| {
+            let gradient = here::<Burn>(flat(floats(held(grad))), parameter.place());
+            EngineCell::ready(parameter.template(Kind::Gradient, GRADIENT), gradient)
+        });
         let (rule, lr_factor) = rule.of(&parameter.path, parameter.shape.as_slice());
         let lr = lr * lr_factor;
         let operand = |cell| Operand { cell, edits: None };

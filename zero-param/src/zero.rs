@@ -139,6 +139,11 @@ impl Zero {
         // Every rank comes here; later, one may use a parameter alone.
         self.runtime().gather_awaited();
         self.parameters.iter().for_each(|parameter| parameter.keep_full());
+        self.lay(model)
+    }
+
+    /// Gives the module the bases of the versions in use.
+    pub(crate) fn lay<M: Module>(&self, model: M) -> M {
         model.map(&mut Rebase(self))
     }
 

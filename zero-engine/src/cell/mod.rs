@@ -546,7 +546,7 @@ impl<B: Backend> Cell<B> {
     /// a parameter is only read to be gathered.
     pub fn is_rounded_when_read(&self) -> bool {
         let is_cut = !self.partition.is_whole() && self.partition.len(self.place()) > 0;
-        B::is_host() && self.rank.config.stage.shards_parameters() && is_cut
+        B::is_host(&self.device) && self.rank.config.stage.shards_parameters() && is_cut
     }
 
     /// Drops the handle of an operation that creates the next version without this one's values, as [`Cell::into_local`] does.

@@ -95,7 +95,7 @@ impl<B: Backend> Rank<B> {
         let mesh = config.mesh(world).expect("the configuration was validated");
         let secondary = config.secondary_mesh(world);
         let overlaps_updates =
-            config.offload.keeps_state(Tier::Disk) || (config.offload.keeps_state(Tier::Host) && !B::is_host());
+            config.offload.keeps_state(Tier::Disk) || (config.offload.keeps_state(Tier::Host) && !B::is_host(&device));
         Arc::new(Self {
             index,
             world,
@@ -190,7 +190,7 @@ impl<B: Backend> Rank<B> {
         self.slot(shape, dtype, formats)
     }
 
-    /// Creates the slot of a parameter that every rank holds and updates in full, at every stage. Only for tensors in host memory.
+    /// Creates the slot of a parameter that every rank holds and updates in full, at every stage. Kernels for buckets on devices have none.
     pub fn new_replicated_slot(&self, shape: Shape, dtype: DType) -> Arc<Slot<B>> {
         let partition = Partition::new(shape.iter().product(), 1);
         self.parameters.number((shape, dtype), partition, true, [None; 2])
@@ -298,7 +298,7 @@ impl<B: Backend> Rank<B> {
         }
         // The gradient that comes last is used at once: the next forward pass would wait until it is read back from the disk.
         let offload = &self.config.offload;
-        let is_kept = (offload.optimizer, offload.parameters) == (Tier::Disk, Tier::Memory) && B::is_host();
+        let is_kept = (offload.optimizer, offload.parameters) == (Tier::Disk, Tier::Memory) && B::is_host(&self.device);
         if let Some(first) = trained.first().filter(|_| is_kept) {
             first.offload.gradient_stays.store(true, Ordering::Relaxed);
         }
@@ -314,7 +314,7 @@ impl<B: Backend> Rank<B> {
     fn home_of(&self, tier: Tier) -> Home<'_> {
         match (tier, &self.disk) {
             (Tier::Disk, Some(disk)) => Home::Disk(disk),
-            (Tier::Host, _) if !B::is_host() => Home::Host,
+            (Tier::Host, _) if !B::is_host(&self.device) => Home::Host,
             _ => Home::Backend,
         }
     }

@@ -141,7 +141,7 @@ impl<B: Backend> Cell<B> {
             return Ok(squares);
         }
         let elements = part::<B>(self.local(), own);
-        if B::is_host() { Ok(B::sum_of_squares(elements)) } else { Err(elements) }
+        if B::is_host(&self.device) { Ok(B::sum_of_squares(elements)) } else { Err(elements) }
     }
 
     /// Returns the bytes in which this rank's shard is sent, quantized in format `how` if there is one.

@@ -406,26 +406,25 @@ impl<B: Backend> Server<B> {
     /// Creates the reduction of gradients of the parameters `plan`.
     fn lanes(&self, rank: &Arc<Rank<B>>, plan: &[u64]) -> Box<dyn Lanes<B>> {
         let ReduceGroups { comm, hops, bucket_size, stage, .. } = self.groups.clone();
-        if let Some(collectives) = self.groups.collectives.as_ref().filter(|_| B::has_kernels()) {
+        if let Some(collectives) = self.groups.collectives.as_ref().filter(|_| B::has_kernels(&rank.device)) {
             let medium = OnDevice::new(collectives.clone(), rank, self.settler.clone());
             return Box::new(Buckets::new(rank, medium, bucket_size.min(device::MOST), plan));
         }
         // Threads exchange tensor handles, each with all others.
         let is_flat = rank.mesh.replicas() == 1;
-        match comm.in_process().is_some() && !B::is_host() && is_flat && !rank.config.reduces_on_hosts() {
-            true => Box::new(Tensors::new(comm, bucket_size, stage, rank)),
-            false => {
-                let is_replicated =
-                    |index: &u64| rank.parameters.slot(*index).is_some_and(|slot| rank.is_replicated(&slot));
-                let (whole, sharded): (Vec<u64>, Vec<u64>) = plan.iter().partition(|index| is_replicated(index));
-                let lane = |shards, plan: &[u64]| {
-                    Box::new(Buckets::new(rank, Host::new(hops.clone(), rank, shards), bucket_size, plan))
-                };
-                match whole.is_empty() {
-                    true => lane(stage.shards_optimizer(), plan),
-                    false => Box::new(Split { whole: lane(false, &whole), sharded: lane(true, &sharded) }),
-                }
+        let in_place =
+            comm.in_process().is_some() && !B::is_host(&rank.device) && is_flat && !rank.config.reduces_on_hosts();
+        let lane = |shards, plan: &[u64]| -> Box<dyn Lanes<B>> {
+            match in_place {
+                true => Box::new(Tensors::new(comm.clone(), bucket_size, shards, rank)),
+                false => Box::new(Buckets::new(rank, Host::new(hops.clone(), rank, shards), bucket_size, plan)),
             }
+        };
+        let is_replicated = |index: &u64| rank.parameters.slot(*index).is_some_and(|slot| rank.is_replicated(&slot));
+        let (whole, sharded): (Vec<u64>, Vec<u64>) = plan.iter().partition(|index| is_replicated(index));
+        match whole.is_empty() {
+            true => lane(stage.shards_optimizer(), plan),
+            false => Box::new(Split { whole: lane(false, &whole), sharded: lane(true, &sharded) }),
         }
     }
 

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use zero_core::accounting::WireKind;
 use zero_core::collective::Joined;
-use zero_core::{Collective, CommError, Partition, Stage};
+use zero_core::{Collective, CommError, Partition};
 
 use super::{Incoming, Lanes, names};
 use crate::backend::{Backend, DType, Shared, SumItem};
@@ -26,7 +26,8 @@ struct Wanted {
 pub(super) struct Tensors<B: Backend> {
     rank: Arc<Rank<B>>,
     comm: Arc<dyn Collective>,
-    stage: Stage,
+    /// Each rank keeps its shard of the sum, not the full sum.
+    shards: bool,
     /// Factors of the values before they are added, and of their sum.
     before: f32,
     after: f32,
@@ -39,7 +40,7 @@ pub(super) struct Tensors<B: Backend> {
 }
 
 impl<B: Backend> Tensors<B> {
-    pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, stage: Stage, rank: &Arc<Rank<B>>) -> Self {
+    pub(super) fn new(comm: Arc<dyn Collective>, bucket_size: usize, shards: bool, rank: &Arc<Rank<B>>) -> Self {
         let (sent_as, before, after) = rank.config.reduction(comm.world(), false);
         Self {
             before,
@@ -48,7 +49,7 @@ impl<B: Backend> Tensors<B> {
             capacity: bucket_size.max(1),
             rank: rank.clone(),
             comm,
-            stage,
+            shards,
             held: Vec::new(),
             elements: 0,
         }
@@ -66,7 +67,7 @@ impl<B: Backend> Tensors<B> {
         let all = self.exchange(handed, bytes, &name)?;
         let (rank, world) = (self.comm.rank(), self.comm.world());
         let columns: usize = self.held.iter().map(|held| Partition::new(held.numel, world).stride()).sum();
-        let shards = self.stage.shards_optimizer();
+        let shards = self.shards;
         let wanted = (0..self.held.len()).filter_map(|place| {
             let numel = self.held[place].numel;
             let range = match shards {
@@ -133,7 +134,7 @@ impl<B: Backend> Tensors<B> {
         places: &mut Vec<usize>,
         sums: &mut Vec<B::Tensor>,
     ) -> Vec<Wanted> {
-        if self.before != 1.0 || self.sent_as != DType::F32 || !B::has_kernels() {
+        if self.before != 1.0 || self.sent_as != DType::F32 || !B::has_kernels(&self.rank.device) {
             return wanted;
         }
         let device = &self.rank.device;

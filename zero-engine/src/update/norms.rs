@@ -1,10 +1,13 @@
 //! Sums of squares of gradients, and of parameters and their updates, wherever the elements are.
 
+use std::sync::Arc;
+
 use zero_kernels::cpu::norm::Squares;
 use zero_kernels::update::Norms;
 
 use super::Job;
 use crate::backend::{Backend, HostData};
+use crate::cell::Cell;
 use crate::values::numbers_of;
 
 /// Computes the sums of squares of several tensors. Kernels for many tensors take one transfer from the device.
@@ -13,6 +16,22 @@ pub fn sums_of_squares<B: Backend>(tensors: Vec<B::Tensor>) -> Vec<f64> {
         Some(sums) => of_device(&B::read(sums)),
         None => tensors.into_iter().map(B::sum_of_squares).collect(),
     }
+}
+
+/// Returns, for each cell, the sum of squares of the elements that this rank counts, with one transfer from a device; 0 for `None`.
+pub fn own_squares<B: Backend>(cells: &[Option<Arc<Cell<B>>>]) -> Vec<f64> {
+    let (mut sums, mut places, mut tensors) = (vec![0.0; cells.len()], Vec::new(), Vec::new());
+    for (place, cell) in cells.iter().enumerate() {
+        match cell.as_ref().map_or(Ok(0.0), |cell| cell.own_squares()) {
+            Ok(sum) => sums[place] = sum,
+            Err(tensor) => {
+                places.push(place);
+                tensors.push(tensor);
+            }
+        }
+    }
+    places.into_iter().zip(sums_of_squares::<B>(tensors)).for_each(|(place, sum)| sums[place] = sum);
+    sums
 }
 
 /// Returns the sums that a device has computed. The last number is the count of elements that are not finite: with fast-math arithmetic,

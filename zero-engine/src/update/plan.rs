@@ -202,9 +202,8 @@ impl<B: Backend> Update<B> {
         if is_overlapped {
             return Where::Overlapped;
         }
-        // Devices have no kernels for Muon.
-        let is_muon = matches!(self.rule, Rule::Muon { .. });
-        if B::has_kernels() && !is_muon && matches!(dtype, DType::F32 | DType::F16 | DType::Bf16) {
+        let is_known = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
+        if is_known && B::updates(&cell.device, &self.rule, cell.rank.state_dtype()) {
             return Where::Device;
         }
         Where::Here
