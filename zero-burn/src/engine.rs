@@ -48,6 +48,8 @@ pub(crate) fn engine_dtype(dtype: DType) -> EngineDType {
         DType::F64 => EngineDType::F64,
         DType::F16 => EngineDType::F16,
         DType::BF16 => EngineDType::Bf16,
+        // Blocks of 8 bits.
+        DType::U8 => EngineDType::U8,
         other => stop(format!("a tensor of type {other:?} cannot be a parameter: expected F64, F32, F16 or BF16")),
     }
 }

@@ -30,14 +30,14 @@ pub(crate) fn read<B: Backend>(tensor: B::FloatTensorPrimitive) -> TensorData {
     data.unwrap_or_else(|error| panic!("reading a tensor from the device failed: {error}"))
 }
 
-/// Returns received values as data of `shape`.
+/// Returns values as data of `shape`: floats, or blocks of 8 bits.
 pub(crate) fn data(buffer: Buffer, shape: Shape) -> TensorData {
     match buffer {
         Buffer::F32(values) => TensorData::new(values, shape),
         Buffer::F64(values) => TensorData::new(values, shape),
         Buffer::F16(values) => TensorData::new(values, shape),
         Buffer::Bf16(values) => TensorData::new(values, shape),
-        Buffer::U8(_) => stop("expected floats from another rank, got bytes".into()),
+        Buffer::U8(values) => TensorData::new(values, shape),
     }
 }
 

@@ -85,6 +85,10 @@ pub trait Backend: Clone + Default + Send + Sync + 'static {
     /// Runs `f` in a stream.
     fn in_stream<R>(stream: Self::Stream, f: impl FnOnce() -> R) -> R;
 
+    /// Returns a tensor in memory of its own, if an operation in place could otherwise reach what another thread still reads.
+    fn unaliased(x: Self::Tensor) -> Self::Tensor {
+        x
+    }
     /// Makes tensors usable by all threads, at the cost of one.
     fn share(tensors: Vec<Self::Tensor>) -> Vec<Self::Held>;
     /// Wraps a tensor that only this thread uses.
@@ -112,8 +116,7 @@ pub trait Backend: Clone + Default + Send + Sync + 'static {
     }
     /// Returns whether [`Backend::fused_update`] has `rule` on `device`, with its state in this type. If not, the host updates.
     fn updates(device: &Self::Device, rule: &Rule, state_dtype: DType) -> bool {
-        let _ = state_dtype;
-        Self::has_kernels(device) && !matches!(rule, Rule::Muon { .. })
+        Self::has_kernels(device) && !matches!(rule, Rule::Muon { .. }) && state_dtype != DType::U8
     }
     /// Packs a bucket `[world, columns]`. `None` if an item does not fit the kernel.
     fn pack(items: Vec<PackItem<Self::Tensor>>, world: usize, dtype: DType, factor: f32) -> Option<Self::Tensor> {

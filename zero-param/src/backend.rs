@@ -18,12 +18,12 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{
     Autodiff, AutodiffBackend, BackendTensor, DispatchDevice, DispatchTensor, DispatchTensorKind, Flex,
 };
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::Tensor;
 
 use crate::activations::{self, Use};
 use crate::clock;
 use crate::device::{Target, moved};
-use crate::fused::Op;
+use crate::fused::{Op, plain};
 use crate::parameter::{Parameter, Recorded};
 use crate::storage;
 use crate::tensors::{Raw, floats};
@@ -46,9 +46,8 @@ fn load<B: Target>(
             B::put(floats(rows), device)
         }
         Some(ids) => {
-            let full = parameter.load::<B>(base, device, again);
-            let ids = B::int_from_data(TensorData::new(ids.to_vec(), [ids.len()]), device);
-            B::float_select(full, 0, ids)
+            let table = Tensor::from_dispatch(B::floats(parameter.load::<B>(base, device, again)));
+            B::put(plain::embedding(table, &ids).into_dispatch(), device)
         }
     }
 }

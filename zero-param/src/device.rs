@@ -134,7 +134,7 @@ pub(crate) fn hold_as<const D: usize>(
 
 pub(crate) fn moved() -> ! {
     stop(
-        "a sharded parameter was moved to a device, but shards must stay in host memory: create the model on its device, then shard it"
+        "a sharded parameter was moved to a device, but the module must stay where it is: create the model on its device, then shard it"
             .into(),
     )
 }

@@ -9,6 +9,7 @@ use burn::backend::ops::FloatTensorOps;
 use burn::backend::{Dispatch, DispatchDevice, DispatchTensorKind, TensorMetadata};
 use burn::module::ParamId;
 use burn::tensor::{Bytes, DType, FloatDType, Shape, Slice, TensorData};
+use burn_std::stream::StreamId;
 use zero_core::{Buffer, CommError};
 use zero_engine::abort::stop;
 use zero_engine::backend::{self, Backend, DType as EngineDType, GradScale, HostData, UpdateItem, Updated};
@@ -46,15 +47,6 @@ impl Place {
         }
     }
 
-    /// Returns whether threads may share tensors there. With burn-fusion 0.22.1 their results are wrong.
-    pub(crate) fn is_shared(&self) -> bool {
-        match self {
-            Self::Host => true,
-            #[cfg(feature = "cube")]
-            Self::Device(device) => !<Dispatch as burn::backend::Backend>::name(device).contains("fusion"),
-        }
-    }
-
     fn device(&self) -> DispatchDevice {
         match self {
             Self::Host => DispatchDevice::Flex(FlexDevice),
@@ -62,6 +54,15 @@ impl Place {
             Self::Device(device) => device.clone(),
         }
     }
+}
+
+/// Returns whether threads may share tensors on devices. With burn-fusion 0.22.1 they may not: on streams of their own, they get wrong values,
+/// and on one stream tensors are missing.
+pub(crate) fn threads_share_tensors() -> bool {
+    #[cfg(feature = "cube")]
+    return !std::any::type_name::<burn::backend::Cube>().contains("Fusion");
+    #[cfg(not(feature = "cube"))]
+    true
 }
 
 /// A tensor that a cell holds.
@@ -112,6 +113,8 @@ fn engine_dtype(dtype: DType) -> EngineDType {
         DType::F64 => EngineDType::F64,
         DType::F16 => EngineDType::F16,
         DType::BF16 => EngineDType::Bf16,
+        // Blocks of 8 bits.
+        DType::U8 => EngineDType::U8,
         other => stop(format!("a tensor of type {other:?} cannot be sharded: expected floats")),
     }
 }
@@ -194,7 +197,7 @@ impl Backend for Burn {
     type Operation = ();
     type ParamId = ParamId;
     type Draw = ();
-    type Stream = ();
+    type Stream = StreamId;
 
     fn device(x: &Floats) -> Place {
         Place::of(&x.device())
@@ -249,6 +252,9 @@ impl Backend for Burn {
     }
 
     fn to_device(x: Floats, place: &Place) -> Floats {
+        if *place == Place::Host {
+            return floats(host(x));
+        }
         Dispatch::float_to_device(x, &place.device())
     }
 
@@ -311,10 +317,21 @@ impl Backend for Burn {
         are_there.then(|| rules::sums_of_squares(tensors))
     }
 
-    fn stream() {}
+    fn stream() -> StreamId {
+        StreamId::current()
+    }
 
-    fn in_stream<R>((): (), f: impl FnOnce() -> R) -> R {
-        f()
+    fn in_stream<R>(stream: StreamId, f: impl FnOnce() -> R) -> R {
+        stream.executes(f)
+    }
+
+    /// CubeCL 0.11 counts a handle only until a kernel's launch begins. So another thread may find itself the only holder, and launch a kernel
+    /// that writes in place, before this thread's kernel that reads is in the queue.
+    fn unaliased(x: Floats) -> Floats {
+        match as_host(&x) {
+            Some(_) => x,
+            None => Dispatch::float_mul_scalar(x, 1.0.into()),
+        }
     }
 
     fn share(tensors: Vec<Floats>) -> Vec<Held> {

@@ -10,7 +10,7 @@
 //!   update state on a disk. Within a forward or backward pass, ranks do not wait for each other.
 //! * Speed: layers of Burn work unchanged; [`linear`], [`layer_norm`], [`gelu`], [`attention`], [`linear_cross_entropy`] and
 //!   [`embedding()`] are kernels. AdamW, Adam and LAMB are one pass. A rank that is a thread computes on its share of the CPU cores.
-//! * Numbers: losses have the same bits at every stage, for the same number of ranks.
+//! * Numbers: losses have the same bits at every stage, for the same number of ranks and the same place of gradients.
 //! * Devices: with the features `cuda`, `vulkan` and `wgpu` the model can be on a device. Its shards are there too, with their optimizer state,
 //!   unless [`ZeroConfig::offload`](zero_core::config::Offload) says otherwise.
 //! * Features: `train` adds `ZeroStrategy` for the `Learner` of burn-train; `trainer` adds the trainer of `zero-train`; `models` adds language

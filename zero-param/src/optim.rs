@@ -195,7 +195,7 @@ impl Zero {
     /// # Errors
     ///
     /// [`Error::Optimizer`] for an optimizer that needs full parameters, or that clips by the norm of each parameter ([`Grads::clip_norm`]
-    /// clips by the norm of all). [`Error::State`] for one that needs its parameters in memory, if model state is on a disk.
+    /// clips by the norm of all). [`Error::State`] for one that needs its parameters in memory, if model state is on a disk, or in 16 bit on a device.
     ///
     /// ```
     /// # use burn_optim::{AdamWConfig, MuonConfig};
@@ -231,7 +231,7 @@ impl Zero {
     /// # Errors
     ///
     /// [`Error::Optimizer`] if any of its groups clips. Burn reveals only how the first group clips and whether another one does, which may
-    /// be by norms of full gradients. [`Error::State`] if model state is on a disk.
+    /// be by norms of full gradients. [`Error::State`] if model state is on a disk, or in 16 bit on a device.
     pub fn optimizer_of(&self, inner: ModuleOptimizer) -> Result<Optimizer, Error> {
         if inner.has_gradient_clipping() {
             let (optimizer, reason) = OF_A_GROUP;
@@ -253,6 +253,10 @@ impl Zero {
             (
                 self.runtime().rank.config.bf16_optimizer_states,
                 "keeps its state in fp32: leave ZeroConfig::bf16_optimizer_states out",
+            ),
+            (
+                self.runtime().rank.config.int8_optimizer_states,
+                "keeps its state in fp32: leave ZeroConfig::int8_optimizer_states out",
             ),
             (
                 self.runtime().rank.config.ema_decay.is_some(),

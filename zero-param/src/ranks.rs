@@ -4,6 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
+use burn_std::stream::StreamId;
 use parking_lot::Mutex;
 use zero_core::collective::launch::LaunchOptions;
 use zero_core::collective::process::ProcessRun;
@@ -13,7 +14,7 @@ use zero_core::{Collective, CommError, LaunchError};
 use zero_engine::abort::raise;
 use zero_engine::current::{CURRENT, Installed, PLACES};
 
-use crate::engine::{Cell, Runtime, caught};
+use crate::engine::{Cell, Runtime, caught, threads_share_tensors};
 
 /// Bit of a parameter's number from which the number of its module begins: modules of one rank share a window.
 const MODULE: u32 = 32;
@@ -84,11 +85,11 @@ impl Ranks {
         &self.comm
     }
 
-    /// Runs the rank's body on a pool of `threads` threads. Values that the rank has published stay alive until the others have finished
+    /// Runs the rank's body on a pool of `threads` threads, in this stream of devices. Values that the rank has published stay alive until the others have finished
     /// too.
     fn run<T: Send, E: core::fmt::Display + Send>(
         &self,
-        threads: usize,
+        (threads, stream): (usize, StreamId),
         body: impl FnOnce(&Self) -> Result<T, E> + Send,
         wait_for_others: impl FnOnce() -> Result<(), CommError>,
     ) -> Result<T, E> {
@@ -108,7 +109,7 @@ impl Ranks {
             result
         };
         let result = pool
-            .build_scoped(|thread| thread.run(), |pool| pool.install(body))
+            .build_scoped(|thread| thread.run(), |pool| pool.install(|| stream.executes(body)))
             .unwrap_or_else(|error| panic!("cannot start {threads} compute thread(s): {error}"));
         match result {
             Ok(Ok(value)) => {
@@ -146,9 +147,13 @@ where
 {
     let (host, options) = (WindowHost::default(), options.into());
     let deadline = ThreadOptions { deadline: options.deadline };
+    // On devices, all ranks and all their threads share one stream: CubeCL 0.11 orders a kernel only after the stream that allocated its
+    // arguments.
+    let stream = StreamId::current();
+    let stream = || if threads_share_tensors() { stream } else { StreamId::current() };
     run_recorded(world, &deadline, options.flight_dir.as_deref(), |comm| {
         let ranks = Ranks::new(comm.clone(), host.join(&comm));
-        ranks.run(options.threads(world), &body, || comm.wait_for_others())
+        ranks.run((options.threads(world), stream()), &body, || comm.wait_for_others())
     })
 }
 
@@ -165,5 +170,5 @@ pub fn run_process<T: Send, E: core::fmt::Display + Send>(
     let (comm, options) = (run.comm(), options.into());
     let threads = options.threads_of(comm).unwrap_or_else(|error| resume_unwind(Box::new(error)));
     let ranks = Ranks::new(comm.clone(), Window::join_processes(comm));
-    ranks.run(threads, body, || comm.wait_for_others())
+    ranks.run((threads, StreamId::current()), body, || comm.wait_for_others())
 }

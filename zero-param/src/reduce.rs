@@ -9,21 +9,19 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use burn::backend::ops::{FloatTensorOps, IntTensorOps};
-use burn::backend::{Dispatch, TensorMetadata};
-use burn::tensor::{IndexingUpdateOp, TensorData};
+use burn::tensor::{IndexingUpdateOp, Int, Tensor, TensorData};
 use half::{bf16, f16};
 use parking_lot::Mutex;
 use zero_core::{Buffer, CommError, ReduceOp, Request};
 use zero_engine::abort::stop;
 use zero_engine::backend::{Backend, DType, HostData};
 use zero_engine::reduce::Phase;
-use zero_engine::values::{flat_tensor, of_type};
+use zero_engine::values::{flat_tensor, here, of_type};
 use zero_kernels::cpu::embedding;
 use zero_kernels::cpu::half::widened;
 
 use crate::engine::{Burn, Cell, Runtime, Slot, flat};
-use crate::tensors::{Floats, floats, host};
+use crate::tensors::Floats;
 
 /// A parameter, as far as passes know it.
 pub(crate) struct Member {
@@ -153,7 +151,7 @@ impl Passes {
             ));
         }
         let place = &runtime.rank.device;
-        let gradient = if Burn::is_host(place) { floats(host(gradient)) } else { gradient };
+        let gradient = here::<Burn>(gradient, place);
         *before = Some(match (rows, before.take()) {
             (Some(rows), before) => {
                 let dtype = Burn::dtype(&gradient);
@@ -240,11 +238,14 @@ fn sum_rows(ids: &[i64], gradient: Buffer, before: Buffer) -> Buffer {
     }
 }
 
-/// Same as [`sum_rows`], on a device.
+/// Same as [`sum_rows`], on a device. Rows are added in fp32 to a table of their own.
 fn sum_rows_on_device(ids: &[i64], gradient: Floats, before: Floats) -> Floats {
-    let (width, device) = (Burn::numel(&gradient) / ids.len().max(1), gradient.device());
-    let (table, rows) = (Burn::numel(&before) / width.max(1), ids.len());
-    let ids = Dispatch::int_from_data(TensorData::new(ids.to_vec(), [rows]), &device);
-    let (before, gradient) = (Burn::reshape(before, &[table, width]), Burn::reshape(gradient, &[rows, width]));
-    flat(Dispatch::float_select_assign(before, 0, ids, gradient, IndexingUpdateOp::Add))
+    let gradient = Tensor::<2>::from_dispatch(gradient).cast(burn::tensor::DType::F32);
+    let (before, [rows, width]) = (Tensor::<1>::from_dispatch(before), gradient.dims());
+    let ids = Tensor::<1, Int>::from_data(TensorData::new(ids.to_vec(), [rows]), &gradient.device());
+    let zeros = Tensor::<2>::zeros([before.dims()[0] / width.max(1), width], &gradient.device());
+    let zeros = zeros.cast(burn::tensor::DType::F32);
+    let sums = zeros.select_assign(0, ids, gradient, IndexingUpdateOp::Add);
+    let sums = sums.reshape(before.dims()).cast(before.dtype());
+    (before + sums).into_dispatch()
 }

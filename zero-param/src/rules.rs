@@ -104,7 +104,7 @@ pub(crate) fn sums_of_squares(tensors: &[Floats]) -> Floats {
         // In fp32, because squares of 16-bit values may not fit into 16 bits.
         let x = Flat::from_dispatch(x.clone()).cast(DType::F32);
         sums.push((x.clone() * x.clone()).sum());
-        let more = x.clone().is_nan().bool_or(x.is_inf()).float().sum();
+        let more = x.clone().is_nan().bool_or(x.is_inf()).float().cast(DType::F32).sum();
         odd = Some(match odd {
             Some(odd) => odd + more,
             None => more,

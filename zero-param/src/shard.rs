@@ -18,7 +18,7 @@ use zero_kernels::quantized::Format;
 use crate::backend;
 use crate::buffers::{self, LayerState};
 use crate::device::{self, hold_as};
-use crate::engine::{Burn, Place, Runtime, Slot, caught};
+use crate::engine::{Burn, Place, Runtime, Slot, caught, threads_share_tensors};
 use crate::error::Error;
 use crate::parameter::{Parameter, Shared};
 use crate::ranks::Ranks;
@@ -66,7 +66,7 @@ pub(crate) fn unsupported(config: &ZeroConfig) -> Option<&'static str> {
 /// Shards `model` over `ranks`. A collective: all ranks pass modules with the same parameters, whose values become rank 0's.
 ///
 /// Each float parameter keeps its id, its place in the module and whether it requires gradients. It then holds this rank's shard (with
-/// model state on a disk, a placeholder), and `param.val()` returns the full parameter. Sharding holds one full parameter at a time, even
+/// shards on a device or a disk, a placeholder), and `param.val()` returns the full parameter. Sharding holds one full parameter at a time, even
 /// if parameters were not initialized yet.
 ///
 /// # Errors
@@ -247,7 +247,7 @@ impl Survey {
     /// threads cannot share.
     fn place(&self, config: &ZeroConfig) -> Place {
         match &self.places[..] {
-            [place] if config.offload.parameters == Tier::Memory && place.is_shared() => place.clone(),
+            [place] if config.offload.parameters == Tier::Memory && threads_share_tensors() => place.clone(),
             _ => Place::Host,
         }
     }

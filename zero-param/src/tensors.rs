@@ -1,11 +1,10 @@
 //! burn-flex tensors as slices, and conversions between their types.
 
-use burn::backend::flex::{FlexDevice, FlexTensor, Layout};
+use burn::backend::flex::{FlexTensor, Layout};
 use burn::backend::ops::FloatTensorOps;
 use burn::backend::tensor::FloatTensor;
 use burn::backend::{
-    BackendTensor, Dispatch, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind, Flex, TensorMetadata,
-    read_sync,
+    BackendTensor, Dispatch, DispatchAutodiffContext, DispatchTensor, DispatchTensorKind, TensorMetadata, read_sync,
 };
 use burn::tensor::{Bytes, DType, Element, Shape};
 use bytemuck::Pod;
@@ -43,7 +42,9 @@ pub(crate) fn host(x: Floats) -> Raw {
         kind => {
             let read = read_sync(Dispatch::float_into_data(DispatchTensor { kind, autodiff: x.autodiff }));
             let data = read.unwrap_or_else(|error| stop(format!("cannot read a tensor from its device: {error}")));
-            Flex::float_from_data(data, &FlexDevice)
+            let (bytes, shape, dtype) = data.into_parts();
+            // They are read from the device at their first access, and keep its memory.
+            FlexTensor::new(Bytes::from_bytes_vec(bytes.to_vec()), Layout::contiguous(shape), dtype)
         }
     }
 }

@@ -32,7 +32,7 @@ pub struct Zero {
 impl Zero {
     /// Publishes the module's values to the other ranks after something other than [`Optimizer::step`](crate::Optimizer::step) changed
     /// them, such as loading a record of this rank's shards. Ranks may change different parameters, but none whose values the module does
-    /// not hold: those with state on a disk, and those that are frozen in 16 bit or quantized. A collective.
+    /// not hold: those with shards on a device or a disk, and those that are frozen in 16 bit or quantized. A collective.
     ///
     /// # Errors
     ///

@@ -179,6 +179,7 @@ done <<'SETTINGS'
 --offload optimizer
 --offload all --offload-to disk
 --offload optimizer --offload-to disk --offload-ratio 0.5 --bf16-optimizer-states
+--int8-optimizer-states
 --shard-size 2
 --secondary-shard-size 2 --quantized-weights int8
 SETTINGS

@@ -139,6 +139,34 @@ fn trains_alike(optimizer: &(impl OptimizerConfig + Sync)) {
 }
 
 #[test]
+fn clipped_gradients_on_a_device_have_the_same_bits_at_all_stages() {
+    let run = |device: Device, stage| {
+        let told = run_threads(RANKS, &options(), |ranks| {
+            let (mut net, zero) = shard(Net::build(&device), ranks, &config(stage))?;
+            let mut optimizer = zero.optimizer(&AdamWConfig::new().with_weight_decay(0.1))?;
+            let mut told = Told::default();
+            for step in 0..6 {
+                let (loss, mut grads) = zero.backward(|| net.loss(seed(step, ranks.comm().rank()), &device))?;
+                told.losses.push(value(loss));
+                told.norms.push(grads.clip_norm(0.05)?);
+                net = optimizer.step(LR, net, grads)?;
+            }
+            told.weights = weights(&net);
+            Ok::<_, Error>(told)
+        });
+        told.unwrap()
+    };
+    let first = run(device(), Stage::DataParallel);
+    assert!(first[0].norms.iter().all(|norm| *norm > 0.05), "all steps are clipped: {:?}", first[0].norms);
+    for stage in Stage::ALL {
+        let there = run(device(), stage);
+        assert!(there == first, "stage {stage} has other bits");
+        let apart = apart(&there[0], &run(Device::flex().autodiff(), stage)[0]);
+        assert!(apart < TOLERANCE, "stage {stage}: {apart:e}");
+    }
+}
+
+#[test]
 fn checkpointed_blocks_on_a_device_have_the_same_bits() {
     let plain = trained(&device(), &config(Stage::Parameters), &AdamWConfig::new());
     for activations in [Tier::Memory, Tier::Host, Tier::Disk] {

@@ -1,4 +1,4 @@
-//! Offload, meshes, quantized traffic and 16-bit moments: `cargo test --test settings`.
+//! Offload, meshes, quantized traffic, and moments in 8 and 16 bits: `cargo test --test settings`.
 
 mod common;
 
@@ -9,7 +9,8 @@ use burn::tensor::{Device, Tensor};
 use burn_nn::{RmsNorm, RmsNormConfig};
 use burn_optim::{AdamConfig, AdamWConfig, LambConfig, SgdConfig};
 use common::{
-    Gpt, Half, LR, Net, Told, apart, config, device, filled, options, rows, seed, table, train_threads, value, weights,
+    Gpt, Half, LR, Mlp, Net, Told, apart, config, device, filled, options, rows, seed, table, train_threads, value,
+    weights,
 };
 use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
@@ -80,17 +81,28 @@ fn settings_that_are_missing_or_contradict_are_named() {
     };
     let error = refused(&ZeroConfig { gathers: Gathers::Collective, ..config(Stage::Parameters) });
     assert!(error.contains("gathering by collectives") && error.contains("not supported with Burn 0.22"), "{error}");
+    let both = ZeroConfig { int8_optimizer_states: true, bf16_optimizer_states: true, ..config(Stage::Parameters) };
+    assert!(refused(&both).contains("choose one"), "{}", refused(&both));
+    let dir = tempfile::tempdir().unwrap();
+    let disk =
+        ZeroConfig { int8_optimizer_states: true, ..on_disk(config(Stage::Parameters), dir.path(), Tier::Memory) };
+    assert!(refused(&disk).contains("keeps optimizer state in memory"), "{}", refused(&disk));
     let error = refused(&ZeroConfig { shard_size: Some(3), ..config(Stage::Parameters) });
     assert!(error.contains('3') && error.contains('2'), "{error}");
 }
 
 #[test]
-fn sixteen_bit_moments_have_the_same_bits_at_all_stages() {
-    let of = |stage| ZeroConfig { bf16_optimizer_states: true, ..config(stage) };
-    let exact = train_threads::<Model>(2, &config(Stage::DataParallel), &AdamWConfig::new());
-    let first = train_threads::<Model>(2, &of(Stage::DataParallel), &AdamWConfig::new());
+fn moments_in_8_and_16_bits_have_the_same_bits_at_all_stages() {
+    moments_have_the_same_bits::<Model>(|stage| ZeroConfig { bf16_optimizer_states: true, ..config(stage) });
+    // Matrices of 4,096 elements, the least whose moments are in 8 bits.
+    moments_have_the_same_bits::<Mlp<64, 3>>(|stage| ZeroConfig { int8_optimizer_states: true, ..config(stage) });
+}
+
+fn moments_have_the_same_bits<N: Net>(of: fn(Stage) -> ZeroConfig) {
+    let exact = train_threads::<N>(2, &config(Stage::DataParallel), &AdamWConfig::new());
+    let first = train_threads::<N>(2, &of(Stage::DataParallel), &AdamWConfig::new());
     for stage in &Stage::ALL[1..] {
-        assert!(train_threads::<Model>(2, &of(*stage), &AdamWConfig::new()) == first, "stage {stage}");
+        assert!(train_threads::<N>(2, &of(*stage), &AdamWConfig::new()) == first, "stage {stage}");
     }
     let apart = apart(&first[0], &exact[0]);
     assert!(apart > 0.0 && apart < 0.01, "{apart:e}");

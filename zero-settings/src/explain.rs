@@ -44,7 +44,11 @@ impl ZeroPlan {
             format!(
                 "Optimizer: {}{}{}.",
                 self.optimizer.as_ref().map_or_else(|| "the program's own".to_owned(), OptimizerPlan::describe),
-                if self.zero.bf16_optimizer_states { ", moments in bf16" } else { "" },
+                match (self.zero.int8_optimizer_states, self.zero.bf16_optimizer_states) {
+                    (true, _) => ", moments in 8 bits",
+                    (false, true) => ", moments in bf16",
+                    (false, false) => "",
+                },
                 self.zero
                     .ema_decay
                     .map_or_else(String::new, |decay| format!(", and a moving average of the weights (decay {decay})"))

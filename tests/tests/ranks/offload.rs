@@ -264,6 +264,74 @@ fn moments_in_bf16_do_not_depend_on_the_stage_and_take_half_the_bytes() {
 }
 
 #[test]
+fn moments_in_8_bits_do_not_depend_on_the_stage_and_take_a_quarter_of_the_bytes() {
+    let run_with = |stage, ranks, dtype, rule, int8_optimizer_states| {
+        let mut run = run_of(stage, ranks);
+        (run.zero.param_dtype, run.zero.int8_optimizer_states) = (dtype, int8_optimizer_states);
+        let trained = on_ranks(ranks, &run.zero, |device| {
+            let mut engine = engine(&run, rule, 1, &device);
+            let losses = train(&run, &mut engine, 0..STEPS, 1, &device);
+            (losses, bits(&engine), rank_stats::<Flex>().model_state_bytes.optimizer)
+        });
+        let bytes: u64 = trained.iter().map(|(.., bytes)| bytes).sum();
+        let (losses, bits, _) = trained.into_iter().next().unwrap();
+        (losses, bits, bytes / if stage.shards_optimizer() { 1 } else { ranks as u64 })
+    };
+    for (ranks, dtype, rule) in [
+        (1, Float::F32, Rule::adamw()),
+        (2, Float::F32, Rule::adamw()),
+        (3, Float::F32, Rule::lamb().with_weight_decay(0.01)),
+        (3, Float::Bf16, Rule::lion()),
+        (2, Float::Bf16, Rule::muon()),
+    ] {
+        let of = |stage| run_with(stage, ranks, dtype, rule, true);
+        let [(losses, bits, bytes), others @ ..] = Stage::ALL.map(of);
+        for (stage, (others_losses, others_bits, others_bytes)) in Stage::ALL[1..].iter().zip(others) {
+            assert!(others_losses == losses && others_bits == bits, "{rule:?}, {ranks} ranks, stage {stage}");
+            // A block that is not full has a scale of its own on each rank.
+            assert!(others_bytes.abs_diff(bytes) <= bytes / 100, "{rule:?}: {others_bytes}, at stage 0 {bytes}");
+        }
+        let (exact, exact_bits, exact_bytes) = run_with(Stage::Parameters, ranks, dtype, rule, false);
+        assert!(exact_bits != bits, "rounding shows");
+        let masters =
+            if dtype == Float::F32 { 0 } else { 4 * run_of(Stage::Parameters, ranks).model.num_params() as u64 };
+        let share = (bytes - masters) as f64 / (exact_bytes - masters) as f64;
+        let apart = losses.iter().zip(&exact).map(|(a, b)| (a - b).abs() / b).fold(0.0, f64::max);
+        println!("{rule:?}, {ranks} rank(s), {dtype:?}: {share:.3} of the bytes, losses up to {apart:.1e} apart");
+        assert!((0.25..0.3).contains(&share), "{share}");
+        assert!(apart < 1e-2, "{losses:?}, with moments in fp32 {exact:?}");
+    }
+}
+
+#[test]
+fn a_run_with_moments_in_8_bits_resumes_with_the_same_bits() {
+    let saves = tempfile::tempdir().unwrap();
+    let of = |stage| {
+        let mut run = run_of(stage, 2);
+        run.zero.int8_optimizer_states = true;
+        run
+    };
+    let run = of(Stage::Gradients);
+    let (path, expected) = on_ranks(2, &run.zero, |device| {
+        let mut engine = engine(&run, Rule::adamw(), 1, &device);
+        train(&run, &mut engine, 0..2, 1, &device);
+        let path = engine.save(saves.path(), 2, Map::new(), &SaveOptions::default()).unwrap().path;
+        (path, (train(&run, &mut engine, 2..STEPS, 1, &device), bits(&engine)))
+    })
+    .swap_remove(0);
+    for stage in Stage::ALL {
+        let run = of(stage);
+        let resumed = on_ranks(2, &run.zero, |device| {
+            let mut engine = engine(&run, Rule::adamw(), 1, &device);
+            engine.load(&Checkpoint::open(&path).unwrap(), Parts::All).unwrap();
+            (train(&run, &mut engine, 2..STEPS, 1, &device), bits(&engine))
+        })
+        .swap_remove(0);
+        assert!(resumed == expected, "stage {stage}");
+    }
+}
+
+#[test]
 fn checkpoints_go_from_tier_to_tier() {
     for bf16_optimizer_states in [false, true] {
         go_from_tier_to_tier(bf16_optimizer_states);

@@ -29,7 +29,7 @@ pub struct StateRecord<B: burn::tensor::backend::Backend> {
 
 /// Returns the tensor of `cell`, flat. Reading its data is a collective.
 pub(super) fn flat<B: Backend>(cell: &Arc<Cell<B>>) -> Tensor<Zero<B>, 1> {
-    let Shard { cell, views } = Shard::new(cell.clone());
+    let Shard { cell, views } = Shard::new(cell.in_fp32());
     let views = views.reshape(Shape::new([cell.partition.numel()]));
     Tensor::from_primitive(TensorPrimitive::Float(ZeroTensor::Shard(Shard { cell, views })))
 }

@@ -73,6 +73,9 @@ pub enum ConfigError {
         /// The decay given.
         got: f64,
     },
+    /// Optimizer state in two types.
+    #[error("bf16_optimizer_states and int8_optimizer_states are both set: choose one of them")]
+    StatesInBoth,
     /// Optimizer state in bf16 on a device that cannot store bf16.
     #[error(
         "bf16_optimizer_states is set, but this device cannot store bf16: offload the optimizer state, so that the CPU \

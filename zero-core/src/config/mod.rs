@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use zero_kernels::quantized::Format;
 
+use crate::collective::DType;
 use crate::offload::{AioOptions, PipelineOptions};
 use crate::{Axes, Mesh, Stage};
 pub use error::ConfigError;
@@ -213,6 +214,11 @@ pub struct ZeroConfig {
     /// halves their bytes in memory, on a disk and in transfer, and changes training results; masters and checkpoints stay in fp32. A
     /// device that keeps the moments itself must be able to store bf16. Default false; DeepSpeed's `bf16_optimizer_states`.
     pub bf16_optimizer_states: bool,
+    /// Keeps the moments of `Fused` in 8 bits: blocks of 256 elements with one scale, as in bitsandbytes (*8-bit Optimizers via Block-wise
+    /// Quantization*, Dettmers et al. 2022, <https://arxiv.org/abs/2110.02861>). Those of a parameter of less than 4,096 elements stay in
+    /// fp32. They are computed in fp32 and stay in host memory, where the CPU updates. The bits are the same at every stage. It changes training
+    /// results; masters and checkpoints stay in fp32. Not with state on a disk. Default false; `adamw_8bit` of Hugging Face's Trainer.
+    pub int8_optimizer_states: bool,
     /// Decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as an additional optimizer state. The first
     /// update copies the weights; each later one moves the average by `1 - ema_decay` of its distance to them, as PyTorch's
     /// `get_ema_multi_avg_fn` does. Between 0 and 1. Default: none.
@@ -271,9 +277,13 @@ impl ZeroConfig {
         [1.0 - (stays / gradient).min(1.0), 1.0 - (stays - gradient).max(0.0) / state]
     }
 
-    /// Returns the type of optimizer state other than masters.
-    pub fn optimizer_state_dtype(&self) -> Float {
-        if self.bf16_optimizer_states { Float::Bf16 } else { Float::F32 }
+    /// Returns the type of optimizer state other than masters; `U8` stands for blocks of 8 bits.
+    pub fn optimizer_state_dtype(&self) -> DType {
+        match (self.int8_optimizer_states, self.bf16_optimizer_states) {
+            (true, _) => DType::U8,
+            (false, true) => DType::Bf16,
+            (false, false) => DType::F32,
+        }
     }
 
     /// Returns the bytes that `Fused` keeps per element of a parameter, for each array: `states` optimizer states, the average of the
@@ -375,8 +385,17 @@ impl ZeroConfig {
         if let Some(got) = self.ema_decay.filter(|decay| !(*decay > 0.0 && *decay < 1.0)) {
             return Err(ConfigError::EmaDecay { got });
         }
+        if self.int8_optimizer_states && self.bf16_optimizer_states {
+            return Err(ConfigError::StatesInBoth);
+        }
         let offload = &self.offload;
         let refuse = |key, expected| Err(ConfigError::Offload { key, expected });
+        if self.int8_optimizer_states && offload.keeps_state(Tier::Disk) {
+            return refuse(
+                "optimizer",
+                "int8_optimizer_states keeps optimizer state in memory: keep all model state off the disk, or set bf16_optimizer_states",
+            );
+        }
         if offload.parameters != Tier::Memory && !self.stage.shards_parameters() {
             return refuse(
                 "parameters",
@@ -423,6 +442,7 @@ impl Default for ZeroConfig {
             param_dtype: Float::F32,
             gradient_dtype: None,
             bf16_optimizer_states: false,
+            int8_optimizer_states: false,
             ema_decay: None,
             communication_dtype: None,
             quantized_gradients: None,

@@ -19,7 +19,7 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use zero_core::accounting::Gauge;
 use zero_core::offload::DiskError;
 use zero_core::window::Key;
-use zero_core::{CommError, Partition};
+use zero_core::{Buffer, CommError, Partition};
 
 use crate::abort::{or_stop, raise};
 use crate::backend::{Backend, DType, HostData, Shape, Shared};
@@ -329,7 +329,10 @@ impl<B: Backend> Cell<B> {
         let size = self.dtype.size() as i64;
         match &state.shard {
             ShardState::Tensor(_) => self.gauge(false).add(sign * size * self.partition.len(self.place()) as i64),
-            ShardState::Stored(Stored::Host(data)) => self.rank.gauges.host.add(sign * data.bytes().len() as i64),
+            ShardState::Stored(Stored::Host(data)) => {
+                let gauge = if B::is_host(&self.device) { self.gauge(false) } else { &self.rank.gauges.host };
+                gauge.add(sign * data.bytes().len() as i64);
+            }
             _ => {}
         }
         if state.full.is_begun() {
@@ -422,6 +425,10 @@ impl<B: Backend> Cell<B> {
 
     /// Returns where this shard is to be kept.
     pub fn home(&self) -> Home<'_> {
+        if self.dtype == DType::U8 {
+            // Blocks of 8 bits are no tensor.
+            return Home::Host;
+        }
         let kind = if self.is_version { Kind::Parameter } else { self.kind() };
         self.rank.home(kind, self.partition.len(self.place()) * self.dtype.size(), self.slot.as_deref())
     }
@@ -433,9 +440,16 @@ impl<B: Backend> Cell<B> {
         if let Some(version) = version().filter(|_| self.kind() == Kind::Optimizer) {
             version.leave_master();
         }
-        let is_moved = self.partition.len(self.place()) > 0 && self.settled().stored().is_none();
+        let blocks = self.settled().stored().and_then(Stored::host).filter(|_| self.dtype == DType::U8).cloned();
+        let is_moved = self.partition.len(self.place()) > 0 && (blocks.is_some() || self.settled().stored().is_none());
         let parked = match is_moved {
-            true => Some(ShardState::Stored(Stored::Disk(disk.store(B::read(self.local()).bytes(), None)?))),
+            true => {
+                let stored = match blocks {
+                    Some(blocks) => disk.store(blocks.bytes(), None)?,
+                    None => disk.store(B::read(self.local()).bytes(), None)?,
+                };
+                Some(ShardState::Stored(Stored::Disk(stored)))
+            }
             // Every rank drops the gathered tensor, even one that moves no shard: the ranks gather it together later.
             false if !self.settled().has_shard() => Some(ShardState::Tensor(self.rank.share(self.local()))),
             false => None,
@@ -473,11 +487,32 @@ impl<B: Backend> Cell<B> {
     /// Moves a parked shard back into memory.
     pub fn unpark(&self) {
         let mut state = self.settled();
-        if let Some(stored) = state.stored() {
+        if let Some(Stored::Disk(stored)) = state.stored().filter(|_| self.dtype == DType::U8) {
+            let mut blocks = vec![0; stored.region().bytes()];
+            or_stop(stored.read_into(&mut blocks));
+            let blocks = ShardState::Stored(Stored::Host(Arc::new(B::Data::flat_of(Buffer::U8(blocks)))));
+            self.update(&mut state, |state| state.shard = blocks);
+        } else if let Some(stored) = state.stored().filter(|_| self.dtype != DType::U8) {
             let local = fetch::<B>(stored, self.dtype, &self.device, &self.rank.copier);
             let local = self.rank.share(local.into_tensor());
             self.update(&mut state, |state| state.shard = ShardState::Tensor(local));
         }
+    }
+
+    /// Returns a cell of the same elements in fp32 if they are in blocks of 8 bits.
+    pub fn in_fp32(self: &Arc<Self>) -> Arc<Self> {
+        if self.dtype != DType::U8 {
+            return self.clone();
+        }
+        let values = B::Data::flat_of(Buffer::F32(self.decoded()));
+        let template = self.template(Kind::Optimizer, Self::derivation("fp32", &[self]));
+        Self::ready(template, B::from_data(values, &self.device))
+    }
+
+    /// Returns the elements of this rank's shard, which are in blocks of 8 bits; one filler element if the rank has none.
+    fn decoded(&self) -> Vec<f32> {
+        let elements = self.partition.len(self.place()).max(1);
+        self.rank.blocks(self.partition.numel()).decode(self.data().bytes(), elements)
     }
 
     /// Returns the shard's storage outside the backend, to be overwritten: the storage itself if this was the last use of the cell,

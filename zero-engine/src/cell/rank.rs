@@ -13,6 +13,7 @@ use zero_core::collective::launcher::Topology;
 use zero_core::window::{Key, Window};
 use zero_core::{Collective, Mesh, Partition};
 use zero_kernels::quantized::Format;
+use zero_kernels::update::Layout;
 
 use super::slot::{Names, Parameters, Slot};
 use super::{Cell, Kind};
@@ -71,6 +72,9 @@ pub struct Rank<B: Backend> {
     /// The rank's `Context`, which belongs to the layer above this one.
     pub owner: OnceLock<Weak<dyn Any + Send + Sync>>,
 }
+
+/// Least number of elements of a parameter whose optimizer state is in blocks of 8 bits, as in bitsandbytes.
+const LEAST_IN_BLOCKS: usize = 4096;
 
 /// Numbers of parameter elements that are gathered ahead of their use.
 #[derive(Default)]
@@ -244,9 +248,18 @@ impl<B: Backend> Rank<B> {
         gauge.add(bytes);
     }
 
-    /// Returns the type of optimizer state other than master weights.
-    pub fn state_dtype(&self) -> DType {
-        self.config.optimizer_state_dtype().wire_dtype()
+    /// Returns the type of a parameter's optimizer state other than master weights, for one of `numel` elements: `U8` stands for blocks of
+    /// 8 bits ([`Layout`]).
+    pub fn state_dtype(&self, numel: usize) -> DType {
+        match self.config.optimizer_state_dtype() {
+            DType::U8 if numel < LEAST_IN_BLOCKS => DType::F32,
+            dtype => dtype,
+        }
+    }
+
+    /// Returns the layout of this rank's blocks of a tensor of `numel` elements.
+    pub fn blocks(&self, numel: usize) -> Layout {
+        Layout { stride: self.owners(numel).0.stride().max(1) }
     }
 
     /// Returns the type of a parameter's reduced gradients.

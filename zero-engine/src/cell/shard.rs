@@ -9,6 +9,8 @@ use zero_kernels::update::Elements;
 
 use super::codes::{Codes, decode};
 use super::{Cell, ShardState, slice_shard};
+use zero_core::Buffer;
+
 use crate::abort::or_stop;
 use crate::backend::{Backend, DType, HostData};
 use crate::tier::{Stored, fetch, filled};
@@ -116,6 +118,10 @@ impl<B: Backend> Cell<B> {
     /// Returns the bytes of the elements that this rank counts and saves, in type `dtype`.
     pub fn own_bytes(&self, dtype: DType) -> Vec<u8> {
         let (own, size) = (self.own(), self.dtype.size());
+        if self.dtype == DType::U8 {
+            let own = if own.is_empty() { Vec::new() } else { self.decoded()[own].to_vec() };
+            return B::Data::flat_of(Buffer::F32(own)).cast(dtype).bytes().to_vec();
+        }
         let data: B::Data = match self.stored().as_ref().and_then(Stored::host) {
             _ if own.is_empty() => return Vec::new(),
             Some(data) => filled(&self.rank.copier, own.len(), self.dtype, |out| {

@@ -14,6 +14,8 @@ use crate::backend::{Backend, DType, Shared, SumItem};
 use crate::cell::rank::Rank;
 use crate::values::{here, of_type, part};
 
+const SUMMED: &str = "every gradient is summed by this rank or by the one that shares it";
+
 /// Gradients, or sums of them, that a rank hands to the others; `None` where it has none.
 type Handed<B> = Vec<Option<Shared<B>>>;
 
@@ -89,17 +91,16 @@ impl<B: Backend> Tensors<B> {
             false => {
                 self.comm.wire().add(WireKind::AllReduce, 2 * received);
                 let all = self.exchange(reduced, bytes, &name)?;
-                let on_device = |full: &Shared<B>| match full.device() == &self.rank.device {
-                    true => full.clone(),
-                    false => Shared::new(B::to_device(full.tensor(), &self.rank.device)),
-                };
-                (0..self.held.len()).map(|place| all[place % world][place].as_ref().map(on_device)).collect()
+                let on_device = |full: &Shared<B>| here::<B>(B::unaliased(full.tensor()), &self.rank.device);
+                let full = |place: usize| all[place % world][place].as_ref().map(on_device);
+                let full: Option<Vec<B::Tensor>> = (0..self.held.len()).map(full).collect();
+                Shared::many(full.expect(SUMMED)).into_iter().map(Some).collect()
             }
         };
         self.elements = 0;
         for (held, shard) in self.held.drain(..).zip(settled) {
             self.rank.count_unreduced(-held.counted);
-            held.cell.settle(Ok(shard.expect("every gradient is summed by this rank or by the one that shares it")));
+            held.cell.settle(Ok(shard.expect(SUMMED)));
         }
         Ok(())
     }

@@ -23,7 +23,7 @@ use std::sync::Arc;
 use half::slice::HalfFloatSliceExt;
 use zero_core::offload::{Access, SwapBuffer};
 use zero_core::{Buffer, Partition};
-use zero_kernels::update::{Average, Chunk, Elements, Kernel, Norms, State, Sweep, Target, update_chunk};
+use zero_kernels::update::{Average, Chunk, Elements, Kernel, Layout, Norms, State, Sweep, Target, update_chunk};
 
 use crate::backend::{Backend, DType, HostData, Shape};
 use crate::cell::{Cell, ShardState};
@@ -106,6 +106,8 @@ pub struct Job<B: Backend> {
     pub states: Vec<Array<B>>,
     /// Type of all states.
     pub state_dtype: DType,
+    /// The layout of states in blocks of 8 bits.
+    pub blocks: Layout,
     /// Advanced by the pass that takes the step.
     pub average: Option<Averaged<B>>,
     /// The 16-bit parameter.
@@ -171,8 +173,20 @@ impl<B: Backend> Job<B> {
         self.cells[self.cells.len() - 1].own()
     }
 
-    /// Updates elements `range`.
+    /// Updates elements `range`. If states are in blocks of 8 bits, all arrays are in memory, and these are all elements.
     pub fn compute(&mut self, range: Range<usize>, buffers: &mut [SwapBuffer]) {
+        match self.state_dtype {
+            DType::U8 => {
+                for (elements, bytes) in self.blocks.runs(self.elements) {
+                    self.compute_run(elements, bytes, &mut []);
+                }
+            }
+            _ => self.compute_run(range.clone(), range, buffers),
+        }
+    }
+
+    /// Updates elements `range`, whose states are in `of_states`.
+    fn compute_run(&mut self, range: Range<usize>, of_states: Range<usize>, buffers: &mut [SwapBuffer]) {
         let mut buffers = buffers.iter_mut();
         let (fresh, takes_copy, counted) = (self.parameter.is_fresh(), self.takes_copy(), self.counted());
         let (is_first_pass, reads_states) = (self.is_first_pass(), self.reads_states());
@@ -188,8 +202,9 @@ impl<B: Backend> Job<B> {
         };
         let mut states =
             self.states.iter_mut().filter(|_| reads_states).map(|home| match (home.is_fresh(), self.state_dtype) {
-                (fresh, DType::Bf16) => State::Bf16(begun(numbers(home, &mut buffers, &range), fresh)),
-                (fresh, _) => State::F32(begun(numbers(home, &mut buffers, &range), fresh)),
+                (fresh, DType::U8) => State::Blocks(begun(numbers(home, &mut buffers, &of_states), fresh)),
+                (fresh, DType::Bf16) => State::Bf16(begun(numbers(home, &mut buffers, &of_states), fresh)),
+                (fresh, _) => State::F32(begun(numbers(home, &mut buffers, &of_states), fresh)),
             });
         let (a, mut b) = (states.next().unwrap_or_default(), states.next().unwrap_or_default());
         drop(states);

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use half::bf16;
 use zero_core::{Buffer, Partition};
 use zero_kernels::Rule;
-use zero_kernels::update::{Kernel, Norms};
+use zero_kernels::update::{Kernel, Layout, Norms};
 
 use super::{Array, Averaged, Job};
 use crate::abort::{or_stop, stop};
@@ -101,14 +101,17 @@ impl<B: Backend> Update<B> {
         drop(parent);
         self.edit_master(state);
         let place = self.place(state, elements);
-        let state_dtype = rank.state_dtype();
+        let state_dtype = rank.state_dtype(partition.0.numel());
+        let blocks = rank.blocks(partition.0.numel());
         let complete = names.iter().all(|name| state.cells.iter().any(|(known, _)| known == name));
         // A rule may have changed: state that it does not know is dropped, and missing state begins anew.
         state.time = if complete { state.time + 1 } else { 1 };
         let kernel = Kernel::new(self.rule, self.lr, state.time);
 
-        let mut there = There { cells: std::mem::take(&mut state.cells), place, elements, rank, slot };
-        let states: Vec<Option<Array<B>>> = names.iter().map(|name| there.take(name, state_dtype)).collect();
+        let mut there = There { cells: std::mem::take(&mut state.cells), place, elements, blocks, rank, slot };
+        // Second states are means of squares.
+        let take = |(index, name): (usize, &&str)| there.take_as(name, state_dtype, index == 0);
+        let states: Vec<Option<Array<B>>> = names.iter().enumerate().map(take).collect();
         let states = match place {
             // All of them, or the kernel creates them.
             Where::Device if !complete => Vec::new(),
@@ -136,7 +139,9 @@ impl<B: Backend> Update<B> {
         let gradient = gradient(self.gradient, place);
         let copied = copy.as_ref().map(|(copy, _)| copy);
         let averaged = average.as_ref().map(|average| &average.array);
-        for array in [&parameter, &gradient.0].into_iter().chain(copied).chain(averaged).chain(&states) {
+        let of_states = if state_dtype == DType::U8 { blocks.bytes(elements) } else { elements };
+        let arrays = [&parameter, &gradient.0].into_iter().chain(copied).chain(averaged).map(|array| (array, elements));
+        for (array, elements) in arrays.chain(states.iter().map(|state| (state, of_states))) {
             if let Some(other) = array.elements().filter(|&other| other != elements) {
                 stop(mismatch(other, elements));
             }
@@ -159,6 +164,7 @@ impl<B: Backend> Update<B> {
             gradient,
             states,
             state_dtype,
+            blocks,
             average,
             copy,
             is_master,
@@ -193,17 +199,21 @@ impl<B: Backend> Update<B> {
     fn place(&self, state: &ParamState<B>, elements: usize) -> Where {
         let (cell, dtype) = (&self.parameter.cell, self.parameter.cell.dtype);
         let home = |kind, size| cell.rank.home(kind, elements * size, cell.slot.as_deref());
-        let of_state = if dtype == DType::F32 { cell.rank.state_dtype().size() } else { 4 };
+        let state_dtype = cell.rank.state_dtype(cell.partition.numel());
+        let of_state = if dtype == DType::F32 { state_dtype.size() } else { 4 };
         let is_on_disk = |cell: &Arc<Cell<B>>| matches!(cell.kept_elsewhere(), Some(Stored::Disk(_)));
         let is_overlapped = !matches!(home(Kind::Optimizer, of_state), Home::Backend)
             || matches!(home(Kind::Parameter, dtype.size()), Home::Disk(_))
             || [cell, &self.gradient.cell].into_iter().any(is_on_disk)
-            || state.cells.iter().any(|(_, cell)| matches!(cell.kept_elsewhere(), Some(Stored::Host(_))));
+            || state
+                .cells
+                .iter()
+                .any(|(_, cell)| !B::is_host(&cell.device) && matches!(cell.kept_elsewhere(), Some(Stored::Host(_))));
         if is_overlapped {
             return Where::Overlapped;
         }
         let is_known = matches!(dtype, DType::F32 | DType::F16 | DType::Bf16);
-        if is_known && B::updates(&cell.device, &self.rule, cell.rank.state_dtype()) {
+        if is_known && B::updates(&cell.device, &self.rule, state_dtype) {
             return Where::Device;
         }
         Where::Here
@@ -216,6 +226,7 @@ struct There<B: Backend> {
     place: Where,
     /// Number of elements of each array.
     elements: usize,
+    blocks: Layout,
     rank: Arc<Rank<B>>,
     slot: Option<Arc<Slot<B>>>,
 }
@@ -231,8 +242,13 @@ impl<B: Backend> There<B> {
         self.rank.disk_for(Kind::Optimizer, self.elements * dtype.size(), self.slot.as_deref())
     }
 
-    /// Takes a state that may exist already, in this type.
+    /// Takes a tensor in fp32 that may exist already.
     fn take(&mut self, name: &str, dtype: DType) -> Option<Array<B>> {
+        self.take_as(name, dtype, true)
+    }
+
+    /// Takes a state that may exist already, in this type; `signed` if its elements may be negative.
+    fn take_as(&mut self, name: &str, dtype: DType, signed: bool) -> Option<Array<B>> {
         let cell = self.cells.swap_remove(self.cells.iter().position(|(known, _)| known == name)?).1;
         let kept_as = cell.dtype;
         if self.place == Where::Device {
@@ -242,18 +258,33 @@ impl<B: Backend> There<B> {
         Some(match cell.into_stored() {
             // The state as it was loaded, before its parameter was known.
             Ok(Stored::Disk(stored)) if self.disk(dtype).is_none() || kept_as != dtype => {
-                Array::Memory(self.read(kept_as, |bytes| or_stop(stored.read_into(bytes))).cast(dtype))
+                let data = self.read(kept_as, |bytes| or_stop(stored.read_into(bytes)));
+                Array::Memory(self.converted(data, dtype, signed))
             }
-            Ok(Stored::Host(data)) if kept_as != dtype => Array::Memory(B::Data::clone(&data).cast(dtype)),
+            Ok(Stored::Host(data)) if kept_as != dtype => {
+                Array::Memory(self.converted(B::Data::clone(&data), dtype, signed))
+            }
             Ok(stored) => Array::of(stored, &self.rank.copier),
-            Err(cell) => Array::Memory(host::<B>(cell.into_local(), dtype)),
+            Err(cell) => Array::Memory(self.converted(B::read(cell.into_local()).flat(), dtype, signed)),
         })
+    }
+
+    /// Converts elements to `dtype`, or to blocks of 8 bits; in place if they have that type.
+    fn converted(&self, data: B::Data, dtype: DType, signed: bool) -> B::Data {
+        match dtype {
+            DType::U8 => {
+                let values = data.cast(DType::F32);
+                B::Data::flat_of(Buffer::U8(self.blocks.encode(values.as_slice(), signed)))
+            }
+            _ => data.cast(dtype),
+        }
     }
 
     /// Creates a state that begins with zeros.
     fn fresh(&self, dtype: DType) -> Array<B> {
         match self.disk(dtype) {
             Some(disk) => Array::Disk { stored: or_stop(disk.reserve(self.elements * dtype.size())), fresh: true },
+            None if dtype == DType::U8 => Array::Memory(zeros(self.blocks.bytes(self.elements), dtype)),
             None => Array::Memory(zeros(self.elements, dtype)),
         }
     }
@@ -333,15 +364,11 @@ pub fn edited<B: Backend>(master: Arc<Cell<B>>, edits: &Edits<B>) -> Arc<Cell<B>
     Cell::ready(template, of_type::<B>(edits(master.into_local(), partition, place), DType::F32))
 }
 
-/// Returns a shard in host memory, flat and in type `dtype`; in place if this is its only handle and it has that type.
-fn host<B: Backend>(shard: B::Tensor, dtype: DType) -> B::Data {
-    B::read(shard).flat().cast(dtype)
-}
-
 /// Returns `elements` zeros.
 fn zeros<D: HostData>(elements: usize, dtype: DType) -> D {
     D::flat_of(match dtype {
         DType::Bf16 => Buffer::Bf16(vec![bf16::ZERO; elements]),
+        DType::U8 => Buffer::U8(vec![0; elements]),
         _ => Buffer::F32(vec![0.0; elements]),
     })
 }

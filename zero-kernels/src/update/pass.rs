@@ -6,6 +6,7 @@ use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use super::blocks;
 use super::elements::Elements;
 use super::rule::{Kernel, Sweep};
 use super::state::{State, round_both, widened};
@@ -148,25 +149,48 @@ fn one(kernel: Kernel, scale: f32, chunk: Chunk<'_>, counted: Range<usize>) -> N
         (State::Bf16(a), State::F32(b)) if kernel.is_muon() => {
             let mut wide = [0f32; CHUNK];
             let arrays = (p, g, widened(a, &mut wide), b);
-            in_fp32(kernel, scale, arrays, Some((a, &mut [])), first, written, counted)
+            in_fp32(kernel, scale, arrays, Kept::Bf16(a, &mut []), first, written, counted)
         }
-        (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), None, first, written, counted),
+        (State::F32(a), State::F32(b)) => in_fp32(kernel, scale, (p, g, a, b), Kept::F32, first, written, counted),
+        (State::Blocks(a), b) => {
+            let mut wide = [[0f32; CHUNK]; 2];
+            let [wide_a, wide_b] = wide.each_mut().map(|wide| &mut wide[..p.len()]);
+            blocks::decode(a, wide_a);
+            let (b, wide_b): (&mut [u8], &mut [f32]) = match b {
+                State::Blocks(b) => {
+                    blocks::decode(b, wide_b);
+                    (b, wide_b)
+                }
+                // There is none, or it is Muon's matrix.
+                State::F32(b) => (&mut [], b),
+                State::Bf16(_) => unreachable!("all states have one form"),
+            };
+            in_fp32(kernel, scale, (p, g, wide_a, wide_b), Kept::Blocks(a, b), first, written, counted)
+        }
         (a, b) => {
             let (a, b, mut wide) = (a.halves(), b.halves(), [[0f32; CHUNK]; 2]);
             let [wide_a, wide_b] = &mut wide;
             let arrays = (p, g, widened(a, wide_a), widened(b, wide_b));
-            in_fp32(kernel, scale, arrays, Some((a, b)), first, written, counted)
+            in_fp32(kernel, scale, arrays, Kept::Bf16(a, b), first, written, counted)
         }
     }
 }
 
-/// Runs a pass over a parameter, its gradient and its states. The updated states are rounded into `kept`, if given.
+/// The form in which states are stored, with where.
+enum Kept<'a> {
+    /// As they are computed.
+    F32,
+    Bf16(&'a mut [bf16], &'a mut [bf16]),
+    Blocks(&'a mut [u8], &'a mut [u8]),
+}
+
+/// Runs a pass over a parameter, its gradient and its states. The updated states are rounded into `kept`.
 #[inline(always)]
 fn in_fp32(
     kernel: Kernel,
     scale: f32,
     (p, g, a, b): (&mut [f32], Elements<'_>, &mut [f32], &mut [f32]),
-    kept: Option<(&mut [bf16], &mut [bf16])>,
+    kept: Kept<'_>,
     first: usize,
     (copy, average): (Option<Target<'_>>, Option<Average<'_>>),
     counted: Range<usize>,
@@ -181,10 +205,20 @@ fn in_fp32(
             kernel.apply(p, scaled_into(other, &mut converted, scale), a, b);
         }
     }
-    if let Some((kept_a, kept_b)) = kept
-        && !matches!(kernel.pass, Sweep::Second { .. })
-    {
-        round_both((kept_a, a), (kept_b, b), first, kernel.time);
+    match kept {
+        _ if matches!(kernel.pass, Sweep::Second { .. }) => {}
+        Kept::F32 => {}
+        Kept::Bf16(kept_a, kept_b) => round_both((kept_a, a), (kept_b, b), first, kernel.time),
+        Kept::Blocks(kept_a, kept_b) => {
+            let both = [(kept_a, &mut *a, true), (kept_b, &mut *b, false)];
+            for (kept, values, signed) in both.into_iter().filter(|(kept, ..)| !kept.is_empty()) {
+                blocks::encode(values, kept, signed);
+                if kernel.pass == Sweep::First {
+                    // The second pass reads them.
+                    blocks::decode(kept, values);
+                }
+            }
+        }
     }
     if kernel.is_muon() && kernel.pass == Sweep::First {
         return Norms::default();

@@ -1,4 +1,4 @@
-//! State of update rules, in fp32 or in bfloat16.
+//! State of update rules, in fp32, in bfloat16 or in [blocks](super::blocks) of 8 bits.
 //!
 //! State in bfloat16 is rounded up or down at random, in proportion to the remainder. Rounded to nearest, a mean that decays
 //! by a thousandth per step would never change, since bfloat16 numbers are four thousandths and more apart. The random
@@ -7,6 +7,7 @@
 
 use half::bf16;
 
+use super::blocks;
 use crate::cpu::half::wide;
 
 /// A state of a part of a parameter, updated in place.
@@ -16,6 +17,8 @@ pub enum State<'a> {
     F32(&'a mut [f32]),
     /// In bfloat16: half the bytes, computed in fp32.
     Bf16(&'a mut [bf16]),
+    /// In blocks of 8 bits, computed in fp32: consecutive ones of a [`Layout`](super::Layout).
+    Blocks(&'a mut [u8]),
 }
 
 impl Default for State<'_> {
@@ -29,14 +32,15 @@ impl<'a> State<'a> {
         match self {
             State::F32(all) => Box::new(all.chunks_mut(len).map(State::F32)),
             State::Bf16(all) => Box::new(all.chunks_mut(len).map(State::Bf16)),
+            State::Blocks(all) => Box::new(all.chunks_mut(blocks::bytes(len)).map(State::Blocks)),
         }
     }
 
-    /// Returns the elements in bfloat16, none if the state is in fp32.
+    /// Returns the elements in bfloat16, none if the state has another form.
     pub(super) fn halves(self) -> &'a mut [bf16] {
         match self {
-            State::F32(_) => &mut [],
             State::Bf16(values) => values,
+            State::F32(_) | State::Blocks(_) => &mut [],
         }
     }
 }

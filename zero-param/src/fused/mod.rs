@@ -6,7 +6,7 @@
 
 mod backend;
 mod flex;
-mod plain;
+pub(crate) mod plain;
 
 use std::sync::Arc;
 

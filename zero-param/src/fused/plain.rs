@@ -53,11 +53,9 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
             };
             attention(parts, options, mask.as_deref())
         }
-        Op::Embedding { ids, rows } => {
-            let table = first();
-            check("embedding", &ids, rows);
-            let ids = Tensor::<1, Int>::from_data(TensorData::new(ids.to_vec(), [ids.len()]), &table.device());
-            table.select(0, ids)
+        Op::Embedding { ids, .. } => {
+            let table = next().expect("an operation has operands");
+            embedding(Tensor::from_dispatch(table), &ids).cast(DType::F32)
         }
         Op::CrossEntropy { targets, ignored, .. } => {
             return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
@@ -74,6 +72,13 @@ fn rows(x: Any) -> Tensor<2> {
 /// Returns a vector as a row `[1, n]`, which broadcasts over rows.
 fn column(x: Any) -> Tensor<2> {
     Tensor::<1>::from_dispatch(x).cast(DType::F32).unsqueeze()
+}
+
+/// Returns rows of a table.
+pub(crate) fn embedding(table: Tensor<2>, ids: &[i64]) -> Tensor<2> {
+    check("embedding", ids, table.dims()[0]);
+    let ids = Tensor::<1, Int>::from_data(TensorData::new(ids.to_vec(), [ids.len()]), &table.device());
+    table.select(0, ids)
 }
 
 fn check(name: &str, ids: &[i64], count: usize) {

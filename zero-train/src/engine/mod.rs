@@ -153,6 +153,11 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>, O: EngineOptimizer<A, M>> ZeroEngine
                     "only zero_burn::optim::Fused keeps averages: use that, or keep averages in a module of your own";
                 return Err(setting("ema_decay", settings.ema_decay.unwrap_or_default(), expected));
             }
+            None if settings.int8_optimizer_states => {
+                let expected =
+                    "the state of Burn's optimizers has the type of the parameters: use zero_burn::optim::Fused";
+                return Err(setting("int8_optimizer_states", true, expected));
+            }
             None if settings.bf16_optimizer_states => {
                 let expected =
                     "the state of Burn's optimizers has the type of the parameters: use zero_burn::optim::Fused";

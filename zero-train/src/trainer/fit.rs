@@ -17,6 +17,8 @@ use super::zero_plan::zero_plan;
 use super::{BackendChoice, OffloadChoice, Options};
 use crate::config::{Config, OffloadDevice, ZeroPlan};
 use crate::error::{Result, wrong};
+use zero_kernels::update::BLOCK;
+
 use crate::memory::{available_bytes, format_bytes, left_to_others};
 
 /// Peak bytes of a run, by kind; an estimate except for model state, which is exact.
@@ -140,6 +142,12 @@ pub(super) fn state_of(profile: &Profile, plan: &ZeroPlan) -> StateBytes {
         let state = Precision { parameter: 0, gradient: 0, optimizer: state };
         trained.optimizer -= model_state(profile.matrices as u64, plan.zero.stage, ranks, state).optimizer;
     }
+    if plan.zero_config(0).int8_optimizer_states {
+        // A scale in fp32 for each block.
+        let scales = Precision { parameter: 0, gradient: 0, optimizer: 4 * plan.rule().states() as u64 };
+        let blocks = profile.num_trained().div_ceil(BLOCK) as u64;
+        trained.optimizer += model_state(blocks, plan.zero.stage, ranks, scales).optimizer;
+    }
     let exactly = |numel: usize| numel * precision.parameter as usize;
     let frozen = profile.frozen_bytes(exactly, |_| true);
     let frozen = model_state(frozen, plan.zero.stage, ranks, Precision { parameter: 1, gradient: 0, optimizer: 0 });
@@ -185,12 +193,14 @@ pub(super) fn precision(plan: &ZeroPlan) -> Precision {
 }
 
 /// Memory and disk space that a run may use.
+#[derive(Clone)]
 pub(super) struct Budget {
     /// Memory of the backend. `None`: unknown, and not limited.
     memory: Option<u64>,
     /// Host memory, if the backend has its own memory.
     host: Option<u64>,
-    disk: Option<u64>,
+    /// Free bytes of the disk that state is offloaded to.
+    pub(super) disk: Option<u64>,
     /// Bytes of the machine's memory that are left to other programs.
     left: u64,
     /// The most ranks of a machine, if they are processes; `None` stands for all ranks.
@@ -370,6 +380,20 @@ impl Candidate<'_> {
             }
         }
         Ok(None)
+    }
+
+    /// Describes what a run would take if only the disk had more room; `None` if it would not fit then either.
+    pub(super) fn disk_needed(&self, options: &Options) -> Result<Option<String>> {
+        let Some(free) = self.budget.disk else { return Ok(None) };
+        let roomy = Budget { disk: None, ..self.budget.clone() };
+        let Some((_, taken)) = (Candidate { budget: &roomy, ..*self }).cheapest(options)? else { return Ok(None) };
+        Ok(Some(format!(
+            "it takes {} in memory and {} on disk, where {} are free; free some space, or choose a folder on a larger disk (--swap, or \
+             nvme_path in a file)",
+            format_bytes(taken.total()),
+            format_bytes(taken.disk * taken.ranks),
+            format_bytes(free)
+        )))
     }
 
     /// Returns the most rows of a micro-batch with which the model fits, up to `most`; 1 if none do.

@@ -123,6 +123,9 @@ impl Plan {
         let need = need.with_ranks_here(budget.ranks_here.unwrap_or(ranks));
         let name = task.name();
         if !budget.holds(&need) {
+            if let Some(short) = candidate.disk_needed(options)? {
+                return Err(TrainError::Memory(format!("model {name} does not fit: {short}")));
+            }
             return Err(TrainError::Memory(format!(
                 "model {name} does not fit: {}{}; use a smaller model, a smaller --batch, shorter rows, fewer \
                  --ranks{}{}",
@@ -538,6 +541,31 @@ mod tests {
             };
             Ok(Profile { parameters: vec![32 << 20], activations, flops_per_row: 1.0, ..Profile::default() })
         }
+    }
+
+    #[test]
+    fn a_disk_without_room_is_told() {
+        let swap = tempfile::tempdir().unwrap();
+        let plan = |memory: u64, disk: Option<u64>| {
+            let options = Options {
+                memory: Some(format!("{memory}B")),
+                swap: Some(swap.path().to_path_buf()),
+                ..Options::default()
+            };
+            let ranks = Ranks::threads();
+            let task = Wide { blocks: 0 };
+            let mut budget = Budget::new(&options, &ranks).unwrap();
+            budget.disk = disk;
+            Plan::new(&options, (&task, &|batch| task.profile(batch)), &budget, &ranks)
+        };
+        let memory = plan(u64::MAX / 2, None).unwrap().need.total() / 2;
+        let needed = plan(memory, None).unwrap().need;
+        let told = plan(memory, Some(1 << 20)).err().unwrap().to_string();
+        let expected = format!("{} on disk", crate::format_bytes(needed.disk * needed.ranks));
+        assert!(told.contains(&expected) && told.contains("1.00 MiB are free") && told.contains("--swap"), "{told}");
+        // What fits in no way is told by its memory.
+        let told = plan(1 << 20, Some(1 << 20)).err().unwrap().to_string();
+        assert!(told.contains("of memory may be used"), "{told}");
     }
 
     #[test]

@@ -28,6 +28,7 @@ pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result
         None => from_options(options)?,
     };
     plan.zero.ema_decay = options.ema_decay;
+    plan.zero.int8_optimizer_states = options.int8_optimizer_states;
     Ok(plan)
 }
 
