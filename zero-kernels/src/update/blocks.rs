@@ -1,9 +1,9 @@
 //! Optimizer state in 8 bits: *8-bit Optimizers via Block-wise Quantization*, Dettmers et al. 2022, <https://arxiv.org/abs/2110.02861>.
 //!
 //! A block of [`BLOCK`] elements has a byte for each element and a scale in fp32, the element that is farthest from zero. A byte stands for
-//! a fraction of the scale: 0, 1, or one of the fractions of bitsandbytes' dynamic map, which has more of them for each decade from 1e-6 to
-//! 1. Elements are rounded to the nearest fraction. An element above a tenth of the scale has an error of at most 7 % (3.5 % in a block
-//! without negative elements), near the scale of a tenth of that. The error doubles with each decade below.
+//! a fraction of the scale: zero, one, or one of the fractions of bitsandbytes' dynamic map, which has twice as many for each decade from
+//! 1e-6 to one. Elements are rounded to the nearest fraction. An element above a tenth of the scale has an error of at most 7 % (3.5 % in a
+//! block without negative elements), near the scale of a tenth of that. The error doubles with each decade below.
 //!
 //! In bitsandbytes a scale is positive, so a block whose farthest element is negative does not hold that element exactly. Here the scale has
 //! its sign. So encoding decoded elements again gives the same bytes, which a resumed run needs. The last bit of a scale is 1 if the block's

@@ -561,7 +561,7 @@ mod tests {
         let memory = plan(u64::MAX / 2, None).unwrap().need.total() / 2;
         let needed = plan(memory, None).unwrap().need;
         let told = plan(memory, Some(1 << 20)).err().unwrap().to_string();
-        let expected = format!("{} on disk", crate::format_bytes(needed.disk * needed.ranks));
+        let expected = format!("{} on disk", crate::memory::format_bytes(needed.disk * needed.ranks));
         assert!(told.contains(&expected) && told.contains("1.00 MiB are free") && told.contains("--swap"), "{told}");
         // What fits in no way is told by its memory.
         let told = plan(1 << 20, Some(1 << 20)).err().unwrap().to_string();
