@@ -558,7 +558,7 @@ mod tests {
             budget.disk = disk;
             Plan::new(&options, (&task, &|batch| task.profile(batch)), &budget, &ranks)
         };
-        let memory = plan(u64::MAX / 2, None).unwrap().need.total() / 2;
+        let memory = plan(u64::MAX / 2, None).unwrap().need.total() - (256 << 20);
         let needed = plan(memory, None).unwrap().need;
         let told = plan(memory, Some(1 << 20)).err().unwrap().to_string();
         let expected = format!("{} on disk", crate::memory::format_bytes(needed.disk * needed.ranks));
