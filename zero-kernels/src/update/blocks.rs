@@ -22,50 +22,27 @@ const BYTES: usize = BLOCK + 4;
 /// Number of decades of the fractions.
 const DECADES: usize = 7;
 
-/// The fractions of a decade: `n` of them, as the middles of `n` equal parts of its range.
-#[derive(Clone, Copy)]
-struct Decade {
-    /// The smallest number that is nearest to one of them.
-    from: f32,
-    /// A number `x` is in part `x * parts - skipped`.
-    parts: f32,
-    skipped: f32,
-    /// Index of the last part.
-    last: f32,
-    /// The byte of the first part.
-    first: f32,
-}
-
 /// The fractions of a state that may be negative, or of one that may not.
+#[derive(Clone, Copy)]
 struct Map {
     fractions: [f32; 256],
-    decades: [Decade; DECADES],
+    /// For each decade, the smallest number that is nearest to one of its fractions. A decade has `n` of them, the middles of `n` equal parts
+    /// of its range. So in the first decade a number `x` is in part `x n / (0.9e-6) - n / 9`.
+    decades: [f32; DECADES],
     /// The smallest number that is nearest to 1, and its byte.
     one: (f32, u8),
 }
 
 const fn map(signed: bool) -> Map {
-    let mut map = Map {
-        fractions: [0.0; 256],
-        decades: [Decade { from: 0.0, parts: 0.0, skipped: 0.0, last: 0.0, first: 0.0 }; DECADES],
-        one: (0.0, if signed { 128 } else { 255 }),
-    };
+    let mut map = Map { fractions: [0.0; 256], decades: [0.0; DECADES], one: (0.0, if signed { 128 } else { 255 }) };
     let (mut decade, mut byte, mut below, mut power) = (0, 1, 0.0f64, 1e6f64);
     while decade < DECADES {
         let n = 1 << (decade + if signed { 0 } else { 1 });
-        let (mut part, first) = (0, byte);
+        let mut part = 0;
         while part < n {
             let fraction = (0.1 + 0.9 * (part as f64 + 0.5) / n as f64) / power;
             if part == 0 {
-                let (parts, skipped) = (power * n as f64 / 0.9, n as f64 / 9.0);
-                let from = ((below + fraction) / 2.0) as f32;
-                map.decades[decade] = Decade {
-                    from,
-                    parts: parts as f32,
-                    skipped: skipped as f32,
-                    last: (n - 1) as f32,
-                    first: first as f32,
-                };
+                map.decades[decade] = ((below + fraction) / 2.0) as f32;
             }
             map.fractions[byte] = fraction as f32;
             if signed {
@@ -159,29 +136,38 @@ pub(super) fn encode(values: &[f32], bytes: &mut [u8], signed: bool) {
             codes.fill(0);
             continue;
         }
-        codes.iter_mut().zip(values).for_each(|(code, &value)| *code = nearest(value / scale, map, signed));
+        let mut x = [0.0; BLOCK];
+        x.iter_mut().zip(values).for_each(|(x, value)| *x = value / scale);
+        nearest(&mut x, map, signed);
+        // The sum's last bits are the byte.
+        codes.iter_mut().zip(&x).for_each(|(code, x)| *code = (x + 8_388_608.0).to_bits() as u8);
     }
 }
 
-/// Returns the byte of the fraction that is nearest to `x`.
+/// Replaces fractions `x`, at most 1 in size, by the bytes of the nearest ones. Each loop is simple enough to be vectorized.
 #[inline(always)]
-fn nearest(x: f32, map: &Map, signed: bool) -> u8 {
-    let far = x.abs();
-    let mut of = map.decades[0];
-    for decade in &map.decades[1..] {
-        let is_above = far >= decade.from;
-        of.parts = if is_above { decade.parts } else { of.parts };
-        of.skipped = if is_above { decade.skipped } else { of.skipped };
-        of.last = if is_above { decade.last } else { of.last };
-        of.first = if is_above { decade.first } else { of.first };
+fn nearest(x: &mut [f32; BLOCK], map: &Map, signed: bool) {
+    let Map { decades, one, .. } = *map;
+    // The number of fractions of the decade, a power of two.
+    let least = if signed { 1.0 } else { 2.0 };
+    let (mut n, mut parts) = ([least; BLOCK], [least * (1e6 / 0.9); BLOCK]);
+    for from in &decades[1..] {
+        for ((n, parts), x) in n.iter_mut().zip(&mut parts).zip(x.iter()) {
+            // A choice between constants: one between numbers in memory would gather them.
+            let is_above = x.abs() >= *from;
+            *n *= if is_above { 2.0 } else { 1.0 };
+            *parts *= if is_above { 0.2 } else { 1.0 };
+        }
     }
-    // Not `clamp`, which keeps a NaN; that of the scale is enough.
-    let part = (far * of.parts - of.skipped).floor().max(0.0).min(of.last);
-    // The sum's last bits are the byte.
-    let byte = (part + of.first + 8_388_608.0).to_bits() as u8;
-    let byte = if signed && x < 0.0 { byte | 128 } else { byte };
-    let byte = if far < map.decades[0].from { 0 } else { byte };
-    if x >= map.one.0 { map.one.1 } else { byte }
+    // The byte of the first fraction of a decade is `n`, or the one before.
+    let skipped = if signed { 0.0 } else { 1.0 };
+    for ((n, parts), x) in n.iter().zip(&parts).zip(x.iter_mut()) {
+        let far = x.abs();
+        let part = (far * parts - n * (1.0 / 9.0)).floor().max(0.0).min(n - 1.0);
+        let byte = if far < decades[0] { 0.0 } else { part + n - skipped };
+        let byte = if *x >= one.0 { f32::from(one.1) } else { byte };
+        *x = if *x < 0.0 && byte > 0.0 { byte + 128.0 } else { byte };
+    }
 }
 
 #[cfg(test)]
@@ -229,9 +215,11 @@ mod tests {
                 assert!((got - expected).abs() <= 1e-6 * expected.abs(), "{got}, expected {expected}");
             }
             for x in numbers(20_000, 1, signed).into_iter().chain(map.fractions).chain([0.0, 1e-30]) {
+                let mut bytes = [x; BLOCK];
+                nearest(&mut bytes, map, signed);
                 let distance = |fraction: f64| (fraction - f64::from(x)).abs();
                 let least = expected.iter().map(|&fraction| distance(fraction)).fold(f64::INFINITY, f64::min);
-                let got = f64::from(map.fractions[usize::from(nearest(x, map, signed))]);
+                let got = f64::from(map.fractions[bytes[0] as usize]);
                 assert!(distance(got) <= least + 1e-6 * f64::from(x.abs()), "{x}: {got}");
             }
         }
