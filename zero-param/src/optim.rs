@@ -241,6 +241,11 @@ impl Zero {
     }
 
     fn optimizer_with(&self, inner: ModuleOptimizer, engine: Option<(Updates, Rule)>) -> Result<Optimizer, Error> {
+        let is_lamb = engine.as_ref().is_some_and(|(_, rule)| matches!(rule, Rule::Lamb { .. }));
+        if is_lamb && self.runtime().rank.config.int8_optimizer_states {
+            let expected = "LAMB reads its moments twice, and 8 bits are too few for that: use AdamW, or ZeroConfig::bf16_optimizer_states";
+            return Err(Error::State(expected.into()));
+        }
         let refused = [
             (
                 self.runtime().rank.config.offload.keeps_state(Tier::Disk),

@@ -167,6 +167,22 @@ fn clipped_gradients_on_a_device_have_the_same_bits_at_all_stages() {
 }
 
 #[test]
+fn moments_in_8_bits_of_a_model_on_a_device_are_updated_by_the_host() {
+    let run = |device: Device, stage| {
+        let config = ZeroConfig { int8_optimizer_states: true, ..config(stage) };
+        let told = run_threads(RANKS, &options(), |ranks| {
+            train_on::<Mlp<64, 3>>(device.clone(), ranks, &config, &AdamWConfig::new()).map(|(told, _)| told)
+        });
+        told.unwrap().swap_remove(0)
+    };
+    for stage in Stage::ALL {
+        let apart = apart(&run(device(), stage), &run(Device::flex().autodiff(), stage));
+        println!("stage {stage}: {apart:e}");
+        assert!(apart < TOLERANCE, "stage {stage}: {apart:e}");
+    }
+}
+
+#[test]
 fn checkpointed_blocks_on_a_device_have_the_same_bits() {
     let plain = trained(&device(), &config(Stage::Parameters), &AdamWConfig::new());
     for activations in [Tier::Memory, Tier::Host, Tier::Disk] {

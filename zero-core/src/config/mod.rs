@@ -217,7 +217,7 @@ pub struct ZeroConfig {
     /// Keeps the moments of `Fused` in 8 bits: blocks of 256 elements with one scale, as in bitsandbytes (*8-bit Optimizers via Block-wise
     /// Quantization*, Dettmers et al. 2022, <https://arxiv.org/abs/2110.02861>). Those of a parameter of less than 4,096 elements stay in
     /// fp32. They are computed in fp32 and stay in host memory, where the CPU updates. The bits are the same at every stage. It changes training
-    /// results; masters and checkpoints stay in fp32. Not with state on a disk. Default false; `adamw_8bit` of Hugging Face's Trainer.
+    /// results; masters and checkpoints stay in fp32. Not with state on a disk, and not for LAMB. Default false; `adamw_8bit` of Hugging Face's Trainer.
     pub int8_optimizer_states: bool,
     /// Decay of an exponential moving average (EMA) of the weights, which `Fused` keeps in fp32 as an additional optimizer state. The first
     /// update copies the weights; each later one moves the average by `1 - ema_decay` of its distance to them, as PyTorch's

@@ -440,15 +440,13 @@ impl<B: Backend> Cell<B> {
         if let Some(version) = version().filter(|_| self.kind() == Kind::Optimizer) {
             version.leave_master();
         }
-        let blocks = self.settled().stored().and_then(Stored::host).filter(|_| self.dtype == DType::U8).cloned();
-        let is_moved = self.partition.len(self.place()) > 0 && (blocks.is_some() || self.settled().stored().is_none());
+        let is_in_blocks = self.dtype == DType::U8;
+        let is_here = self.settled().stored().is_none_or(|stored| is_in_blocks && stored.host().is_some());
+        let is_moved = self.partition.len(self.place()) > 0 && is_here;
         let parked = match is_moved {
             true => {
-                let stored = match blocks {
-                    Some(blocks) => disk.store(blocks.bytes(), None)?,
-                    None => disk.store(B::read(self.local()).bytes(), None)?,
-                };
-                Some(ShardState::Stored(Stored::Disk(stored)))
+                let data = if is_in_blocks { self.blocks() } else { B::read(self.local()) };
+                Some(ShardState::Stored(Stored::Disk(disk.store(data.bytes(), None)?)))
             }
             // Every rank drops the gathered tensor, even one that moves no shard: the ranks gather it together later.
             false if !self.settled().has_shard() => Some(ShardState::Tensor(self.rank.share(self.local()))),
@@ -486,13 +484,13 @@ impl<B: Backend> Cell<B> {
 
     /// Moves a parked shard back into memory.
     pub fn unpark(&self) {
+        if self.dtype == DType::U8 {
+            let blocks = ShardState::Stored(Stored::Host(Arc::new(self.blocks())));
+            self.update(&mut self.settled(), |state| state.shard = blocks);
+            return;
+        }
         let mut state = self.settled();
-        if let Some(Stored::Disk(stored)) = state.stored().filter(|_| self.dtype == DType::U8) {
-            let mut blocks = vec![0; stored.region().bytes()];
-            or_stop(stored.read_into(&mut blocks));
-            let blocks = ShardState::Stored(Stored::Host(Arc::new(B::Data::flat_of(Buffer::U8(blocks)))));
-            self.update(&mut state, |state| state.shard = blocks);
-        } else if let Some(stored) = state.stored().filter(|_| self.dtype != DType::U8) {
+        if let Some(stored) = state.stored() {
             let local = fetch::<B>(stored, self.dtype, &self.device, &self.rank.copier);
             let local = self.rank.share(local.into_tensor());
             self.update(&mut state, |state| state.shard = ShardState::Tensor(local));
@@ -509,10 +507,23 @@ impl<B: Backend> Cell<B> {
         Self::ready(template, B::from_data(values, &self.device))
     }
 
+    /// Returns this rank's shard, which is in blocks of 8 bits, wherever it is.
+    pub fn blocks(&self) -> B::Data {
+        match self.stored() {
+            Some(Stored::Host(data)) => B::Data::clone(&data),
+            Some(Stored::Disk(stored)) => {
+                let mut blocks = vec![0; stored.region().bytes()];
+                or_stop(stored.read_into(&mut blocks));
+                B::Data::flat_of(Buffer::U8(blocks))
+            }
+            None => unreachable!("blocks of 8 bits are no tensor"),
+        }
+    }
+
     /// Returns the elements of this rank's shard, which are in blocks of 8 bits; one filler element if the rank has none.
     fn decoded(&self) -> Vec<f32> {
         let elements = self.partition.len(self.place()).max(1);
-        self.rank.blocks(self.partition.numel()).decode(self.data().bytes(), elements)
+        self.rank.blocks(self.partition.numel()).decode(self.blocks().bytes(), elements)
     }
 
     /// Returns the shard's storage outside the backend, to be overwritten: the storage itself if this was the last use of the cell,

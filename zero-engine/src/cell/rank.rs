@@ -98,8 +98,9 @@ impl<B: Backend> Rank<B> {
         let (index, world) = (comm.rank(), comm.world());
         let mesh = config.mesh(world).expect("the configuration was validated");
         let secondary = config.secondary_mesh(world);
-        let overlaps_updates =
-            config.offload.keeps_state(Tier::Disk) || (config.offload.keeps_state(Tier::Host) && !B::is_host(&device));
+        // Blocks of 8 bits are in host memory.
+        let keeps_on_host = config.offload.keeps_state(Tier::Host) || config.int8_optimizer_states;
+        let overlaps_updates = config.offload.keeps_state(Tier::Disk) || (keeps_on_host && !B::is_host(&device));
         Arc::new(Self {
             index,
             world,

@@ -103,6 +103,9 @@ impl<B: Backend> Update<B> {
         let place = self.place(state, elements);
         let state_dtype = rank.state_dtype(partition.0.numel());
         let blocks = rank.blocks(partition.0.numel());
+        if state_dtype == DType::U8 && matches!(self.rule, Rule::Lamb { .. }) {
+            stop("int8_optimizer_states: LAMB reads its moments twice, and 8 bits are too few for that; use AdamW or bf16_optimizer_states".into());
+        }
         let complete = names.iter().all(|name| state.cells.iter().any(|(known, _)| known == name));
         // A rule may have changed: state that it does not know is dropped, and missing state begins anew.
         state.time = if complete { state.time + 1 } else { 1 };
@@ -265,6 +268,8 @@ impl<B: Backend> There<B> {
                 Array::Memory(self.converted(B::Data::clone(&data), dtype, signed))
             }
             Ok(stored) => Array::of(stored, &self.rank.copier),
+            // Parked on another disk.
+            Err(cell) if kept_as == DType::U8 => Array::Memory(cell.blocks()),
             Err(cell) => Array::Memory(self.converted(B::read(cell.into_local()).flat(), dtype, signed)),
         })
     }

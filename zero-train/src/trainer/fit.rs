@@ -10,10 +10,10 @@ use zero_kernels::Rule;
 use zero_models::hf_export::parse_bytes;
 
 use super::backend::name as option_name;
-use super::options::{Blocks, Hyperparameters};
+use super::options::{Blocks, Hyperparameters, OffloadTo};
 use super::profile::Profile;
 use super::ranks::Ranks;
-use super::zero_plan::zero_plan;
+use super::zero_plan::{offload_to, zero_plan};
 use super::{BackendChoice, OffloadChoice, Options};
 use crate::config::{Config, OffloadDevice, ZeroPlan};
 use crate::error::{Result, wrong};
@@ -356,8 +356,11 @@ impl Candidate<'_> {
     /// if it fits. Unless the options specify activations, these are checkpointed, and then their inputs offloaded, before
     /// more state is: recomputation costs a third of a step at most, and moving state often more.
     pub(super) fn cheapest(&self, options: &Options) -> Result<Option<Taken>> {
+        // Moments in 8 bits are kept with no state on a disk.
+        let in_memory = options.int8_optimizer_states && matches!(offload_to(options)?, OffloadTo::Disk);
         let tiers: &[Option<OffloadChoice>] = match (options.offload, &options.config) {
             (Some(given), _) => &[Some(given)],
+            _ if in_memory => &[None],
             (None, Some(_)) => &[None],
             (None, None) => match options.stage.unwrap_or(3) {
                 0 => &[None],
@@ -388,7 +391,7 @@ impl Candidate<'_> {
         let roomy = Budget { disk: None, ..self.budget.clone() };
         let Some((_, taken)) = (Candidate { budget: &roomy, ..*self }).cheapest(options)? else { return Ok(None) };
         Ok(Some(format!(
-            "it takes {} in memory and {} on disk, where {} are free; free some space, or choose a folder on a larger disk (--swap, or \
+            "it takes {} in memory and {} on the disk, which has {} free; free some space, or choose a folder on a larger disk (--swap, or \
              nvme_path in a file)",
             format_bytes(taken.total()),
             format_bytes(taken.disk * taken.ranks),

@@ -132,7 +132,10 @@ impl Plan {
                 need.arithmetic(),
                 budget.but(&need),
                 if stage == Stage::Parameters { "" } else { ", or --stage 3" },
-                if options.config.is_none() && options.offload != Some(OffloadChoice::All) {
+                if options.config.is_none()
+                    && options.offload != Some(OffloadChoice::All)
+                    && !options.int8_optimizer_states
+                {
                     ", or --offload all (with --offload-to disk and --swap on a fast disk)"
                 } else {
                     ""
@@ -561,8 +564,9 @@ mod tests {
         let memory = plan(u64::MAX / 2, None).unwrap().need.total() - (256 << 20);
         let needed = plan(memory, None).unwrap().need;
         let told = plan(memory, Some(1 << 20)).err().unwrap().to_string();
-        let expected = format!("{} on disk", crate::memory::format_bytes(needed.disk * needed.ranks));
-        assert!(told.contains(&expected) && told.contains("1.00 MiB are free") && told.contains("--swap"), "{told}");
+        let expected =
+            format!("{} on the disk, which has 1.00 MiB free", crate::memory::format_bytes(needed.disk * needed.ranks));
+        assert!(told.contains(&expected) && told.contains("--swap"), "{told}");
         // What fits in no way is told by its memory.
         let told = plan(1 << 20, Some(1 << 20)).err().unwrap().to_string();
         assert!(told.contains("of memory may be used"), "{told}");

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use zero_core::config::Tier;
 use zero_core::{Mesh, Stage};
 use zero_kernels::Rule;
 
@@ -29,6 +30,17 @@ pub(super) fn zero_plan(options: &Options, hidden_size: Option<usize>) -> Result
     };
     plan.zero.ema_decay = options.ema_decay;
     plan.zero.int8_optimizer_states = options.int8_optimizer_states;
+    if options.int8_optimizer_states {
+        let wrong = |expected| Err(wrong("int8-optimizer-states", true, expected));
+        if plan.zero_config(0).offload.keeps_state(Tier::Disk) {
+            return wrong(
+                "keeps the moments in memory: offload no model state to a disk, or use --bf16-optimizer-states",
+            );
+        }
+        if matches!(plan.rule(), Rule::Lamb { .. }) {
+            return wrong("is not for LAMB, which reads its moments twice: use AdamW, or --bf16-optimizer-states");
+        }
+    }
     Ok(plan)
 }
 
