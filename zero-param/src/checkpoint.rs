@@ -186,12 +186,8 @@ impl Zero {
                 let (rule, _) = rule.of(&parameter.path, parameter.shape.as_slice());
                 for &name in rule.state_names().iter().chain(&average) {
                     let values = self.read(checkpoint, parameter, &state_name(&parameter.path, name))?;
-                    let dtype = match rank.state_dtype(parameter.shape.num_elements()) {
-                        // The next update encodes it.
-                        DType::U8 => DType::F32,
-                        _ if name == EMA => DType::F32,
-                        dtype => dtype,
-                    };
+                    let of_rule = || rank.loaded_state_dtype(parameter.shape.num_elements());
+                    let dtype = if name == EMA { DType::F32 } else { of_rule() };
                     state.cells.push((name.into(), state_cell(parameter, name, of_type::<Burn>(values, dtype))));
                 }
             }

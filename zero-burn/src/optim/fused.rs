@@ -321,12 +321,8 @@ impl<A: ZeroAutodiff, M: AutodiffModule<A>> Optimizer<M, A> for Fused<A> {
 pub(super) fn loaded_state<B: Backend>(id: ParamId, name: &str, shape: Shape, held: Vec<f32>) -> Arc<Cell<B>> {
     let rank = Context::<B>::current().rank.clone();
     let (partition, device) = (rank.partition(shape.num_elements()), rank.device.clone());
-    let dtype = match rank.state_dtype(shape.num_elements()) {
-        // The next update encodes it.
-        EngineDType::U8 => DType::F32,
-        _ if [MASTER, EMA].contains(&name) => DType::F32,
-        dtype => burn_dtype(dtype),
-    };
+    let of_rule = || burn_dtype(rank.loaded_state_dtype(shape.num_elements()));
+    let dtype = if [MASTER, EMA].contains(&name) { DType::F32 } else { of_rule() };
     let local = B::float_from_data(piece(held).convert_dtype(dtype), &device);
     let slot = rank.parameters.slots_of(DistributedParamId::from(id.val())).into_iter().next();
     let origin = Origin::Derived(sign_bytes(name.as_bytes()));

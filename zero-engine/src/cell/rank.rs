@@ -258,6 +258,11 @@ impl<B: Backend> Rank<B> {
         }
     }
 
+    /// Returns the type in which loaded state is held until the next update, which encodes blocks of 8 bits.
+    pub fn loaded_state_dtype(&self, numel: usize) -> DType {
+        Some(self.state_dtype(numel)).filter(|dtype| *dtype != DType::U8).unwrap_or(DType::F32)
+    }
+
     /// Returns the layout of this rank's blocks of a tensor of `numel` elements.
     pub fn blocks(&self, numel: usize) -> Layout {
         Layout { stride: self.owners(numel).0.stride().max(1) }

@@ -73,8 +73,7 @@ pub struct Layout {
 impl Layout {
     /// Returns the number of bytes of the first `elements` elements: all, or a multiple of the stride.
     pub fn bytes(self, elements: usize) -> usize {
-        let of = |elements: usize| elements + 4 * elements.div_ceil(BLOCK);
-        elements / self.stride * of(self.stride) + of(elements % self.stride)
+        elements / self.stride * bytes(self.stride) + bytes(elements % self.stride)
     }
 
     /// Returns the ranges of `elements` elements in which blocks are consecutive, each with that of its bytes.

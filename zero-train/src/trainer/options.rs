@@ -158,7 +158,7 @@ pub struct Options {
     #[cfg_attr(feature = "cli", arg(long))]
     pub bf16_optimizer_states: bool,
     /// Keep the optimizer's moments in 8 bits, in blocks of 256 with one scale, like adamw_8bit of bitsandbytes. Changes training
-    /// results slightly; master weights and checkpoints stay in fp32. Not with model state on a disk
+    /// results slightly; master weights and checkpoints stay in fp32. Not with model state on a disk, and not for LAMB
     #[cfg_attr(feature = "cli", arg(long, conflicts_with = "bf16_optimizer_states"))]
     pub int8_optimizer_states: bool,
     /// Offload this part of the model state. The value `all` needs stage 3 [default: as little as makes the run fit in
