@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Compares training with Burn 0.22 and with Burn 0.21: the same GPT-2, rows and AdamW, in alternating runs (old new old new ...).
+"""Compares training with Burn 0.22 and with Burn 0.21: the same model, rows and AdamW, in alternating runs (old new old new ...).
 
-  cargo build --release -p zero-examples --example gpt2_1_5b && (cd zero-param && cargo build --release --features models)
-  bench/fronts.py [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
+  cargo build --release --bins --examples && (cd zero-param && cargo build --release --features train,models --bins --examples)
+  bench/fronts.py [--job lora] [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
 
-Needs numpy for the weights, which are created once, in --dir. --work is ranks:stage:rows, with the rows per step of all
-ranks. Rows have 256 random tokens; ranks are threads that share two CPUs. Speed is the median step after the first two, measured from
-outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of the process.
-The losses of both must agree within 1e-6.
+Jobs: `gpt2` trains all weights of a GPT-2 on rows of 256 random tokens, `lora` adapters of rank 8 in it (both need numpy for the
+weights, which are created once, in --dir); `bing_bert` is that example with bert-base and rows of 128 tokens; `own_model` is that example.
+--work is ranks:stage:rows, with the rows per step of all ranks; ranks are threads that share two CPUs. Speed is the median step after
+the first two, measured from outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of
+the process. The losses of both must agree within 1e-6.
 """
 import argparse, array, json, os, random, re, select, statistics, subprocess, sys, tempfile, time
 from pathlib import Path
@@ -18,19 +19,36 @@ SEQ, VOCABULARY, WARMUP = 256, 50257, 2
 ROOT = Path(__file__).resolve().parent.parent
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--job", choices=["gpt2", "lora", "bing_bert", "own_model"], default="gpt2")
 parser.add_argument("--model", choices=SIZES, default="mini")
 parser.add_argument("--work", nargs="+", default=["1:0:4", "2:0:4", "2:3:4"], metavar="RANKS:STAGE:ROWS")
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--dir", type=Path, default=ROOT / "target/fronts")
-parser.add_argument("--old", type=Path, default=ROOT / "target/release/examples/gpt2_1_5b")
-parser.add_argument("--new", type=Path, default=ROOT / "zero-param/target/release/zero-022")
 args = parser.parse_args()
-for program in (args.old, args.new):
-    program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
+ours = args.job in ("bing_bert", "own_model")
 folder = args.dir / args.model
-weights(folder)
+examples, new_front = ROOT / "target/release/examples", ROOT / "zero-param/target/release"
+PROGRAMS = {"old": [examples / (args.job if ours else "gpt2_1_5b")], "new": [new_front / "zero-022", "train"]}
+ROW, OPTIONS = SEQ, ["--weights", folder, "--data", folder / "batches.safetensors", "--decay-except", "nothing", "--shuffle", "false"]
+if args.job == "lora":
+    OPTIONS += ["--lora-r", 8]
+if args.job == "bing_bert":
+    text, tokenizer = ROOT / "examples/data/tinyshakespeare.txt", args.dir / "wordpiece"
+    ROW, OPTIONS = 128, ["--seq", 128, "--model", "bert-base", "--data", text, "--tokenizer", tokenizer]
+    PROGRAMS["new"] += ["--task", "bert-pretraining"]
+    if not tokenizer.is_dir():
+        subprocess.run([ROOT / "target/release/zero", "tokenizer", tokenizer, "--data", text], check=True, stdout=subprocess.DEVNULL)
+if args.job == "own_model":
+    # The versions draw other initial weights, so both go on from a checkpoint.
+    ROW, OPTIONS, PROGRAMS["new"] = 1, ["--resume", args.dir / "own_model/step-00000001"], [new_front / "examples/own_model"]
+for program, *_ in PROGRAMS.values():
+    program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
+if not ours:
+    weights(folder)
+if args.job == "own_model" and not OPTIONS[1].is_dir():
+    subprocess.run([*PROGRAMS["old"], "--steps", "1", "--save", OPTIONS[1].parent], check=True, stdout=subprocess.DEVNULL)
 
 
 def rows():
@@ -50,7 +68,7 @@ def run(command, lines):
     return [at for at, _ in told], usage.ru_maxrss / 1024, [line for _, line in told]
 
 
-def losses(program, ranks, stage, batch):
+def losses(front, ranks, stage, batch):
     with tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "metrics.jsonl"
 
@@ -67,27 +85,28 @@ def losses(program, ranks, stage, batch):
                     return
 
         at, memory, told = run([
-            *program, "--weights", folder, "--data", folder / "batches.safetensors", "--batch", batch // ranks, "--steps", args.steps,
-            "--ranks", ranks, "--threads", 2 // ranks, "--stage", stage, "--dtype", args.dtype, "--lr", "1e-3", "--decay-except", "nothing", "--shuffle", "false",
-            "--out", out, "--json"], lines)
+            *PROGRAMS[front], *OPTIONS, "--batch", batch // ranks, "--steps", args.steps, "--ranks", ranks, "--threads", 2 // ranks,
+            "--stage", stage, "--dtype", args.dtype, "--lr", "1e-3", "--out", out, "--json"], lines)
     return at, memory, [json.loads(line)["loss"] for line in told]
 
 
-def measure(program, work):
-    at, memory, told = losses([program] + (["train"] if program == args.new else []), *work)
+def measure(front, work):
+    at, memory, told = losses(front, *work)
     steps = [after - before for before, after in zip(at, at[1:])][WARMUP - 1:]
-    return work[2] * SEQ / statistics.median(steps), memory, told
+    return work[2] * ROW / statistics.median(steps), memory, told
 
 
-rows()
-print("| work | 0.22, tokens/s | 0.21, tokens/s | ratio | least and greatest pair | 0.22, MiB | 0.21, MiB | ratio | losses apart |")
+if not ours:
+    rows()
+unit = "rows" if args.job == "own_model" else "tokens"
+print(f"| work | 0.22, {unit}/s | 0.21, {unit}/s | ratio | least and greatest pair | 0.22, MiB | 0.21, MiB | ratio | losses apart |")
 print("|---|---|---|---|---|---|---|---|---|")
 for text in args.work:
     work = tuple(map(int, re.fullmatch(r"(\d+):(\d+):(\d+)", text).groups()))
-    pairs = [(measure(args.old, work), measure(args.new, work)) for _ in range(args.rounds)]
+    pairs = [(measure("old", work), measure("new", work)) for _ in range(args.rounds)]
     apart = max(abs(a - b) / b for o, n in pairs for a, b in zip(n[2], o[2], strict=True))
     apart < 1e-6 or sys.exit(f"error: the losses of {text} are {apart:.1e} apart")
     speeds = sorted(n[0] / o[0] for o, n in pairs)
     of = lambda which, what: statistics.median(pair[which][what] for pair in pairs)
-    print(f"| {args.model}, {work[0]} rank(s), stage {work[1]}, {work[2]} rows | {of(1, 0):.0f} | {of(0, 0):.0f} | {statistics.median(speeds):.3f} "
+    print(f"| {args.job if ours else ' '.join([args.job, args.model])}, {work[0]} rank(s), stage {work[1]}, {work[2]} rows | {of(1, 0):.0f} | {of(0, 0):.0f} | {statistics.median(speeds):.3f} "
           f"| {speeds[0]:.3f} – {speeds[-1]:.3f} | {of(1, 1):,.0f} | {of(0, 1):,.0f} | {of(1, 1) / of(0, 1):.3f} | {apart:.1e} |", flush=True)

@@ -12,7 +12,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 use half::{bf16, f16};
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 use safetensors::tensor::Dtype;
 use serde::Deserialize;
 use zero_core::checkpoint::{CheckpointError, Header};
@@ -52,6 +52,7 @@ pub struct StoredTensor<'a> {
     /// Element type.
     pub dtype: Dtype,
     bytes: &'a [u8],
+    map: &'a Mmap,
     converted_bytes: &'a AtomicU64,
 }
 
@@ -174,12 +175,23 @@ impl StoredTensor<'_> {
             self.numel()
         );
         self.converted_bytes.fetch_add((range.len() * self.dtype.bitsize() / 8) as u64, Relaxed);
-        Ok(match self.dtype {
+        let read = if matrix.is_some() { 0..self.numel() } else { range.clone() };
+        let values = match self.dtype {
             Dtype::F16 => self.select(range, matrix, |bytes| f16::from_le_bytes(bytes).to_f32()),
             Dtype::BF16 => self.select(range, matrix, |bytes| bf16::from_le_bytes(bytes).to_f32()),
             Dtype::F64 => self.select(range, matrix, |bytes| f64::from_le_bytes(bytes) as f32),
             _ => self.select(range, matrix, f32::from_le_bytes),
-        })
+        };
+        self.unmap_pages(read);
+        Ok(values)
+    }
+
+    /// Unmaps the pages of elements `read`, so that the process holds the file's pages of one tensor at a time.
+    fn unmap_pages(&self, read: Range<usize>) {
+        let size = self.dtype.bitsize() / 8;
+        let begin = self.bytes.as_ptr() as usize - self.map.as_ptr() as usize + read.start * size;
+        // SAFETY: nobody writes to the map, so a page that is read again has the bytes of the file, as before. A failure leaves it mapped.
+        let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, begin, read.len() * size) };
     }
 
     /// Converts elements of `N` bytes. Safetensors data is little-endian, and need not be aligned.
@@ -265,6 +277,7 @@ impl MappedFile {
             shape: &entry.shape,
             dtype: entry.dtype,
             bytes: &self.map[start..end],
+            map: &self.map,
             converted_bytes,
         })
     }
@@ -350,5 +363,31 @@ mod tests {
             assert_eq!(transposed(rows, columns, range.clone(), |at| at), whole[range]);
         }
         assert_eq!(transposed(0, 5, 0..0, |at| at), [0usize; 0]);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn pages_of_converted_tensors_are_unmapped() {
+        let folder = tempfile::tempdir().expect("a folder for the file");
+        let values: Vec<u8> = (0..1_000_000_u32).flat_map(|i| (i as f32).to_le_bytes()).collect();
+        let tensors = ["a", "b"].map(|name| {
+            let view = safetensors::tensor::TensorView::new(Dtype::F32, vec![1000, 1000], &values).expect("a matrix");
+            (name, view)
+        });
+        safetensors::serialize_to_file(tensors, None, &folder.path().join(SINGLE)).expect("the disk has room");
+        let checkpoint = Checkpoint::open(folder.path()).expect("the file was just written");
+        for name in ["a", "b"] {
+            let tensor = checkpoint.get(name).expect("the file has it");
+            let all = tensor.elements(0..1_000_000).expect("the type is known");
+            assert_eq!((all[1], all[999_999]), (1.0, 999_999.0));
+            assert_eq!(tensor.elements_transposed(1..1001).expect("the type is known")[..2], [1000.0, 2000.0]);
+            assert_eq!(tensor.elements(500..502).expect("the type is known"), all[500..502]);
+        }
+        let maps = fs::read_to_string("/proc/self/smaps").expect("Linux has this file");
+        let path = folder.path().to_str().expect("a path in ASCII");
+        let mut lines = maps.lines().skip_while(|line| !line.contains(path));
+        let resident = lines.find(|line| line.starts_with("Rss:")).expect("the file is mapped");
+        let kib: usize = resident.split_whitespace().nth(1).expect("a number").parse().expect("a number");
+        assert!(kib <= 256, "of a file of 8 MB, {kib} KiB are mapped");
     }
 }
