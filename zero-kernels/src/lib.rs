@@ -16,4 +16,4 @@ pub mod quantized;
 mod rule;
 pub mod update;
 
-pub use rule::Rule;
+pub use rule::{NewtonSchulz, Rule};

@@ -108,6 +108,8 @@ pub enum Rule {
         weight_decay: f32,
         /// Scales steps to AdamW's size.
         match_rms: bool,
+        /// The variant of the iterations.
+        ns_method: NewtonSchulz,
         /// Factor of the learning rate of AdamW.
         adam_lr: f64,
         /// AdamW's decay of the mean of gradients.
@@ -118,6 +120,16 @@ pub enum Rule {
         #[serde(rename = "eps")]
         epsilon: f32,
     },
+}
+
+/// A variant of the Newton-Schulz iterations that orthogonalize a matrix. Both have the same result up to rounding.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NewtonSchulz {
+    /// On the matrix, as in `torch.optim.Muon`.
+    Standard,
+    /// On the square of the shorter side, as in DeepSpeed: fewer multiplications if one side is at least twice the other.
+    Gram,
 }
 
 /// Names of fields that hold tables of embeddings, or the last layer of a model, apart from those that contain "embed".
@@ -180,6 +192,7 @@ impl Rule {
             nesterov: true,
             weight_decay: 0.1,
             match_rms: false,
+            ns_method: NewtonSchulz::Standard,
             adam_lr: 1.0,
             beta_1: 0.9,
             beta_2: 0.999,

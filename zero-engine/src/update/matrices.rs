@@ -8,6 +8,7 @@
 use std::sync::Arc;
 
 use zero_core::{Buffer, Collective, CommError};
+use zero_kernels::Rule;
 use zero_kernels::cpu::orthogonal::orthogonalize;
 use zero_kernels::update::Sweep;
 
@@ -51,7 +52,10 @@ fn exchange<B: Backend>(round: &mut [Job<B>], owners: &dyn Collective) -> Result
     let orthogonal = |job: &Job<B>, matrix: &mut [f32]| {
         let [rows, columns] = sizes(job);
         let _span = tracing::trace_span!("orthogonalize", rows, columns).entered();
-        orthogonalize(matrix, rows, columns);
+        let Rule::Muon { ns_method, .. } = job.kernel.rule else {
+            unreachable!("only Muon's matrices are orthogonalized")
+        };
+        orthogonalize(matrix, rows, columns, ns_method);
     };
     // Every rank has all of each matrix.
     if round.iter().all(|job| job.partition.0.is_whole()) {

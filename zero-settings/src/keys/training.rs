@@ -81,7 +81,7 @@ const MUON: &[Key] = keys! {
     adjust_lr_fn = "original" => K::OneOf("original match_rms_adamw"), T::ACTED;
     betas = [0.9, 0.95] => K::Betas, T::ACTED.auto(Fill::Betas);
     eps = 1e-10 => K::POSITIVE, T::ACTED.auto(Fill::Epsilon);
-    ns_method = "gram" => K::OneOf("gram standard"), T::no_effect("the standard iteration is used; both have the same result, up to rounding");
+    ns_method = "gram" => K::OneOf("gram standard"), T::ACTED;
     adam_w_mode = true => K::Bool, NO_SUCH_RULE;
     max_grad_norm = 0 => K::POSITIVE, CLIPS;
 };

@@ -6,6 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
+use zero_kernels::NewtonSchulz;
 use zero_kernels::cpu::orthogonal::orthogonalize;
 
 use crate::common::assert_stages_agree;
@@ -24,7 +25,7 @@ fn made() -> Vec<Value> {
 fn configure(dir: &Path, case: &Value, others: &Value) {
     let params = json!({
         "muon_lr": case["lr"], "adam_lr": case["adam_lr"], "momentum": 0.95, "weight_decay": 0.05, "betas": [0.9, 0.95], "eps": 1e-8,
-        "adjust_lr_fn": case["scale"], "ns_method": "standard"
+        "adjust_lr_fn": case["scale"], "ns_method": case["ns_method"].as_str().unwrap_or("standard")
     });
     let mut config = json!({
         "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -54,7 +55,7 @@ fn orthogonal_matrices_are_those_of_torch() {
     for matrix in made["matrices"].as_array().unwrap() {
         let [rows, columns]: [usize; 2] = serde_json::from_value(matrix["sizes"].clone()).unwrap();
         let [mut x, y] = ["x", "y"].map(|key| serde_json::from_value::<Vec<f32>>(matrix[key].clone()).unwrap());
-        orthogonalize(&mut x, rows, columns);
+        orthogonalize(&mut x, rows, columns, NewtonSchulz::Standard);
         assert_eq!(x, y, "{rows} x {columns}");
     }
 }
@@ -125,6 +126,25 @@ fn bits_do_not_depend_on_stages_tiers_or_a_resume() {
         half("half-0", "0", json!({ "device": "none" }));
         half("half-3", "3", json!({ "device": "nvme", "nvme_path": dir }));
         assert_eq!(losses(dir, "half-3"), losses(dir, "half-0"));
+    }
+}
+
+#[test]
+fn gram_newton_schulz_has_the_same_losses_up_to_rounding_at_every_stage() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for mut case in made() {
+        // DeepSpeed's default.
+        case["ns_method"] = "gram".into();
+        for (run, ranks, batch, stage) in [("one", "1", "4", "0"), ("two", "2", "2", "0"), ("three", "2", "2", "3")] {
+            let options = ["--ranks", ranks, "--batch", batch, "--steps", "20", "--stage", stage];
+            train(dir, &case, &json!({ "gradient_clipping": 0 }), run, &options);
+        }
+        assert_eq!(losses(dir, "three"), losses(dir, "two"));
+        let (got, expected) = (losses(dir, "one"), serde_json::from_value::<Vec<f64>>(case["losses"].clone()).unwrap());
+        let apart = got.iter().zip(&expected).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        println!("{}: losses within {apart:.1e} of the standard variant's", case["model"]);
+        assert!(got.len() == 20 && apart > 0.0 && apart < 2e-4, "{got:?}, expected {expected:?}");
     }
 }
 
