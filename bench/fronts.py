@@ -38,15 +38,16 @@ if args.job == "bing_bert":
     text, tokenizer = ROOT / "examples/data/tinyshakespeare.txt", args.dir / "wordpiece"
     ROW, OPTIONS = 128, ["--seq", 128, "--model", "bert-base", "--data", text, "--tokenizer", tokenizer]
     PROGRAMS["new"] += ["--task", "bert-pretraining"]
-    if not tokenizer.is_dir():
-        subprocess.run([ROOT / "target/release/zero", "tokenizer", tokenizer, "--data", text], check=True, stdout=subprocess.DEVNULL)
+    PROGRAMS["tokenizer"] = [ROOT / "target/release/zero", "tokenizer", tokenizer, "--data", text]
 if args.job == "own_model":
-    # The versions draw other initial weights, so both go on from a checkpoint.
+    # The versions draw different initial weights, so both go on from a checkpoint.
     ROW, OPTIONS, PROGRAMS["new"] = 1, ["--resume", args.dir / "own_model/step-00000001"], [new_front / "examples/own_model"]
 for program, *_ in PROGRAMS.values():
     program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
 if not ours:
     weights(folder)
+if args.job == "bing_bert" and not (tokenizer / "tokenizer_config.json").is_file():
+    subprocess.run(PROGRAMS["tokenizer"], check=True, stdout=subprocess.DEVNULL)
 if args.job == "own_model" and not OPTIONS[1].is_dir():
     subprocess.run([*PROGRAMS["old"], "--steps", "1", "--save", OPTIONS[1].parent], check=True, stdout=subprocess.DEVNULL)
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Compares the step time of Muon, by both Newton-Schulz variants, with that of AdamW, in turn: GPT-2 124M on random tokens, 2 ranks of one thread, stage 3, bf16 or fp32.
+"""Compares the step time of Muon, by both Newton-Schulz variants, with that of AdamW, in turn: GPT-2 124M on random tokens,
+2 ranks of one thread, stage 3, bf16 or fp32.
 
   bench/muon.py [--zero target/release/zero] [--seq 1024] [--batch 4] [--dtype fp32] [--rounds 3]
 
@@ -35,10 +36,11 @@ def run(optimizer):
 
 muons = {method: {"muon_lr": 1e-3, "adam_lr": 1e-4, "ns_method": method} for method in ("gram", "standard")}
 ratios = {method: [] for method in muons}
-for _ in range(args.rounds):
+for round in range(args.rounds):
     adam = run({"type": "AdamW", "params": {"lr": 1e-4}})
     print(f"{2 * args.batch * args.seq} tokens: AdamW {adam[0]:.2f} s, update {adam[1]:.2f}", end="", flush=True)
-    for method, params in muons.items():
+    # In the other order every second round.
+    for method, params in list(muons.items())[:: 1 - 2 * (round % 2)]:
         muon = run({"type": "Muon", "params": params})
         ratios[method].append(muon[0] / adam[0])
         print(f"; {method} {muon[0]:.2f} s, update {muon[1]:.2f}: {ratios[method][-1]:.3f}", end="", flush=True)

@@ -2,8 +2,8 @@
 # Checks the work for a GPU on a machine without one: NVIDIA's compiler compiles it for an H100, and a driver that executes
 # nothing (dry/driver.c) checks and counts it. The compiler is downloaded from PyPI once, into the target directory.
 #   bench/gpu/dry.sh kernels [--accept]  compiles all our kernels, and compares their resources with dry/kernels.txt
-#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; xl), counts the GPU operations of a step,
-#                                        and compares them with bounds (dry/steps.py). STUB=: compiles Burn's products too.
+#   bench/gpu/dry.sh steps [CASE...]     trains GPT-2 (tiny; xl-1: one layer of 1.5B, also -dropout; 124m; 350m; xl) or qwen2.5-0.5b,
+#                                        counts the GPU operations of a step, and compares them with bounds (dry/steps.py). STUB=: compiles Burn's products too.
 #                                        --start: also times the first step, with and without cached kernels. PROGRAM=FILE: uses this build
 #   bench/gpu/dry.sh run COMMAND...      runs any program with this driver; for DRY_OUT and other settings see dry/driver.c
 # --accept stores the results instead of comparing. Exit codes: 0; 1 when something differs or failed; 2 for bad arguments.

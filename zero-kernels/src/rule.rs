@@ -122,13 +122,14 @@ pub enum Rule {
     },
 }
 
-/// A variant of the Newton-Schulz iterations that orthogonalize a matrix. Both have the same result up to rounding.
+/// A variant of the Newton-Schulz iterations that orthogonalize a matrix. Without rounding both have the same result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum NewtonSchulz {
     /// On the matrix, as in `torch.optim.Muon`.
     Standard,
-    /// On the square of the shorter side, as in DeepSpeed: fewer multiplications if one side is at least twice the other.
+    /// On the square of the shorter side, for matrices with one side at least twice the other: about 0.7 of the multiplications. DeepSpeed
+    /// computes it in fp16 or fp32, and for every matrix that is not square.
     Gram,
 }
 

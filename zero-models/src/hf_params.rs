@@ -328,7 +328,7 @@ fn check_repeats(sources: &Sources<'_>, checkpoint: &Checkpoint) -> Result<()> {
         let Some((first, repeats)) = found.split_first() else { continue };
         for repeat in repeats {
             let is_same = match first.dtype == repeat.dtype {
-                true => first.bytes() == repeat.bytes(),
+                true => first.has_bytes_of(repeat),
                 false => first.to_f32()? == repeat.to_f32()?,
             };
             if !is_same {

@@ -122,9 +122,13 @@ impl StoredTensor<'_> {
         }
     }
 
-    /// Returns the bytes of the elements in the file.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        self.bytes
+    /// Returns whether two tensors have the same type and the same bytes.
+    pub(crate) fn has_bytes_of(&self, other: &Self) -> bool {
+        let is_same = self.dtype == other.dtype && self.bytes == other.bytes;
+        for tensor in [self, other] {
+            tensor.unmap_pages(0..tensor.numel());
+        }
+        is_same
     }
 
     /// Returns the number of elements.
@@ -190,7 +194,8 @@ impl StoredTensor<'_> {
     fn unmap_pages(&self, read: Range<usize>) {
         let size = self.dtype.bitsize() / 8;
         let begin = self.bytes.as_ptr() as usize - self.map.as_ptr() as usize + read.start * size;
-        // SAFETY: nobody writes to the map, so a page that is read again has the bytes of the file, as before. A failure leaves it mapped.
+        // SAFETY: the map is shared and read-only, so the call only drops page-table entries. Whoever reads through a reference to the map,
+        // in any thread, gets the same bytes of the file again. If the call fails, the pages stay mapped.
         let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, begin, read.len() * size) };
     }
 

@@ -1,6 +1,6 @@
 //! The optimizers, with DeepSpeed's names and defaults.
 
-use zero_kernels::Rule;
+use zero_kernels::{NewtonSchulz, Rule};
 
 use super::node::Node;
 use super::reader::Reader;
@@ -43,6 +43,12 @@ impl OptimizerPlan {
         }
         if let Rule::Sgd { momentum, nesterov, .. } | Rule::Muon { momentum, nesterov, .. } = rule {
             text += &format!(", {} {momentum}", if nesterov { "Nesterov momentum" } else { "momentum" });
+        }
+        if let Rule::Muon { ns_method, .. } = rule {
+            text += match ns_method {
+                NewtonSchulz::Standard => ", standard Newton-Schulz iterations",
+                NewtonSchulz::Gram => ", Gram Newton-Schulz iterations",
+            };
         }
         text += &format!(", {decay} {}", rule.weight_decay());
         if let Rule::AdamW { bias_correction: false, .. }

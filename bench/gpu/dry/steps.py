@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What a training step asks of a GPU: launches, copies, waits and memory, counted by driver.c, against bounds; and what it would take
-at best, on paper (roofline.py).
+"""Compares what a training step asks of a GPU (launches, copies, waits and memory, counted by driver.c) with bounds, and prints a lower
+bound of its time (roofline.py).
 
     bench/gpu/dry/steps.py --run 'bench/gpu/dry.sh run' --program gpt2_1_5b --work FOLDER [CASE...]    (bench/gpu/dry.sh steps calls it)
 
@@ -20,32 +20,32 @@ import sys
 import time
 
 import roofline
+from roofline import Model
 
-# Of GPT-2, without dropout but where the name says so, bf16, AdamW, one rank at stage 0: layers, width, heads, tokens of a row, rows;
-# then the most that a step may do.
+# All cases train in bf16 with AdamW on one rank at stage 0, without dropout unless the name says so. Each has the bounds of a step.
 # Bounds are about a twentieth above what was seen.
 # `uploads` are copies to the device, nearly all of them the shapes of a launch's tensors; `waits` are the host's for the device, and
 # `drains` those of them after which the device has nothing to do. Of peaks 0.8 GiB are the head's logits in one chunk, which is kept.
+XL_1 = Model(1, 1600, 25, 1024, 8)
 CASES = {
-    "tiny": ((4, 256, 4, 64, 1), {"launches": 190, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 780}),
-    "xl-1": ((1, 1600, 25, 1024, 8), {"launches": 96, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 5_350}),
-    "xl-1-dropout": ((1, 1600, 25, 1024, 8), {"launches": 106, "uploads": 21, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 5_350}),
-    "124m": ((12, 768, 12, 1024, 8), {"launches": 520, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 6_500}),
-    "xl": ((48, 1600, 25, 1024, 8), {"launches": 1_900, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 48_800}),
+    "tiny": (Model(4, 256, 4, 64, 1), {"launches": 190, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 780}),
+    "xl-1": (XL_1, {"launches": 96, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 5_350}),
+    "xl-1-dropout": (XL_1, {"launches": 106, "uploads": 21, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 5_350}),
+    "124m": (Model(12, 768, 12, 1024, 8), {"launches": 520, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 6_500}),
+    "350m": (Model(24, 1024, 16, 1024, 8), {"waits": 1, "drains": 0, "downloads": 3}),
+    "qwen2.5-0.5b": (Model(24, 896, 14, 1024, 8, 2, 4864, 151_936), {"waits": 1, "drains": 0, "downloads": 3}),
+    "xl": (Model(48, 1600, 25, 1024, 8), {"launches": 1_900, "uploads": 16, "waits": 1, "drains": 0, "downloads": 3, "peak_mib": 48_800}),
 }
 KEYS = ("launches", "uploads", "upload_bytes", "downloads", "download_bytes", "copies", "waits", "drains", "allocations")
 
 
-def train(args, work, shape, steps, settings=(), options=("--no-kernel-cache",)):
+def train(args, work, model, steps, settings=(), options=("--no-kernel-cache",)):
     """What the driver has counted for a run of so many steps, and `first_step_s`: seconds from the start to the end of the first."""
-    layers, width, heads, row, rows = shape
-    config = {"model_type": "gpt2", "n_layer": layers, "n_embd": width, "n_head": heads, "n_positions": row, "vocab_size": 50257}
     # As compare.py, but for one case.
-    config.update(dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0.1 if work.name.endswith("-dropout") else 0.0))
-    (work / "config.json").write_text(json.dumps(config))
+    (work / "config.json").write_text(json.dumps(model.config(0.1 if work.name.endswith("-dropout") else 0.0)))
     (work / "cubecl.toml").write_text(f'[autotune]\ncache = {{ file = "{work}/autotune" }}\n')
     command = [*shlex.split(args.run), args.program, "--backend", "cuda", "--model", str(work), "--ranks", "1", "--stage", "0", "--dtype",
-               "bf16", "--seq", str(row), "--batch", str(rows), "--steps", str(steps), "--offload", "none", "--out", str(work / "out"), *options]
+               "bf16", "--seq", str(model.t), "--batch", str(model.rows), "--steps", str(steps), "--offload", "none", "--out", str(work / "out"), *options]
     (work / "driver.json").unlink(missing_ok=True)
     begin = time.time()
     done = subprocess.run(command, env={**os.environ, "DRY_OUT": str(work), **dict(settings)}, capture_output=True, text=True, check=False)
@@ -62,7 +62,7 @@ def train(args, work, shape, steps, settings=(), options=("--no-kernel-cache",))
     return {**told, "first_step_s": end - after_first - begin}
 
 
-def start(args, work, shape):
+def start(args, work, model):
     """Prints how long it takes to the end of the first step, on this machine's processor: when nothing is kept, when kernels are
     kept for the first time, and when they are there. Without what dry/nvrtc.c keeps."""
     counts = []
@@ -70,7 +70,7 @@ def start(args, work, shape):
         compiled = work / f"compiled-{len(counts)}"
         compiled.mkdir()
         settings = {"DRY_PTX": str(compiled), "XDG_CACHE_HOME": str(work / "cache")}
-        told = train(args, work, shape, 2, settings, options)
+        told = train(args, work, model, 2, settings, options)
         counts.append(len(list(compiled.iterdir())))
         print(f"  {name:14} {told['first_step_s']:8.1f} s to the end of the first step, {counts[-1]} kernels compiled", flush=True)
     if counts[0] == 0 or counts[2] != 0:
@@ -100,12 +100,12 @@ def main():
         parser.error(f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)}")
     failed = False
     for case in args.cases:
-        shape, bounds = CASES[case]
+        model, bounds = CASES[case]
         work = args.work / case
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-        tuned = train(args, work, shape, 2, {"DRY_TUNING": "1"})
-        one, two = (train(args, work, shape, steps) for steps in (3, 5))
+        tuned = train(args, work, model, 2, {"DRY_TUNING": "1"})
+        one, two = (train(args, work, model, steps) for steps in (3, 5))
         step = {key: (two[key] - one[key]) / 2 for key in KEYS}
         step["peak_mib"] = two["peak"] / 2**20
         print(f"{case}: {tuned['modules']} kernels were compiled, {tuned['refused']} tensor maps of tuning refused; "
@@ -121,8 +121,8 @@ def main():
             if place < 12 or uploads > 0:
                 print(f"  {launches:10,.1f} {uploads:10,.1f}  {name}")
         if args.start:
-            start(args, work, shape)
-        print("\n".join(roofline.table(shape, [(launches, name) for launches, _, name in counts])), flush=True)
+            start(args, work, model)
+        print("\n".join(roofline.table(model, [(launches, name) for launches, _, name in counts])), flush=True)
     if failed:
         sys.exit("a step does more than it may: find what grew, or raise the bound in CASES of bench/gpu/dry/steps.py with a reason")
 

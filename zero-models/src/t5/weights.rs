@@ -109,7 +109,7 @@ impl Family for T5Config {
     fn with_weights_in(self, dir: &Path) -> Self {
         let Ok(checkpoint) = Checkpoint::open(dir) else { return self };
         let tie_word_embeddings = match (checkpoint.get(SHARED), checkpoint.get(HEAD)) {
-            (Some(shared), Some(head)) => shared.dtype == head.dtype && shared.bytes() == head.bytes(),
+            (Some(shared), Some(head)) => shared.has_bytes_of(&head),
             (None, None) => self.tie_word_embeddings,
             _ => true,
         };

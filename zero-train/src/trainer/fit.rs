@@ -129,7 +129,7 @@ impl MemoryNeed {
 }
 
 /// Bytes per element of the largest matrix that Muon's exchange and iterations take: two matrices of what is sent and received, the full
-/// matrix, its bf16 copy, a product, and two squares.
+/// matrix, its bf16 copy, a product, and two squares (with the Gram variant four, each at most half as large).
 const MUON: usize = 22;
 
 /// Returns the bytes of one rank's model state by the ZeRO formula.
