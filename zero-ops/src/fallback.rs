@@ -296,13 +296,6 @@ fn scores<B: Backend>(
     scores
 }
 
-/// Returns whether there are as many keys as queries with fewer heads, so that heads of queries share those of keys.
-#[cfg(feature = "cubecl")]
-pub(crate) fn shares_heads<B: Backend>(q: &FloatTensor<B>, k: &FloatTensor<B>) -> bool {
-    let ([n, d], [m, c]): ([usize; 2], [usize; 2]) = (q.shape().dims(), k.shape().dims());
-    n == m && c < d
-}
-
 /// Repeats shared heads of width `e` in rows `[m, c]` so that each query head has its own, `[m, d]`.
 #[cfg(feature = "cubecl")]
 pub(crate) fn with_all_heads<B: Backend>(x: FloatTensor<B>, d: usize, e: usize) -> FloatTensor<B> {

@@ -166,11 +166,6 @@ fused_backends! {
     }
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
-        if fallback::shares_heads::<Self>(&q, &k) {
-            let (d, e) = (q.shape()[1], fallback::head_width::<Self>(&q, options));
-            let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
-            return Self::attention_forward(q, k, v, mask, options);
-        }
         if !is_float(q.dtype()) {
             return fallback::attention_forward::<Self>(q, k, v, mask, options);
         }
@@ -179,12 +174,6 @@ fused_backends! {
 
     fn attention_backward(q: float, k: float, v: float, mask: opt_float, out: float, lse: float, grad: float,
                           options: (AttentionOptions)) -> three_floats {
-        if fallback::shares_heads::<Self>(&q, &k) {
-            let (d, c, e) = (q.shape()[1], k.shape()[1], fallback::head_width::<Self>(&q, options));
-            let [k, v] = [k, v].map(|x| fallback::with_all_heads::<Self>(x, d, e));
-            let [dq, dk, dv] = Self::attention_backward(q, k, v, mask, out, lse, grad, options);
-            return [dq, fallback::of_shared_heads::<Self>(dk, c, e), fallback::of_shared_heads::<Self>(dv, c, e)];
-        }
         if !is_float(q.dtype()) {
             return fallback::attention_backward::<Self>(q, k, v, mask, out, lse, grad, options);
         }

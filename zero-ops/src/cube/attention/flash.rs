@@ -96,7 +96,7 @@ impl Flash {
         unsafe {
             launch! {
                 keys_kernel on lse.client,
-                (grid(of_keys * sizes.pairs), self.keys.cube_dim(), address, self.wide), [],
+                (grid(of_keys * (sizes.pairs / sizes.group)), self.keys.cube_dim(), address, self.wide), [],
                 heads(q), heads(k), heads(v), array(mask), heads(grad), array(lse), array(along), heads(dk), heads(dv),
                 problem(*sizes, of_keys), dropped(inputs.dropout), inputs.variant(), self.keys, inputs.dtype().into()
             }

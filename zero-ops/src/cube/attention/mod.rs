@@ -25,14 +25,16 @@ use cubecl::prelude::*;
 use self::blocked::Blocked;
 use self::flash::Flash;
 use super::rows::with_whole_rows;
-use super::tensor::{OnCube, empty, first, packed, run};
+use super::tensor::{OnCube, Plain, empty, first, packed, run};
+use crate::fallback::{of_shared_heads, with_all_heads};
 use crate::options::{AttentionDropout, AttentionOptions};
 
 /// Implements [`attention_forward`](crate::FusedBackend::attention_forward), also of packed rows. Returns rows `[n, d]` and their
 /// logarithms of sums `[b, h, t]`, which are fp32 whatever the type of the rows.
 ///
 /// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that [is a float](super::tensor::is_float), with
-/// rows at any stride. `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows per sequence and queries `t`.
+/// rows at any stride. `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows per sequence and queries `t`, or the same rows and
+/// fewer heads, `[n, c]`: consecutive heads of queries share one.
 pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>, options: AttentionOptions) -> (T, T) {
     let (shape, dtype) = (parts[0].shape(), parts[0].dtype());
     let lse = Shape::from([options.batch, options.heads, shape[0] / options.batch]);
@@ -92,11 +94,13 @@ struct Rows<R: CubeRuntime> {
     column: usize,
     /// Number of rows per sequence.
     t: usize,
+    /// Number of heads of queries that share a head of these rows.
+    group: usize,
 }
 
 impl<R: CubeRuntime> Rows<R> {
     fn new(x: CubeTensor<R>, t: usize) -> Self {
-        Self { tensor: with_whole_rows(x), column: 0, t }
+        Self { tensor: with_whole_rows(x), column: 0, t, group: 1 }
     }
 }
 
@@ -106,6 +110,7 @@ fn three<R: CubeRuntime, const N: usize>(parts: [CubeTensor<R>; N], sizes: Sizes
     [0, 1, 2].map(|i| Rows {
         column: if N == 1 { i * sizes.width() } else { 0 },
         t: if i == 0 { sizes.t } else { sizes.s },
+        group: if i == 0 { 1 } else { sizes.group },
         ..parts[i * N / 3].clone()
     })
 }
@@ -116,6 +121,8 @@ struct Sizes {
     /// Number of sequences times heads.
     pairs: usize,
     heads: usize,
+    /// Number of heads of queries that share a head of keys.
+    group: usize,
     /// Number of rows per sequence.
     t: usize,
     /// Number of keys per sequence: `t`, except in cross-attention, which is not causal.
@@ -129,10 +136,11 @@ struct Sizes {
 }
 
 impl Sizes {
-    fn new(n: usize, keys: usize, d: usize, options: AttentionOptions) -> Self {
+    fn new([n, d]: [usize; 2], [keys, c]: [usize; 2], options: AttentionOptions) -> Self {
         let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
         let (t, s) = (n / batch, keys / batch);
-        Self { pairs: batch * heads, heads, t, s, e: d / heads, causal, window, scale: scale as f32 }
+        let group = d.checked_div(c).unwrap_or(1);
+        Self { pairs: batch * heads, heads, group, t, s, e: d / heads, causal, window, scale: scale as f32 }
     }
 
     fn rows(&self) -> usize {
@@ -168,8 +176,11 @@ struct Inputs<R: CubeRuntime> {
 
 impl<R: CubeRuntime> Inputs<R> {
     fn new<const N: usize>(parts: [CubeTensor<R>; N], mask: Option<CubeTensor<R>>, options: AttentionOptions) -> Self {
-        let ([n, width], [keys, _]) = (parts[0].shape().dims(), parts[N / 2].shape().dims());
-        let sizes = Sizes::new(n, keys, width * N / 3, options);
+        let of = |i: usize| {
+            let [rows, width] = parts[i].shape().dims();
+            [rows, width * N / 3]
+        };
+        let sizes = Sizes::new(of(0), of(N / 2), options);
         let [q, k, v] = three(parts, sizes);
         let masked = mask.is_some();
         let mask = mask.map_or_else(|| scratch(&q.tensor, &[1], DType::F32), full);
@@ -178,6 +189,15 @@ impl<R: CubeRuntime> Inputs<R> {
 
     fn dtype(&self) -> DType {
         self.q.tensor.dtype
+    }
+
+    /// Returns the same inputs with a head of keys and values for each head of queries.
+    fn with_all_heads(&self) -> Self {
+        let sizes = Sizes { group: 1, ..self.sizes };
+        let [k, v] = [&self.k, &self.v].map(|rows| {
+            Rows::new(with_all_heads::<Plain<R>>(packed(rows.tensor.clone()), sizes.width(), sizes.e), rows.t)
+        });
+        Self { sizes, k, v, ..self.clone() }
     }
 
     fn variant(&self) -> Variant {
@@ -216,6 +236,9 @@ fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
 }
 
 fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2] {
+    if inputs.sizes.group > 1 && matches!(way, Way::Blocked(_)) {
+        return forward_of(inputs.with_all_heads(), way);
+    }
     let Sizes { pairs, heads, t, .. } = inputs.sizes;
     let like = &inputs.q.tensor;
     let out = scratch(like, &[inputs.sizes.rows(), inputs.sizes.width()], inputs.dtype());
@@ -232,10 +255,15 @@ fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2]
 fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> [CubeTensor<R>; N] {
     let sizes = inputs.sizes;
     let parts = [&inputs.q, &inputs.k, &inputs.v];
-    let gradients = std::array::from_fn(|i| {
-        let shape = [parts[i].tensor.meta.shape()[0], sizes.width() * 3 / N];
-        scratch(&inputs.q.tensor, &shape, inputs.dtype())
-    });
+    if sizes.group > 1 && matches!(way, Way::Blocked(_)) {
+        let gradients: [CubeTensor<R>; 3] = backward_of(inputs.with_all_heads(), saved, way);
+        let width = |i: usize| parts[i].tensor.meta.shape()[1];
+        return std::array::from_fn(|i| match i {
+            0 => gradients[0].clone(),
+            _ => of_shared_heads::<Plain<R>>(gradients[i].clone(), width(i), sizes.e),
+        });
+    }
+    let gradients = std::array::from_fn(|i| scratch(&inputs.q.tensor, parts[i].tensor.meta.shape(), inputs.dtype()));
     if !sizes.is_empty() {
         let three = three(gradients.clone(), sizes);
         match way {

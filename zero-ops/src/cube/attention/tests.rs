@@ -89,6 +89,8 @@ struct Case {
     /// Number of rows per sequence of another text.
     keys: Option<usize>,
     window: Option<usize>,
+    /// Number of heads of queries that share a head of keys.
+    group: usize,
 }
 
 impl Case {
@@ -102,7 +104,18 @@ impl Case {
                 let choice = (at * few + i) * 5 % 32;
                 let bit = |bit: usize| choice >> bit & 1 == 1;
                 let (batch, heads) = (1 + usize::from(bit(0)), 1 + 2 * usize::from(bit(1)));
-                Self { batch, heads, t, e, causal: bit(2), masked: bit(3), drops: bit(4), keys: None, window: None }
+                Self {
+                    batch,
+                    heads,
+                    t,
+                    e,
+                    causal: bit(2),
+                    masked: bit(3),
+                    drops: bit(4),
+                    keys: None,
+                    window: None,
+                    group: 1,
+                }
             })
         })
     }
@@ -122,7 +135,7 @@ impl Case {
     }
 
     fn shape_of_keys(self) -> [usize; 2] {
-        [self.batch * self.keys(), self.heads * self.e]
+        [self.batch * self.keys(), self.heads / self.group * self.e]
     }
 
     /// Hides every third key but the first.
@@ -142,8 +155,8 @@ struct Given {
 
 impl From<Case> for Given {
     fn from(case: Case) -> Self {
-        let ([n, d], [m, _]) = (case.shape(), case.shape_of_keys());
-        let rows = [(1, n), (2, m), (3, m), (4, n)].map(|(seed, rows)| noise(rows * d, seed + 10 * n as u64));
+        let ([n, d], [m, c]) = (case.shape(), case.shape_of_keys());
+        let rows = [(1, n * d), (2, m * c), (3, m * c), (4, n * d)].map(|(seed, len)| noise(len, seed + 10 * n as u64));
         Self { case, rows, mask: case.mask() }
     }
 }
@@ -242,7 +255,10 @@ fn windows_agree_with_the_default_bodies() {
     for (t, window) in [(2, 1), (17, 5), (100, 70), (257, 1), (257, 64), (257, 130)] {
         for (way, masked) in [(BLOCKED, false), (SMALL_BLOCKS, true)] {
             let window = Some(window);
-            agrees(way, Case { batch: 2, heads: 3, t, e: 8, causal: true, masked, drops: false, keys: None, window });
+            agrees(
+                way,
+                Case { batch: 2, heads: 3, t, e: 8, causal: true, masked, drops: false, keys: None, window, group: 1 },
+            );
         }
     }
 }
@@ -252,9 +268,27 @@ fn attention_across_texts_agrees_with_the_default_bodies() {
     for (t, keys) in [(1, 17), (17, 1), (100, 257), (257, 100)] {
         for (way, masked) in [(BLOCKED, true), (SMALL_BLOCKS, false), (SMALL_BLOCKS, true)] {
             let keys = Some(keys);
-            let case = Case { batch: 2, heads: 3, t, e: 8, causal: false, masked, drops: false, keys, window: None };
+            let case =
+                Case { batch: 2, heads: 3, t, e: 8, causal: false, masked, drops: false, keys, window: None, group: 1 };
             let given = case.into();
             assert_close(&separate(way, &given, pitched), &expected(&given), (case, "across"));
+        }
+    }
+}
+
+#[test]
+fn heads_of_queries_that_share_keys_agree_with_the_default_bodies() {
+    for (i, (t, causal, masked, drops)) in
+        [(1, true, false, false), (17, false, true, false), (100, true, true, false), (100, true, false, true)]
+            .into_iter()
+            .enumerate()
+    {
+        for (heads, group) in [(6, 3), (4, 4)] {
+            let case = Case { batch: 2, heads, t, e: 16, causal, masked, drops, keys: None, window: None, group };
+            let given = case.into();
+            for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1 + i % 2)] {
+                assert_close(&separate(way, &given, pitched), &expected(&given), (case, way));
+            }
         }
     }
 }
@@ -306,8 +340,18 @@ fn tiles_lie_as_matrix_units_have_them() {
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    let case =
-        Case { batch: 2, heads: 3, t: 100, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
+    let case = Case {
+        batch: 2,
+        heads: 3,
+        t: 100,
+        e: 48,
+        causal: true,
+        masked: true,
+        drops: false,
+        keys: None,
+        window: None,
+        group: 1,
+    };
     let given = case.into();
     let expected = expected(&given);
     for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
@@ -321,8 +365,18 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
-        let case =
-            Case { batch: 2, heads: 3, t: 100, e: 16, causal, masked: true, drops: false, keys: None, window: None };
+        let case = Case {
+            batch: 2,
+            heads: 3,
+            t: 100,
+            e: 16,
+            causal,
+            masked: true,
+            drops: false,
+            keys: None,
+            window: None,
+            group: 1,
+        };
         let mut given = Given::from(case);
         given.mask.as_mut().expect("the case has a mask")[..case.t].fill(-1e9);
         let expected = expected_in(FloatDType::F32, &given);
@@ -339,15 +393,35 @@ fn a_mask_may_hide_everything() {
 
 #[test]
 fn no_rows_are_no_work() {
-    let case =
-        Case { batch: 2, heads: 3, t: 0, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
+    let case = Case {
+        batch: 2,
+        heads: 3,
+        t: 0,
+        e: 8,
+        causal: true,
+        masked: false,
+        drops: false,
+        keys: None,
+        window: None,
+        group: 1,
+    };
     assert!(joint(BLOCKED, &case.into(), plain).iter().all(Vec::is_empty));
 }
 
 #[test]
 fn the_functions_give_what_the_chosen_way_gives() {
-    let case =
-        Case { batch: 2, heads: 3, t: 17, e: 40, causal: true, masked: true, drops: false, keys: None, window: None };
+    let case = Case {
+        batch: 2,
+        heads: 3,
+        t: 17,
+        e: 40,
+        causal: true,
+        masked: true,
+        drops: false,
+        keys: None,
+        window: None,
+        group: 1,
+    };
     let (shape, options, given) = (case.shape(), case.options(), case.into());
     let expected = expected(&given);
     let [q, k, v, grad] = given.rows.map(|rows| plain(&rows, shape));
@@ -369,8 +443,18 @@ fn the_functions_give_what_the_chosen_way_gives() {
 /// The scores of all pairs of rows are never in one tensor.
 #[test]
 fn no_tensor_holds_all_scores() {
-    let case =
-        Case { batch: 1, heads: 4, t: 512, e: 8, causal: true, masked: false, drops: false, keys: None, window: None };
+    let case = Case {
+        batch: 1,
+        heads: 4,
+        t: 512,
+        e: 8,
+        causal: true,
+        masked: false,
+        drops: false,
+        keys: None,
+        window: None,
+        group: 1,
+    };
     let (given, scores) = (case.into(), case.batch * case.heads * case.t * case.t);
     LARGEST.with(|largest| largest.set(0));
     separate(SMALL_BLOCKS, &given, plain);
@@ -387,7 +471,7 @@ fn blocks_keep_to_their_budget() {
         for pairs in [1, 12, 200, 100_000] {
             for causal in [false, true] {
                 for bytes in [4, 6, 8, 12] {
-                    let sizes = Sizes { pairs, heads: 1, t, s: t, e: 64, causal, window: None, scale: 1.0 };
+                    let sizes = Sizes { pairs, heads: 1, group: 1, t, s: t, e: 64, causal, window: None, scale: 1.0 };
                     let plan = Plan::new(sizes, budget, bytes);
                     let taken = plan.pairs * plan.queries * t * bytes;
                     let least = t.min(64) * t * bytes;
@@ -405,8 +489,18 @@ fn blocks_keep_to_their_budget() {
 /// Rows in 16 bit are computed in fp32 and rounded once.
 #[test]
 fn rows_in_16_bit_are_rounded_at_the_end() {
-    let case =
-        Case { batch: 2, heads: 3, t: 40, e: 48, causal: true, masked: true, drops: false, keys: None, window: None };
+    let case = Case {
+        batch: 2,
+        heads: 3,
+        t: 40,
+        e: 48,
+        causal: true,
+        masked: true,
+        drops: false,
+        keys: None,
+        window: None,
+        group: 1,
+    };
     for dtype in [DType::F16, DType::BF16] {
         in_16_bit(dtype, case, |_, case| vec![BLOCKED, in_loops(case.e, 1)]);
     }
@@ -415,7 +509,7 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
 /// The kernels at the sizes of models, if the device has matrix units.
 fn matrix_units_agree_with_the_default_bodies(dtype: DType, e: usize) {
     let (batch, heads, masked, keys, window) = (2, 2, false, None, None);
-    let long = Case { batch, heads, t: 1000, e, causal: true, masked, drops: false, keys, window };
+    let long = Case { batch, heads, t: 1000, e, causal: true, masked, drops: false, keys, window, group: 1 };
     for case in [long].into_iter().chain(Case::some(2, [e])) {
         in_16_bit(dtype, case, |inputs, _| Flash::on(inputs, &[]).map(Way::Flash).into_iter().collect());
     }

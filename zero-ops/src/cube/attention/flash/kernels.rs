@@ -22,10 +22,12 @@ pub(super) struct Heads<E: Float, N: Size> {
     stride: usize,
     /// First column of the first head.
     column: usize,
+    /// Number of heads of queries that share a head.
+    group: usize,
 }
 
 pub(super) fn heads<E: Float, N: Size, R: CubeRuntime>(rows: &Rows<R>) -> HeadsLaunch<E, N, R> {
-    HeadsLaunch::new(array(&rows.tensor), stride(&rows.tensor, 1), rows.column)
+    HeadsLaunch::new(array(&rows.tensor), stride(&rows.tensor, 1), rows.column, rows.group)
 }
 
 #[derive(CubeType, CubeLaunch, Clone, Copy)]
@@ -45,7 +47,8 @@ pub(super) fn problem<R: CubeRuntime>(sizes: Sizes, blocks: usize) -> ProblemLau
 /// Returns the element at which row 0 of a pair's head begins.
 #[cube]
 fn head<E: Float, N: Size>(heads: &Heads<E, N>, problem: &Problem, pair: usize, #[comptime] cut: Cut) -> usize {
-    pair / problem.heads * problem.t * heads.stride + heads.column + pair % problem.heads * comptime!(cut.e).runtime()
+    let which = pair % problem.heads / heads.group;
+    pair / problem.heads * problem.t * heads.stride + heads.column + which * comptime!(cut.e).runtime()
 }
 
 /// Copies rows of a head to shared memory.
@@ -272,7 +275,8 @@ fn gradients(score: f32, gradient: f32, lse: f32, along: f32, seen: bool, scale:
     (probability, probability * (gradient - along) * scale)
 }
 
-/// Computes `dk` and `dv` `[n, d]`. A cube takes keys, which are its rows of tiles: all scores are transposed.
+/// Computes `dk` and `dv` `[n, c]`. A cube takes keys, which are its rows of tiles: all scores are transposed. It adds up the gradients by all
+/// heads of queries that share these keys.
 #[cube(launch_unchecked, address_type = "dynamic", fast_math = fast(cut))]
 pub(super) fn keys_kernel<E: Float, N: Size>(
     q: &Heads<E, N>,
@@ -290,10 +294,10 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     #[comptime] cut: Cut,
     #[define(E)] _dtype: StorageType,
 ) {
-    if CUBE_POS >= problem.blocks * problem.pairs {
+    if CUBE_POS >= problem.blocks * (problem.pairs / k.group) {
         terminate!();
     }
-    let pair = CUBE_POS / problem.blocks;
+    let first_pair = CUBE_POS / problem.blocks * k.group;
     // Keys that the most queries see come first.
     let first = CUBE_POS % problem.blocks * comptime!(cut.rows());
     let of_plane = UNIT_POS_Y as usize * comptime!(cut.of_plane());
@@ -311,8 +315,8 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     let mut queries = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
     let mut grads = SharedMemory::<Vector<E, N>>::new(comptime!(cut.memory(cut.others) / width));
 
-    stage_head::<E, N>(k, &problem, pair, first, &mut keys, comptime!(cut.rows()), cut);
-    stage_head::<E, N>(v, &problem, pair, first, &mut values, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(k, &problem, first_pair, first, &mut keys, comptime!(cut.rows()), cut);
+    stage_head::<E, N>(v, &problem, first_pair, first, &mut values, comptime!(cut.rows()), cut);
     let mut biases = Array::<f32>::new(comptime!(2 * cut.tall));
     #[unroll(cut.matrices)]
     for row in 0..comptime!(2 * cut.tall) {
@@ -320,81 +324,100 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
         if comptime!(variant.masked) {
             let key = first + of_plane + 8 * row + g;
             if key < t {
-                biases[row] = mask[pair / problem.heads * t + key];
+                biases[row] = mask[first_pair / problem.heads * t + key];
             }
         }
     }
 
     let mut d_keys = no_sums(comptime!(cut.e / 8), cut);
     let mut d_values = no_sums(comptime!(cut.e / 8), cut);
-    let mut from = 0usize;
-    if comptime!(variant.causal) {
-        // Queries before the first key see none.
-        from = first / comptime!(cut.others) * comptime!(cut.others);
-    }
-    while from < t {
-        // All units have read the previous rows.
-        sync_cube();
-        stage_head::<E, N>(q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
-        stage_head::<E, N>(grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
-        stage_numbers(lse, pair * t, from, t, &mut shared_lse, comptime!(cut.others));
-        stage_numbers(along, pair * t, from, t, &mut shared_along, comptime!(cut.others));
-        sync_cube();
-
-        let mut scores = no_sums(tiles, cut);
-        let mut d_scores = no_sums(tiles, cut);
-        #[unroll(cut.matrices)]
-        for step in 0..steps {
-            let operand = left::<E, N>(&keys, of_plane, 16 * step, cut);
-            multiply::<E, N>(&mut scores, &operand, &queries, 0, 16 * step, &mut exchange, tiles, false, cut);
-            let operand = left::<E, N>(&values, of_plane, 16 * step, cut);
-            multiply::<E, N>(&mut d_scores, &operand, &grads, 0, 16 * step, &mut exchange, tiles, false, cut);
+    for member in 0..k.group {
+        let pair = first_pair + member;
+        let mut from = 0usize;
+        if comptime!(variant.causal) {
+            // Queries before the first key see none.
+            from = first / comptime!(cut.others) * comptime!(cut.others);
         }
-        #[unroll(cut.matrices)]
-        for m in 0..comptime!(cut.tall) {
+        while from < t {
+            // All units have read the previous rows.
+            sync_cube();
+            stage_head::<E, N>(q, &problem, pair, from, &mut queries, comptime!(cut.others), cut);
+            stage_head::<E, N>(grad, &problem, pair, from, &mut grads, comptime!(cut.others), cut);
+            stage_numbers(lse, pair * t, from, t, &mut shared_lse, comptime!(cut.others));
+            stage_numbers(along, pair * t, from, t, &mut shared_along, comptime!(cut.others));
+            sync_cube();
+
+            let mut scores = no_sums(tiles, cut);
+            let mut d_scores = no_sums(tiles, cut);
             #[unroll(cut.matrices)]
-            for n in 0..tiles {
+            for step in 0..steps {
+                let operand = left::<E, N>(&keys, of_plane, 16 * step, cut);
+                multiply::<E, N>(&mut scores, &operand, &queries, 0, 16 * step, &mut exchange, tiles, false, cut);
+                let operand = left::<E, N>(&values, of_plane, 16 * step, cut);
+                multiply::<E, N>(&mut d_scores, &operand, &grads, 0, 16 * step, &mut exchange, tiles, false, cut);
+            }
+            #[unroll(cut.matrices)]
+            for m in 0..comptime!(cut.tall) {
                 #[unroll(cut.matrices)]
-                for i in 0..2usize {
-                    let key = first + of_plane + 16 * m + 8 * i + g;
-                    let at = 2 * (m * tiles + n) + i;
-                    let mut both = scores[at];
-                    let mut d_both = d_scores[at];
-                    #[unroll]
-                    for c in 0..2usize {
-                        let query = 8 * n + 2 * p + c;
-                        let mut seen = from + query < t;
-                        if comptime!(variant.causal) {
-                            seen = seen && key <= from + query;
+                for n in 0..tiles {
+                    #[unroll(cut.matrices)]
+                    for i in 0..2usize {
+                        let key = first + of_plane + 16 * m + 8 * i + g;
+                        let at = 2 * (m * tiles + n) + i;
+                        let mut both = scores[at];
+                        let mut d_both = d_scores[at];
+                        #[unroll]
+                        for c in 0..2usize {
+                            let query = 8 * n + 2 * p + c;
+                            let mut seen = from + query < t;
+                            if comptime!(variant.causal) {
+                                seen = seen && key <= from + query;
+                            }
+                            let score = both[c] * problem.scale + biases[2 * m + i];
+                            let mut share_of = 1.0f32;
+                            if comptime!(variant.drops) {
+                                share_of = share(&of_dropout, pair, from + query, key, t);
+                                d_both[c] *= share_of;
+                            }
+                            let (probability, d_score) = gradients(
+                                score,
+                                d_both[c],
+                                shared_lse[query],
+                                shared_along[query],
+                                seen,
+                                problem.scale,
+                            );
+                            both[c] = probability;
+                            if comptime!(variant.drops) {
+                                both[c] *= share_of;
+                            }
+                            d_both[c] = d_score;
                         }
-                        let score = both[c] * problem.scale + biases[2 * m + i];
-                        let mut share_of = 1.0f32;
-                        if comptime!(variant.drops) {
-                            share_of = share(&of_dropout, pair, from + query, key, t);
-                            d_both[c] *= share_of;
-                        }
-                        let (probability, d_score) =
-                            gradients(score, d_both[c], shared_lse[query], shared_along[query], seen, problem.scale);
-                        both[c] = probability;
-                        if comptime!(variant.drops) {
-                            both[c] *= share_of;
-                        }
-                        d_both[c] = d_score;
+                        scores[at] = both;
+                        d_scores[at] = d_both;
                     }
-                    scores[at] = both;
-                    d_scores[at] = d_both;
                 }
             }
+            #[unroll(cut.matrices)]
+            for j in 0..comptime!(cut.others / 16) {
+                let tiles_of_e = comptime!(cut.e / 8);
+                let probabilities = rounded::<E>(&scores, j, tiles, cut);
+                multiply::<E, N>(
+                    &mut d_values,
+                    &probabilities,
+                    &grads,
+                    16 * j,
+                    0,
+                    &mut exchange,
+                    tiles_of_e,
+                    true,
+                    cut,
+                );
+                let d_products = rounded::<E>(&d_scores, j, tiles, cut);
+                multiply::<E, N>(&mut d_keys, &d_products, &queries, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
+            }
+            from += comptime!(cut.others);
         }
-        #[unroll(cut.matrices)]
-        for j in 0..comptime!(cut.others / 16) {
-            let tiles_of_e = comptime!(cut.e / 8);
-            let probabilities = rounded::<E>(&scores, j, tiles, cut);
-            multiply::<E, N>(&mut d_values, &probabilities, &grads, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
-            let d_products = rounded::<E>(&d_scores, j, tiles, cut);
-            multiply::<E, N>(&mut d_keys, &d_products, &queries, 16 * j, 0, &mut exchange, tiles_of_e, true, cut);
-        }
-        from += comptime!(cut.others);
     }
 
     let mut ones = Array::<f32>::new(comptime!(2 * cut.tall));
@@ -402,8 +425,8 @@ pub(super) fn keys_kernel<E: Float, N: Size>(
     for row in 0..comptime!(2 * cut.tall) {
         ones[row] = 1.0f32;
     }
-    store::<E>(&d_keys, &ones, dk, &problem, pair, first + of_plane, cut);
-    store::<E>(&d_values, &ones, dv, &problem, pair, first + of_plane, cut);
+    store::<E>(&d_keys, &ones, dk, &problem, first_pair, first + of_plane, cut);
+    store::<E>(&d_values, &ones, dv, &problem, first_pair, first + of_plane, cut);
 }
 
 /// Computes `dq` `[n, d]`. A cube takes queries.
