@@ -190,7 +190,7 @@ impl StoredTensor<'_> {
         Ok(values)
     }
 
-    /// Unmaps the pages of elements `read`, so that the process holds the file's pages of one tensor at a time.
+    /// Unmaps the pages of elements `read`, so that a thread holds the file's pages of one tensor at a time.
     fn unmap_pages(&self, read: Range<usize>) {
         let size = self.dtype.bitsize() / 8;
         let begin = self.bytes.as_ptr() as usize - self.map.as_ptr() as usize + read.start * size;

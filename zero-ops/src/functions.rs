@@ -117,7 +117,7 @@ fn check_attention<B: FusedBackend>(
     }
     assert!(heads > 0 && d.is_multiple_of(heads), "attention: {heads} heads do not divide a width of {d}");
     assert!(
-        kv_width == d || kv_width.is_multiple_of(d / heads) && d.is_multiple_of(kv_width.max(1)),
+        kv_width == d || kv_width > 0 && kv_width.is_multiple_of(d / heads) && d.is_multiple_of(kv_width),
         "attention: keys of width {kv_width} do not divide into heads that {heads} query heads of width {} can share",
         d / heads
     );

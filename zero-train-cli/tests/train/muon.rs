@@ -130,7 +130,7 @@ fn bits_do_not_depend_on_stages_tiers_or_a_resume() {
 }
 
 #[test]
-fn gram_newton_schulz_has_the_same_losses_up_to_rounding_at_every_stage() {
+fn gram_newton_schulz_has_the_same_losses_up_to_rounding() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for mut case in made() {

@@ -33,8 +33,8 @@ use crate::options::{AttentionDropout, AttentionOptions};
 /// logarithms of sums `[b, h, t]`, which are fp32 whatever the type of the rows.
 ///
 /// `parts`: query, key and value `[n, d]`, or all three in one `[n, 3 d]`, of one type that [is a float](super::tensor::is_float), with
-/// rows at any stride. `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows per sequence and queries `t`, or the same rows and
-/// fewer heads, `[n, c]`: consecutive heads of queries share one.
+/// rows at any stride. `mask`: `[b, s]`, of any float type. Keys and values may have `s` rows per sequence and queries `t`, and fewer heads,
+/// `[m, c]`: consecutive heads of queries share one.
 pub(crate) fn forward<T: OnCube, const N: usize>(parts: [T; N], mask: Option<T>, options: AttentionOptions) -> (T, T) {
     let (shape, dtype) = (parts[0].shape(), parts[0].dtype());
     let lse = Shape::from([options.batch, options.heads, shape[0] / options.batch]);
@@ -191,6 +191,11 @@ impl<R: CubeRuntime> Inputs<R> {
         self.q.tensor.dtype
     }
 
+    /// Returns whether shared heads of keys must be repeated first.
+    fn repeats_heads(&self, way: Way) -> bool {
+        self.sizes.group > 1 && !self.sizes.is_empty() && matches!(way, Way::Blocked(_))
+    }
+
     /// Returns the same inputs with a head of keys and values for each head of queries.
     fn with_all_heads(&self) -> Self {
         let sizes = Sizes { group: 1, ..self.sizes };
@@ -236,7 +241,7 @@ fn full<R: CubeRuntime>(x: CubeTensor<R>) -> CubeTensor<R> {
 }
 
 fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2] {
-    if inputs.sizes.group > 1 && matches!(way, Way::Blocked(_)) {
+    if inputs.repeats_heads(way) {
         return forward_of(inputs.with_all_heads(), way);
     }
     let Sizes { pairs, heads, t, .. } = inputs.sizes;
@@ -255,7 +260,7 @@ fn forward_of<R: CubeRuntime>(inputs: Inputs<R>, way: Way) -> [CubeTensor<R>; 2]
 fn backward_of<R: CubeRuntime, const N: usize>(inputs: Inputs<R>, saved: Saved<R>, way: Way) -> [CubeTensor<R>; N] {
     let sizes = inputs.sizes;
     let parts = [&inputs.q, &inputs.k, &inputs.v];
-    if sizes.group > 1 && matches!(way, Way::Blocked(_)) {
+    if inputs.repeats_heads(way) {
         let gradients: [CubeTensor<R>; 3] = backward_of(inputs.with_all_heads(), saved, way);
         let width = |i: usize| parts[i].tensor.meta.shape()[1];
         return std::array::from_fn(|i| match i {

@@ -510,7 +510,16 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
 fn matrix_units_agree_with_the_default_bodies(dtype: DType, e: usize) {
     let (batch, heads, masked, keys, window) = (2, 2, false, None, None);
     let long = Case { batch, heads, t: 1000, e, causal: true, masked, drops: false, keys, window, group: 1 };
-    for case in [long].into_iter().chain(Case::some(2, [e])) {
+    let shared = [(4, 2, true), (7, 7, false)].map(|(heads, group, masked)| Case {
+        batch: 2,
+        heads,
+        t: 257,
+        masked,
+        drops: !masked,
+        group,
+        ..long
+    });
+    for case in [long].into_iter().chain(shared).chain(Case::some(2, [e])) {
         in_16_bit(dtype, case, |inputs, _| Flash::on(inputs, &[]).map(Way::Flash).into_iter().collect());
     }
 }
@@ -542,16 +551,18 @@ fn in_16_bit(dtype: DType, case: Case, ways: impl Fn(&Inputs<TestRuntime>, Case)
     }
     let round = |x: &[f32], shape| Plain::float_cast(plain(x, shape), dtype.into());
     let mut given = Given::from(case);
-    given.rows = given.rows.map(|x| values::<Plain, 2>(round(&x, case.shape())));
+    let shapes = [case.shape(), case.shape_of_keys(), case.shape_of_keys(), case.shape()];
+    for (rows, shape) in given.rows.iter_mut().zip(shapes) {
+        *rows = values::<Plain, 2>(round(rows, shape));
+    }
     let expected = expected(&given);
-    let [n, d] = case.shape();
-    let packed = round(&vec![0.0; 3 * n * d], [n, 3 * d]);
-    let ways = ways(&Inputs::new([packed], None, case.options()), case);
+    let [q, k, v] = [0, 1, 2].map(|i| round(&given.rows[i], shapes[i]));
+    let ways = ways(&Inputs::new([q, k, v], None, case.options()), case);
     if ways.is_empty() {
         println!("skipped: the device has no matrix units for {dtype:?}");
     }
     for way in ways {
-        let actual = joint(way, &given, round);
+        let actual = if case.group == 1 { joint(way, &given, round) } else { separate(way, &given, round) };
         for (actual, expected) in actual.iter().zip(&expected) {
             let largest = expected.iter().fold(0.1f32, |largest, x| largest.max(x.abs()));
             // Probabilities and their gradients are also rounded when a product reads them.

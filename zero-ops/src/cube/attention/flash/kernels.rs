@@ -35,7 +35,7 @@ pub(super) struct Problem {
     pairs: usize,
     heads: usize,
     t: usize,
-    /// Number of cubes of a pair.
+    /// Number of cubes of a pair; in the kernel for keys, of a head of keys.
     blocks: usize,
     scale: f32,
 }
