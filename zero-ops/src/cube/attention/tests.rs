@@ -93,6 +93,19 @@ struct Case {
     group: usize,
 }
 
+const SMALL: Case = Case {
+    batch: 2,
+    heads: 3,
+    t: 17,
+    e: 8,
+    causal: true,
+    masked: false,
+    drops: false,
+    keys: None,
+    window: None,
+    group: 1,
+};
+
 impl Case {
     /// Returns all lengths with all head widths, each with `few` of the 32 other choices. Consecutive cases differ, and all choices occur.
     /// (A software device needs a second for a few cases, most of it to compile them.)
@@ -255,10 +268,7 @@ fn windows_agree_with_the_default_bodies() {
     for (t, window) in [(2, 1), (17, 5), (100, 70), (257, 1), (257, 64), (257, 130)] {
         for (way, masked) in [(BLOCKED, false), (SMALL_BLOCKS, true)] {
             let window = Some(window);
-            agrees(
-                way,
-                Case { batch: 2, heads: 3, t, e: 8, causal: true, masked, drops: false, keys: None, window, group: 1 },
-            );
+            agrees(way, Case { t, e: 8, masked, window, ..SMALL });
         }
     }
 }
@@ -268,8 +278,7 @@ fn attention_across_texts_agrees_with_the_default_bodies() {
     for (t, keys) in [(1, 17), (17, 1), (100, 257), (257, 100)] {
         for (way, masked) in [(BLOCKED, true), (SMALL_BLOCKS, false), (SMALL_BLOCKS, true)] {
             let keys = Some(keys);
-            let case =
-                Case { batch: 2, heads: 3, t, e: 8, causal: false, masked, drops: false, keys, window: None, group: 1 };
+            let case = Case { t, e: 8, causal: false, masked, keys, ..SMALL };
             let given = case.into();
             assert_close(&separate(way, &given, pitched), &expected(&given), (case, "across"));
         }
@@ -284,7 +293,7 @@ fn heads_of_queries_that_share_keys_agree_with_the_default_bodies() {
             .enumerate()
     {
         for (heads, group) in [(6, 3), (4, 4)] {
-            let case = Case { batch: 2, heads, t, e: 16, causal, masked, drops, keys: None, window: None, group };
+            let case = Case { heads, t, e: 16, causal, masked, drops, group, ..SMALL };
             let given = case.into();
             for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1 + i % 2)] {
                 assert_close(&separate(way, &given, pitched), &expected(&given), (case, way));
@@ -340,18 +349,7 @@ fn tiles_lie_as_matrix_units_have_them() {
 
 #[test]
 fn two_runs_give_the_same_bits() {
-    let case = Case {
-        batch: 2,
-        heads: 3,
-        t: 100,
-        e: 48,
-        causal: true,
-        masked: true,
-        drops: false,
-        keys: None,
-        window: None,
-        group: 1,
-    };
+    let case = Case { t: 100, e: 48, masked: true, ..SMALL };
     let given = case.into();
     let expected = expected(&given);
     for way in [BLOCKED, SMALL_BLOCKS, in_loops(case.e, 1)] {
@@ -365,18 +363,7 @@ fn two_runs_give_the_same_bits() {
 #[test]
 fn a_mask_may_hide_everything() {
     for causal in [false, true] {
-        let case = Case {
-            batch: 2,
-            heads: 3,
-            t: 100,
-            e: 16,
-            causal,
-            masked: true,
-            drops: false,
-            keys: None,
-            window: None,
-            group: 1,
-        };
+        let case = Case { t: 100, e: 16, causal, masked: true, ..SMALL };
         let mut given = Given::from(case);
         given.mask.as_mut().expect("the case has a mask")[..case.t].fill(-1e9);
         let expected = expected_in(FloatDType::F32, &given);
@@ -393,35 +380,13 @@ fn a_mask_may_hide_everything() {
 
 #[test]
 fn no_rows_are_no_work() {
-    let case = Case {
-        batch: 2,
-        heads: 3,
-        t: 0,
-        e: 8,
-        causal: true,
-        masked: false,
-        drops: false,
-        keys: None,
-        window: None,
-        group: 1,
-    };
+    let case = Case { t: 0, e: 8, ..SMALL };
     assert!(joint(BLOCKED, &case.into(), plain).iter().all(Vec::is_empty));
 }
 
 #[test]
 fn the_functions_give_what_the_chosen_way_gives() {
-    let case = Case {
-        batch: 2,
-        heads: 3,
-        t: 17,
-        e: 40,
-        causal: true,
-        masked: true,
-        drops: false,
-        keys: None,
-        window: None,
-        group: 1,
-    };
+    let case = Case { t: 17, e: 40, masked: true, ..SMALL };
     let (shape, options, given) = (case.shape(), case.options(), case.into());
     let expected = expected(&given);
     let [q, k, v, grad] = given.rows.map(|rows| plain(&rows, shape));
@@ -443,18 +408,7 @@ fn the_functions_give_what_the_chosen_way_gives() {
 /// The scores of all pairs of rows are never in one tensor.
 #[test]
 fn no_tensor_holds_all_scores() {
-    let case = Case {
-        batch: 1,
-        heads: 4,
-        t: 512,
-        e: 8,
-        causal: true,
-        masked: false,
-        drops: false,
-        keys: None,
-        window: None,
-        group: 1,
-    };
+    let case = Case { batch: 1, heads: 4, t: 512, e: 8, ..SMALL };
     let (given, scores) = (case.into(), case.batch * case.heads * case.t * case.t);
     LARGEST.with(|largest| largest.set(0));
     separate(SMALL_BLOCKS, &given, plain);
@@ -489,18 +443,7 @@ fn blocks_keep_to_their_budget() {
 /// Rows in 16 bit are computed in fp32 and rounded once.
 #[test]
 fn rows_in_16_bit_are_rounded_at_the_end() {
-    let case = Case {
-        batch: 2,
-        heads: 3,
-        t: 40,
-        e: 48,
-        causal: true,
-        masked: true,
-        drops: false,
-        keys: None,
-        window: None,
-        group: 1,
-    };
+    let case = Case { t: 40, e: 48, masked: true, ..SMALL };
     for dtype in [DType::F16, DType::BF16] {
         in_16_bit(dtype, case, |_, case| vec![BLOCKED, in_loops(case.e, 1)]);
     }
@@ -508,15 +451,13 @@ fn rows_in_16_bit_are_rounded_at_the_end() {
 
 /// The kernels at the sizes of models, if the device has matrix units.
 fn matrix_units_agree_with_the_default_bodies(dtype: DType, e: usize) {
-    let (batch, heads, masked, keys, window) = (2, 2, false, None, None);
-    let long = Case { batch, heads, t: 1000, e, causal: true, masked, drops: false, keys, window, group: 1 };
+    let long = Case { heads: 2, t: 1000, e, ..SMALL };
     let shared = [(4, 2, true), (7, 7, false)].map(|(heads, group, masked)| Case {
-        batch: 2,
         heads,
+        group,
         t: 257,
         masked,
         drops: !masked,
-        group,
         ..long
     });
     for case in [long].into_iter().chain(shared).chain(Case::some(2, [e])) {
