@@ -5,7 +5,8 @@
   bench/fronts.py [--job lora] [--model mini] [--work 1:0:4 2:3:4] [--rounds 3] [--dtype bf16]
 
 Jobs: `gpt2` trains all weights of a GPT-2 on rows of 256 random tokens, `lora` adapters of rank 8 in it (both need numpy for the
-weights, which are created once, in --dir); `bing_bert` is that example with bert-base and rows of 128 tokens; `own_model` is that example.
+weights, which are created once, in --dir); `bing_bert` is that example with bert-base and rows of 128 tokens; `own_model` is that example;
+`readme` is the README's program (always 2 ranks, stage 3 and 16 rows).
 --work is ranks:stage:rows, with the rows per step of all ranks; ranks are threads that share two CPUs. Speed is the median step after
 the first two, measured from outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of
 the process. The losses of both must agree within 1e-6.
@@ -19,15 +20,17 @@ SEQ, VOCABULARY, WARMUP = 256, 50257, 2
 ROOT = Path(__file__).resolve().parent.parent
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--job", choices=["gpt2", "lora", "bing_bert", "own_model"], default="gpt2")
+parser.add_argument("--job", choices=["gpt2", "lora", "bing_bert", "own_model", "readme"], default="gpt2")
 parser.add_argument("--model", choices=SIZES, default="mini")
-parser.add_argument("--work", nargs="+", default=["1:0:4", "2:0:4", "2:3:4"], metavar="RANKS:STAGE:ROWS")
+parser.add_argument("--work", nargs="+", metavar="RANKS:STAGE:ROWS")
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--rounds", type=int, default=3)
 parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--dir", type=Path, default=ROOT / "target/fronts")
 args = parser.parse_args()
-ours = args.job in ("bing_bert", "own_model")
+args.work = args.work or (["2:3:16"] if args.job == "readme" else ["1:0:4", "2:0:4", "2:3:4"])
+args.job != "readme" or args.work == ["2:3:16"] or parser.error("--job readme is always --work 2:3:16")
+ours = args.job in ("bing_bert", "own_model", "readme")
 folder = args.dir / args.model
 examples, new_front = ROOT / "target/release/examples", ROOT / "zero-param/target/release"
 PROGRAMS = {"old": [examples / (args.job if ours else "gpt2_1_5b")], "new": [new_front / "zero-022", "train"]}
@@ -42,6 +45,8 @@ if args.job == "bing_bert":
 if args.job == "own_model":
     # The versions draw different initial weights, so both go on from a checkpoint.
     ROW, OPTIONS, PROGRAMS["new"] = 1, ["--resume", args.dir / "own_model/step-00000001"], [new_front / "examples/own_model"]
+if args.job == "readme":
+    ROW, PROGRAMS["new"] = 1, [new_front / "examples/readme"]
 for program, *_ in PROGRAMS.values():
     program.is_file() or sys.exit(f"error: {program} does not exist: build it with the command from --help")
 if not ours:
@@ -70,6 +75,9 @@ def run(command, lines):
 
 
 def losses(front, ranks, stage, batch):
+    if args.job == "readme":
+        at, memory, told = run([*PROGRAMS[front], args.steps], lambda child: child.stdout)
+        return at, memory, list(map(float, told))
     with tempfile.TemporaryDirectory() as out:
         metrics = Path(out) / "metrics.jsonl"
 
@@ -99,7 +107,7 @@ def measure(front, work):
 
 if not ours:
     rows()
-unit = "rows" if args.job == "own_model" else "tokens"
+unit = "rows" if ROW == 1 else "tokens"
 print(f"| work | 0.22, {unit}/s | 0.21, {unit}/s | ratio | least and greatest pair | 0.22, MiB | 0.21, MiB | ratio | losses apart |")
 print("|---|---|---|---|---|---|---|---|---|")
 for text in args.work:
