@@ -85,7 +85,8 @@ class Runs:
         if "error" in result:
             self.record.write({**line, "error": result["error"], "command": result["command"]})
             return None, result["error"]
-        losses = [step["loss"] for step in result["steps"]]
+        # A loss that is not finite is null.
+        losses = [math.nan if step["loss"] is None else step["loss"] for step in result["steps"]]
         self.record.write({**line, "options": options, "wall_s": result["wall_s"], "losses": losses})
         if len(losses) != args.steps:
             return None, f"{len(losses)} steps in metrics.jsonl, {args.steps} expected"
