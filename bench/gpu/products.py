@@ -5,7 +5,8 @@
     bench/gpu/products.py --compile-only DIR   on a machine without a GPU: writes the PTX of every variant to DIR
 
 Results are compared with products in fp64, for all layouts and additions of a model's passes and for every tile width, at sizes that
-tiles do not divide. Rates are for the width that `columns_of_tiles` in hopper.rs chooses, followed by those of the other widths.
+tiles do not divide. Rates are for the width and the parts of the depth that `division` in hopper.rs chooses (with PyTorch's sum of the
+parts), followed by those of all widths without parts.
 Exit codes: 0; 1 when a result is wrong; 2 for bad arguments, or without PyTorch, CUDA or a Hopper GPU.
 """
 
@@ -15,7 +16,7 @@ import glob
 import sys
 from pathlib import Path
 
-from common import BadInput, markdown, run
+from common import BadInput, run
 
 SOURCE = Path(__file__).resolve().parents[2] / "zero-ops/src/cube/product/hopper.cu"
 ROWS, DEPTH, SHARED, ALIGNMENT, UNITS = 128, 64, 227 << 10, 1024, 384
@@ -64,7 +65,7 @@ def ptx(columns, variant, include):
     sums = columns // 2
     operands = ", ".join(f"%{i}" for i in range(sums))
     definitions = {
-        "ELEMENT": "__nv_bfloat16", "COLUMNS": columns, "STAGES": shared_bytes(columns, fp32)[0], "A_DOWN": a_down, "B_ACROSS": b_across,
+        "NAME": "hopper_product", "ELEMENT": "__nv_bfloat16", "COLUMNS": columns, "STAGES": shared_bytes(columns, fp32)[0], "A_DOWN": a_down, "B_ACROSS": b_across,
         "OUT_FP32": fp32, "BIAS": bias, "RESIDUAL": residual,
         "MULTIPLY": rf'"{{\n.reg .pred more;\nsetp.ne.b32 more, %{sums + 2}, 0;\n" '
                     f'"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.bf16.bf16 {{{operands}}}, %{sums}, %{sums + 1}, more, 1, 1, '
@@ -74,7 +75,8 @@ def ptx(columns, variant, include):
     text = "#include <cuda_bf16.h>\n" + "".join(f"#define {name} {value}\n" for name, value in definitions.items()) + SOURCE.read_text()
     nvrtc, program, size = library("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"), C.c_void_p(), C.c_size_t()
     checked(nvrtc.nvrtcCreateProgram(C.byref(program), text.encode(), None, 0, None, None), "nvrtcCreateProgram")
-    options = [b"--gpu-architecture=sm_90a", f"--include-path={include}".encode()]
+    # Not sm_90a, for which NVRTC also assembles, and drops what it has assembled.
+    options = [b"--gpu-architecture=compute_90a", *(f"--include-path={path}".encode() for path in (include, f"{include}/cccl"))]
     if nvrtc.nvrtcCompileProgram(program, len(options), (C.c_char_p * len(options))(*options)):
         nvrtc.nvrtcGetProgramLogSize(program, C.byref(size))
         log = C.create_string_buffer(size.value)
@@ -108,22 +110,28 @@ class Kernels:
         checked(code, "cuTensorMapEncodeTiled")
         return memory, at
 
-    def product(self, columns, variant, a, b, out, bias, residual):
-        """A function that launches it."""
+    def product(self, columns, variant, a, b, out, bias, residual, parts=1):
+        """A function that launches it, and the sum of its parts."""
+        whole, (rows, width) = out, out.shape
+        steps = -(-a.shape[0 if variant[0] else 1] // DEPTH)
+        if parts > 1:
+            variant, out = (*variant[:2], 1, 0, 0), self.torch.full((parts, rows, width), float("nan"), device="cuda")
         a_down, b_across, fp32, *_ = variant
         kernel, shared = self.kernel(columns, variant), shared_bytes(columns, fp32)[1]
         maps = [self.map(a, 64 if a_down else ROWS), self.map(b, 64 if b_across else columns)]
         maps.append(maps[0] if fp32 else self.map(out, 64))
         pointers = [C.c_void_p(x.data_ptr() if x is not None else 0) for x in (a, b, out, a, b, out, bias, residual)]
-        rows, width = out.shape
-        info = (C.c_uint64 * 5)(rows, width, a.shape[0 if a_down else 1], out.stride(0), residual.stride(0) if residual is not None else 0)
+        strides = whole.stride(0), residual.stride(0) if residual is not None else 0
+        info = (C.c_uint64 * 6)(rows, width, a.shape[0 if a_down else 1], *strides, -(-steps // parts))
         arguments = (C.c_void_p * 12)(*(at for _, at in maps), *map(C.addressof, pointers), C.addressof(info))
         processors = self.torch.cuda.get_device_properties(0).multi_processor_count
-        cubes = min(-(-rows // ROWS) * -(-width // columns), processors)
+        cubes = min(-(-rows // ROWS) * -(-width // columns) * parts, processors)
         stream, kept = C.c_void_p(self.torch.cuda.current_stream().cuda_stream), (maps, pointers, info)
 
         def launch():
             checked(self.cuda.cuLaunchKernel(kernel, cubes, 1, 1, UNITS, 1, 1, shared, stream, arguments, None) if kept else 0, "cuLaunchKernel")
+            if parts > 1:
+                whole.copy_(out.sum(0))
 
         return launch
 
@@ -151,8 +159,17 @@ def milliseconds(torch, launch, rounds=20):
     return begin.elapsed_time(end) / rounds
 
 
-def chosen(m, n, processors):
-    return min(WIDTHS, key=lambda width: -(-(-(-m // ROWS) * -(-n // width)) // processors) * width * WIDTHS[width])
+def division(m, n, k, processors, may_part):
+    """Columns of a tile, and parts: as in hopper.rs."""
+    steps, choices = -(-k // DEPTH), []
+    for width, cost in WIDTHS.items():
+        tiles = -(-m // ROWS) * -(-n // width)
+        for parts in range(1, (max(1, min(processors // tiles, 16)) if may_part else 1) + 1):
+            each = -(-steps // parts)
+            parts = -(-steps // each)
+            second = 20_000 + m * n * parts // 50 if parts > 1 else 0
+            choices.append((-(-tiles * parts // processors) * width * cost * (each + 2) + second, width, parts))
+    return min(choices, key=lambda choice: choice[0])[1:]
 
 
 def main():
@@ -176,9 +193,9 @@ def main():
     kernels, wrong, worst = Kernels(torch, args.include), 0, {}
     for columns in WIDTHS:
         for variant in variants:
-            for m, n, k in SMALL:
+            for m, n, k, parts in [(*shape, 1) for shape in SMALL] + [(1000, 776, 1000, parts) for parts in (2, 3, 16) if variant == OF_WEIGHT]:
                 a, b, out, bias, residual = kernels.operands(variant, m, n, k)
-                kernels.product(columns, variant, a, b, out, bias, residual)()
+                kernels.product(columns, variant, a, b, out, bias, residual, parts)()
                 x, y = matrices(variant, a, b)
                 expected = x.double() @ y.double() + sum(more.double() for more in (bias, residual) if more is not None)
                 # The largest of all elements, beside the size of a typical sum.
@@ -187,23 +204,23 @@ def main():
                 worst[variant[2]] = max(worst.get(variant[2], 0.0), apart)
                 if not apart < bound:
                     wrong += 1
-                    print(f"WRONG: tiles of {columns}, {variant}, [{m}, {k}] by [{k}, {n}]: {apart:.1e} from fp64, at most {bound:g} expected")
+                    print(f"WRONG: tiles of {columns}, {variant}, [{m}, {k}] by [{k}, {n}] in {parts} part(s): {apart:.1e} from fp64, at most {bound:g} expected")
     print(f"{torch.cuda.get_device_name()}; from products in fp64: {worst[0]:.1e} stored in bf16, {worst[1]:.1e} in fp32\n")
-    if wrong:
-        return 1
-    processors, rows = torch.cuda.get_device_properties(0).multi_processor_count, []
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    # One at a time, so that a run that is cut has printed what it has.
+    print("| product | rows x columns x depth | ours, TFLOP/s | cuBLAS | ratio | tiles of " + " / ".join(map(str, WIDTHS)) + " |\n|---|---|---|---|---|---|")
     for name, variant, m, n, k in SHAPES:
         a, b, out, bias, residual = kernels.operands(variant, m, n, k)
         times = {columns: milliseconds(torch, kernels.product(columns, variant, a, b, out, bias, residual)) for columns in WIDTHS}
         (x, y), into = matrices(variant, a, b), torch.empty(m, n, device="cuda", dtype=torch.bfloat16)
         call = (lambda: torch.addmm(bias, x, y, out=into)) if bias is not None else (lambda: torch.mm(x, y, out=into))
         peer, rate = milliseconds(torch, call), lambda time: 2 * m * n * k / time / 1e9
-        ours = times[chosen(m, n, processors)]
-        rows.append([name, f"{m} x {n} x {k}", f"{rate(ours):.0f}", f"{rate(peer):.0f}", f"{peer / ours:.2f}",
-                     " / ".join(f"{rate(times[columns]):.0f}" for columns in WIDTHS)])
-    markdown(["product", "rows x columns x depth", "ours, TFLOP/s", "cuBLAS", "ratio", "tiles of " + " / ".join(map(str, WIDTHS))], rows)
+        columns, parts = division(m, n, k, processors, bool(variant[0]))
+        ours = times[columns] if parts == 1 else milliseconds(torch, kernels.product(columns, variant, a, b, out, bias, residual, parts))
+        rates = " / ".join(f"{rate(times[columns]):.0f}" for columns in WIDTHS)
+        print(f"| {name}{f', {parts} parts' if parts > 1 else ''} | {m} x {n} x {k} | {rate(ours):.0f} | {rate(peer):.0f} | {peer / ours:.2f} | {rates} |", flush=True)
     print("Ours adds the residual too where there is one, and stores the head's gradients in fp32; cuBLAS adds the bias and stores bf16.")
-    return 0
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

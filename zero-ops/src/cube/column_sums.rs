@@ -37,10 +37,14 @@ fn column_sums_kernel<E: Float, O: Float, N: Size>(
 }
 
 fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> CubeTensor<R> {
-    let d = dims(&x)[1];
-    let out = empty(&x, [blocks.blocks, d], dtype);
-    let size = vector_size(&[&x, &out]);
-    let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), dtype.into()]);
+    let out = empty(&x, [blocks.blocks, dims(&x)[1]], dtype);
+    launch_into(x, blocks, out)
+}
+
+fn launch_into<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, out: CubeTensor<R>) -> CubeTensor<R> {
+    let (d, size) = (dims(&x)[1], vector_size(&[&x, &out]));
+    assert!(out.is_contiguous() && dims(&out) == [blocks.blocks, d]);
+    let (address, types) = (address_type(&[&x, &out]), [x.dtype.into(), out.dtype.into()]);
     // SAFETY: units read the rows of `blocks` and vectors below `d / size` of `x`, and write those of `blocks` rows.
     unsafe {
         launch! {
@@ -53,8 +57,14 @@ fn launch<R: CubeRuntime>(x: CubeTensor<R>, blocks: Blocks, dtype: DType) -> Cub
 
 /// Runs the second stage, which sums rows of partial sums `[blocks, d]` in fp32 to `[d]`.
 pub(super) fn total<R: CubeRuntime>(partial: CubeTensor<R>, dtype: DType) -> CubeTensor<R> {
+    let out = empty(&partial, [1, dims(&partial)[1]], dtype);
+    total_into(partial, out)
+}
+
+/// Runs the second stage into `out`, `[1, d]` without gaps.
+pub(super) fn total_into<R: CubeRuntime>(partial: CubeTensor<R>, out: CubeTensor<R>) -> CubeTensor<R> {
     let [rows, d] = dims(&partial);
-    shaped(launch(partial, Blocks::one(rows), dtype), Shape::from([d]))
+    shaped(launch_into(partial, Blocks::one(rows), out), Shape::from([d]))
 }
 
 /// Returns the sums `[d]` of the columns of `x` `[n, d]`, added in fp32 and rounded once.

@@ -26,7 +26,8 @@ constexpr int GROUP = 16;
 constexpr int SUMS = COLUMNS / 2;
 
 struct alignas(64) Map { unsigned long long opaque[16]; };
-struct Info { unsigned long long rows, columns, depth, out_stride, residual_stride; };
+// `each`: number of steps of a part. `out` has the products of the parts one after another.
+struct Info { unsigned long long rows, columns, depth, out_stride, residual_stride, each; };
 
 __device__ __forceinline__ unsigned address(const void* x) { return (unsigned)__cvta_generic_to_shared(x); }
 
@@ -61,11 +62,14 @@ __device__ __forceinline__ void multiply(float (&sums)[SUMS], unsigned long long
     asm volatile(MULTIPLY : SUMS_IN_AND_OUT : "l"(a), "l"(b), "r"(more));
 }
 
-struct Tile { int row, column; };
+// A tile: its first row and column, its part of the depth, and the first step and the end of that part.
+struct Tile { int row, column, part, begin, end; };
 
-__device__ __forceinline__ Tile tile(int at, int down, int across) {
+__device__ __forceinline__ Tile tile(int at, int down, int across, int each, int steps) {
+    int part = at / (down * across);
+    at -= part * down * across;
     int group = at / (GROUP * across), rest = at % (GROUP * across), size = min(down - group * GROUP, GROUP);
-    return { (group * GROUP + rest % size) * ROWS, rest / size * COLUMNS };
+    return { (group * GROUP + rest % size) * ROWS, rest / size * COLUMNS, part, part * each, min(part * each + each, steps) };
 }
 
 // Among each four neighbouring units: what unit p has at i goes to unit i, at p.
@@ -97,6 +101,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(
     unsigned full = stored + OUT_BYTES, empty = full + 8 * STAGES;
     int rows = (int)info.rows, columns = (int)info.columns;
     int down = (rows + ROWS - 1) / ROWS, across = (columns + COLUMNS - 1) / COLUMNS, steps = ((int)info.depth + DEPTH - 1) / DEPTH;
+    int each = (int)info.each, tiles = down * across * ((steps + each - 1) / each);
     int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, unit = threadIdx.x % 32;
 
     if (threadIdx.x == 0) {
@@ -115,9 +120,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (threadIdx.x == 0) {
-            for (int at = blockIdx.x; at < down * across; at += gridDim.x) {
-                Tile here = tile(at, down, across);
-                for (int step = 0; step < steps; step++) {
+            for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
+                Tile here = tile(at, down, across, each, steps);
+                for (int step = here.begin; step < here.end; step++) {
                     unsigned is_full = full + 8 * stage, of_a = memory + stage * STAGE_BYTES, of_b = of_a + A_BYTES;
                     wait(empty + 8 * stage, phase ^ 1);
                     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(is_full), "r"(STAGE_BYTES) : "memory");
@@ -141,9 +146,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(
         // Bytes to the next 16 in depth: along a row, or down 16 rows of 128 bytes.
         constexpr int A_NEXT = A_DOWN ? 2048 : 32, B_NEXT = B_ACROSS ? 2048 : 32;
         float sums[SUMS];
-        for (int at = blockIdx.x; at < down * across; at += gridDim.x) {
-            Tile here = tile(at, down, across);
-            for (int step = 0; step < steps; step++) {
+        for (int at = blockIdx.x; at < tiles; at += gridDim.x) {
+            Tile here = tile(at, down, across, each, steps);
+            for (int step = here.begin; step < here.end; step++) {
                 wait(full + 8 * stage, phase);
                 unsigned of_a = memory + stage * STAGE_BYTES, of_b = of_a + A_BYTES;
                 // The second half of the rows begins 8192 bytes on, which is 64 rows or a block.
@@ -151,11 +156,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(
                 asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
                 for (int i = 0; i < DEPTH / 16; i++)
-                    multiply(sums, a_at + (i * A_NEXT >> 4), b_at + (i * B_NEXT >> 4), step + i > 0);
+                    multiply(sums, a_at + (i * A_NEXT >> 4), b_at + (i * B_NEXT >> 4), step + i > here.begin);
                 asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
                 // What the step before has read may be filled again.
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-                if (step > 0 && unit == 0) arrive(empty + 8 * (stage > 0 ? stage - 1 : STAGES - 1));
+                if (step > here.begin && unit == 0) arrive(empty + 8 * (stage > 0 ? stage - 1 : STAGES - 1));
                 if (++stage == STAGES) { stage = 0; phase ^= 1; }
             }
             asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -207,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) NAME(
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         int at = column + 8 * i + 2 * quarter;
-                        if (row < rows && at < columns) *(float2*)((float*)out + row * info.out_stride + at) = x[half][i];
+                        if (row < rows && at < columns) *(float2*)((float*)out + (here.part * info.rows + row) * info.out_stride + at) = x[half][i];
                     }
 #endif
                 }

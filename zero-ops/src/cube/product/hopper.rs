@@ -17,7 +17,10 @@ use cubecl_cpp::shared::SharedMemory;
 use cudarc::driver::sys::CUdevice_attribute;
 
 use super::Added;
+use crate::cube::column_sums::total_into;
+use crate::cube::many::shaped;
 use crate::cube::rows::dims;
+use crate::cube::tensor::empty;
 use crate::devices::attribute;
 
 type Tensor = CubeTensor<CudaRuntime>;
@@ -220,15 +223,39 @@ fn is_hopper(x: &Tensor) -> bool {
     attribute(x.device.index as i32, MAJOR).is_ok_and(|major| major == 9)
 }
 
-/// Returns the tile width that keeps the units busy most of the time. Narrow tiles read more memory per product: the second numbers are the
-/// cost of a column (`bench/gpu/products.py`, H200).
-fn columns_of_tiles([rows, columns]: [usize; 2], processors: usize) -> usize {
-    let time = |of_tile: usize, cost: usize| {
-        let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
-        tiles.div_ceil(processors) * of_tile * cost
+/// A product in tiles of so many columns, whose depth is in parts of so many steps.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Division {
+    columns: usize,
+    each: usize,
+    parts: usize,
+}
+
+/// Returns the division with the least estimated time. Narrow tiles read more memory per product. If `may_part`, the parts of the depth have
+/// tiles of their own as long as there are multiprocessors for them, and a second kernel adds their sums.
+///
+/// The unit of time is a twentieth of what a step takes for one column of a tile of 256 columns. The costs of a column are measured
+/// (`bench/gpu/products.py`, H200). The second kernel's is an estimate for an H100, where 7,000 units are about 1 us: 3 us, and the traffic.
+fn division([rows, columns, depth]: [usize; 3], processors: usize, may_part: bool) -> Division {
+    /// Time to store a tile, in steps.
+    const STORE: usize = 2;
+    const SECOND_KERNEL: usize = 20_000;
+    const ELEMENTS_PER_UNIT: usize = 50;
+    let steps = depth.div_ceil(DEPTH);
+    let tiles = |width: usize| rows.div_ceil(ROWS) * columns.div_ceil(width);
+    let all = [(256, 20), (192, 21), (128, 23)].into_iter().flat_map(|(width, cost)| {
+        let most = if may_part { (processors / tiles(width)).clamp(1, 16) } else { 1 };
+        (1..=most).map(move |parts| {
+            let each = steps.div_ceil(parts);
+            // No part is empty.
+            (Division { columns: width, each, parts: steps.div_ceil(each) }, cost)
+        })
+    });
+    let time = |(of, cost): &(Division, usize)| {
+        let second = if of.parts > 1 { SECOND_KERNEL + rows * columns * of.parts / ELEMENTS_PER_UNIT } else { 0 };
+        (tiles(of.columns) * of.parts).div_ceil(processors) * of.columns * cost * (of.each + STORE) + second
     };
-    let widths = [(256, 20), (192, 21), (128, 23)];
-    widths.into_iter().min_by_key(|(of_tile, cost)| time(*of_tile, *cost)).map_or(256, |(of_tile, _)| of_tile)
+    all.min_by_key(time).expect("there are widths").0
 }
 
 /// Maps boxes of `rows_of_box` rows by [`BOX`], stored or read in place in the matrix.
@@ -277,7 +304,12 @@ pub(super) fn product<R: CubeRuntime>(
 
     let ([rows, columns], [_, depth]) = (dims(out), dims(lhs));
     let processors = out.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(1) as usize;
-    let of_tile = columns_of_tiles([rows, columns], processors);
+    // Only if the left side is a transpose, as in the gradient of a weight: in other products a row's bits do not depend on the number of rows.
+    let may_part = a.across && bias.is_none() && residual.is_none() && out.is_contiguous();
+    let Division { columns: of_tile, each, parts } = division([rows, columns, depth], processors, may_part);
+    let whole = out;
+    let partial = (parts > 1).then(|| empty(out, [parts, rows * columns], DType::F32));
+    let out = partial.as_ref().unwrap_or(out);
     let variant = Variant {
         columns: of_tile,
         bf16: dtype == DType::BF16,
@@ -288,9 +320,10 @@ pub(super) fn product<R: CubeRuntime>(
         residual: residual.is_some(),
         text: TEXT,
     };
-    let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile);
+    let tiles = rows.div_ceil(ROWS) * columns.div_ceil(of_tile) * parts;
     let stride = |x: &Tensor| x.meta.strides()[0] as u64;
-    let data = vec![rows as u64, columns as u64, depth as u64, stride(out), residual.map_or(0, stride)];
+    let data = [rows, columns, depth].map(|size| size as u64).into_iter();
+    let data = data.chain([stride(whole), residual.map_or(0, stride), each as u64]).collect::<Vec<_>>();
     // The matrices once more: CubeCL waits for buffers of other streams, but not for those of maps.
     let buffers = [lhs, rhs, out, bias.unwrap_or(out), residual.unwrap_or(out)].map(|x| x.handle.clone().binding());
     let [of_a, of_b] = [
@@ -304,11 +337,41 @@ pub(super) fn product<R: CubeRuntime>(
         info: MetadataBindingInfo { dynamic_metadata_offset: data.len(), data },
         tensor_maps: vec![of_a, of_b, of_c],
     };
-    // SAFETY: the accelerator reads inside the maps and zeros outside; the kernel stores the result and reads `added` only below `rows` and
-    // `columns`, which both have; every wait is for a copy or a product that was requested before.
+    // SAFETY: the accelerator reads inside the maps and zeros outside; the kernel stores `parts` products of `rows` by `columns`, for which
+    // `out` has memory, and reads `added` only below `rows` and `columns`, which it has; every wait is for a copy or a product that was
+    // requested before, and no part is without steps.
     unsafe {
         let count = CubeCount::new_1d(tiles.min(processors) as u32);
         out.client.launch_unchecked(Box::new(HopperProduct(variant)), count, arguments);
     }
+    if let Some(partial) = partial {
+        total_into(partial, shaped(whole.clone(), Shape::from([1, rows * columns])));
+    }
     true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn depth_is_divided_if_multiprocessors_are_idle() {
+        let of = |shape: [usize; 3]| division(shape, 132, true);
+        assert_eq!(of([768, 768, 8192]), Division { columns: 128, each: 43, parts: 3 });
+        assert_eq!(of([896, 128, 8192]), Division { columns: 128, each: 10, parts: 13 });
+        // Every multiprocessor has a tile; steps are few; it is not asked for.
+        assert_eq!(of([4864, 896, 8192]).parts, 1);
+        assert_eq!(of([128, 128, 256]).parts, 1);
+        assert_eq!(division([768, 768, 8192], 132, false), Division { columns: 128, each: 128, parts: 1 });
+        for depth in (8..20_000).step_by(56) {
+            for processors in [1, 78, 114, 132] {
+                let Division { each, parts, .. } = division([136, 72, depth], processors, true);
+                let steps = depth.div_ceil(DEPTH);
+                assert!(
+                    each * (parts - 1) < steps && steps <= each * parts,
+                    "{depth} on {processors}: {each} by {parts}"
+                );
+            }
+        }
+    }
 }

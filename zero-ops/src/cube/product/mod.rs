@@ -145,6 +145,10 @@ impl Body for Matmul {
 }
 
 compiled! {
+    // In parts.
+    let lhs = burn_cubecl::ops::permute(tensor([8192, 768], DType::BF16), &[1, 0]);
+    let out = tensor([768, 768], DType::BF16);
+    assert!(on_matrix_units(&lhs, &tensor([8192, 768], DType::BF16), &out, &Added { bias: None, residual: None }));
     for (dtype, out) in [(DType::BF16, DType::BF16), (DType::F16, DType::F16), (DType::BF16, DType::F32), (DType::F16, DType::F32)] {
         // By tiles of 256, 192 and 128 columns.
         for (rows, columns) in [(8192, 6400), (8192, 768), (1024, 1600)] {
@@ -194,7 +198,8 @@ mod tests {
         (0..m * n).map(|i| values[i % n * m + i / n]).collect()
     }
 
-    /// Sizes below, at and above those of tiles; both matrices plain and transposed; results stored in the operands' type and in fp32.
+    /// Sizes below, at and above those of tiles, and a deep product of few tiles, whose depth a Hopper GPU divides; both matrices plain and
+    /// transposed; results stored in the operands' type and in fp32.
     #[test]
     fn products_agree_with_loops() {
         for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -202,7 +207,7 @@ mod tests {
                 println!("skipped: the device has no {dtype:?}");
                 continue;
             }
-            for [n, k, m] in [[8, 16, 8], [130, 72, 264], [300, 200, 136]] {
+            for [n, k, m] in [[8, 16, 8], [130, 72, 264], [300, 200, 136], [136, 4104, 72]] {
                 let (a, b, more) = (numbers(n * k, 1), numbers(k * m, 2), numbers(n * m, 3));
                 let (lhs, rhs) = (on(&a, [n, k], dtype), on(&b, [k, m], dtype));
                 let across =
@@ -217,7 +222,7 @@ mod tests {
                     (across(&a, [n, k]), across(&b, [k, m])),
                 ] {
                     for stored in [dtype, DType::F32] {
-                        let out = on(&vec![f32::NAN; n * m], [n, m], stored);
+                        let out = packed(on(&vec![f32::NAN; n * m], [n, m], stored));
                         let made = product(lhs.clone(), rhs.clone(), out);
                         agree(made, &expected, format!("[{n}, {k}, {m}] of {dtype:?} in {stored:?}"));
                     }
