@@ -6,7 +6,7 @@
 
 Jobs: `gpt2` trains all weights of a GPT-2 on rows of 256 random tokens, `lora` adapters of rank 8 in it (both need numpy for the
 weights, which are created once, in --dir); `bing_bert` is that example with bert-base and rows of 128 tokens; `own_model` is that example;
-`readme` is the README's program (always 2 ranks, stage 3 and 16 rows).
+`readme` is the README's program (always fp32, 2 ranks, stage 3 and 16 rows).
 --work is ranks:stage:rows, with the rows per step of all ranks; ranks are threads that share two CPUs. Speed is the median step after
 the first two, measured from outside: the time from one step's line to the next, which includes all waiting. Memory is the peak RSS of
 the process. The losses of both must agree within 1e-6.
@@ -29,7 +29,7 @@ parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32")
 parser.add_argument("--dir", type=Path, default=ROOT / "target/fronts")
 args = parser.parse_args()
 args.work = args.work or (["2:3:16"] if args.job == "readme" else ["1:0:4", "2:0:4", "2:3:4"])
-args.job != "readme" or args.work == ["2:3:16"] or parser.error("--job readme is always --work 2:3:16")
+args.job != "readme" or (args.work, args.dtype) == (["2:3:16"], "fp32") or parser.error("--job readme is always --work 2:3:16 in fp32")
 ours = args.job in ("bing_bert", "own_model", "readme")
 folder = args.dir / args.model
 examples, new_front = ROOT / "target/release/examples", ROOT / "zero-param/target/release"

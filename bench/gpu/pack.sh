@@ -16,7 +16,7 @@ cd "$(dirname "$0")/../.."
 export CUDARC_CUDA_VERSION=13000 CARGO_INCREMENTAL=0
 target=$(realpath -m "${CARGO_TARGET_DIR:-target}")
 # A slot takes 64 MiB, of which the checkout is a part.
-most=$(((63 << 20) - $(git ls-files -z | xargs -0 stat -c %s | awk '{ sum += $1 } END { printf "%d", sum }')))
+most=$(((63 << 20) - $({ git ls-files -z -co --exclude-standard | xargs -0 stat -c %s 2>/dev/null || true; } | awk '{ sum += $1 } END { printf "%d", sum }')))
 bin=$target/gpu-bin warm=$target/gpu-warm archive=$target/gpu-bin.tar.xz
 rm -rf "$bin" "$warm" "$archive"
 mkdir -p "$bin" "$warm"
