@@ -75,7 +75,7 @@ def ptx(columns, variant, include):
     text = "#include <cuda_bf16.h>\n" + "".join(f"#define {name} {value}\n" for name, value in definitions.items()) + SOURCE.read_text()
     nvrtc, program, size = library("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12"), C.c_void_p(), C.c_size_t()
     checked(nvrtc.nvrtcCreateProgram(C.byref(program), text.encode(), None, 0, None, None), "nvrtcCreateProgram")
-    # Not sm_90a, for which NVRTC also assembles, and drops what it has assembled.
+    # With sm_90a, NVRTC would also assemble the PTX and discard the result.
     options = [b"--gpu-architecture=compute_90a", *(f"--include-path={path}".encode() for path in (include, f"{include}/cccl"))]
     if nvrtc.nvrtcCompileProgram(program, len(options), (C.c_char_p * len(options))(*options)):
         nvrtc.nvrtcGetProgramLogSize(program, C.byref(size))
@@ -111,7 +111,7 @@ class Kernels:
         return memory, at
 
     def product(self, columns, variant, a, b, out, bias, residual, parts=1):
-        """A function that launches it, and the sum of its parts."""
+        """Returns a function that launches the kernel and, if there are several parts, their sum."""
         whole, (rows, width) = out, out.shape
         steps = -(-a.shape[0 if variant[0] else 1] // DEPTH)
         if parts > 1:
@@ -207,7 +207,7 @@ def main():
                     print(f"WRONG: tiles of {columns}, {variant}, [{m}, {k}] by [{k}, {n}] in {parts} part(s): {apart:.1e} from fp64, at most {bound:g} expected")
     print(f"{torch.cuda.get_device_name()}; from products in fp64: {worst[0]:.1e} stored in bf16, {worst[1]:.1e} in fp32\n")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    # One at a time, so that a run that is cut has printed what it has.
+    # Rows are printed one at a time, so that a run that is stopped early shows those it has measured.
     print("| product | rows x columns x depth | ours, TFLOP/s | cuBLAS | ratio | tiles of " + " / ".join(map(str, WIDTHS)) + " |\n|---|---|---|---|---|---|")
     for name, variant, m, n, k in SHAPES:
         a, b, out, bias, residual = kernels.operands(variant, m, n, k)

@@ -16,7 +16,7 @@ archive=${ARCHIVE:-$here/../../target/gpu-bin.tar.xz}
 if [[ ! -e $bin/.unpacked ]]; then
   [[ -f $archive ]] || { echo "error: $archive does not exist: create it with bench/gpu/pack.sh" >&2; exit 2; }
   mkdir -p "$bin" && { tar -C "$bin" -xJf "$archive" || "${PYTHON:-python3}" -m tarfile -e "$archive" "$bin"; } && touch "$bin/.unpacked" || exit 2
-  # Without it the kernels are compiled again.
+  # If this fails, the programs compile the kernels.
   tar -C "$work" -xzf "$bin/kernels.tgz" || echo "$bin/kernels.tgz was not unpacked" >&2
 fi
 # shellcheck source=bench/gpu/env.sh
@@ -52,7 +52,7 @@ step() {
   *) word="failed ($code)" failed=1 ;;
   esac
   printf '%-12s %4d s  %s\n' "$word" $((SECONDS - begin)) "$name" >>"$out/summary.txt"
-  # 1: a file changed meanwhile.
+  # tar exits with 1 if a file changed while it was read.
   timeout 15 tar -czf "$out/caches.tmp" -C "$work" --exclude ./bin . 2>/dev/null
   if (($? <= 1)); then mv "$out/caches.tmp" "$out/caches.tgz"; else rm -f "$out/caches.tmp"; fi
 }
@@ -159,6 +159,6 @@ esac
 printf '\n=== call %s: %s s\n' "$call" $((SECONDS - deadline + limit))
 cat "$out/summary.txt"
 exec >&- 2>&-
-# Until the log is written; a process that is left over may keep it open.
+# Waits until the log is written, for at most 5 s: a process that still runs may keep it open.
 timeout 5 tail --pid="$tee" -f /dev/null
 exit $failed

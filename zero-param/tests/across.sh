@@ -455,10 +455,9 @@ open(f"{work}/preferences.jsonl", "w").writelines(json.dumps(row) + "\n" for row
 PYTHON
   for options in '' '--ranks 3 --stage 3 --checkpoint-activations all' '--ranks 2 --lora-r 2 --lora-targets all-linear --quantize nf4'; do
     for front in old new; do
-      # At a larger rate, AdamW's first steps magnify the rounding in which the versions' own operations differ without AVX-512 (Gemma 2).
       # shellcheck disable=SC2086
       (cd "$work" && declare -n program=$front && "${program[@]}" --task dpo --weights prefer-$model --data preferences.jsonl --seq 32 --batch 2 \
-        --steps 5 --lr 1e-4 --eval 4 --out "prefer-$front-out" $options >log 2>&1) || { cat "$work/log"; exit 1; }
+        --steps 5 --lr 1e-3 --eval 4 --out "prefer-$front-out" $options >log 2>&1) || { cat "$work/log"; exit 1; }
       # Rewards are differences of log-probabilities: they are compared absolutely.
       { values "$work/prefer-$front-out/metrics.jsonl" loss; evaluated prefer-$front | awk '{ printf "%.9f\n", 1 + $1 }'; } >"$work/$front.losses"
     done

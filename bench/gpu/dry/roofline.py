@@ -66,13 +66,13 @@ def kinds(model):
         apart = [
             ("swiglu, both ways", r"swiglu_kernel", 0, layers * 16 * n * between),
             ("rotary embedding, both ways", r"rotary_kernel", 0, layers * 4 * (x + y)),
-            ("gradients of biases; sums of parts", r"column_sums", 0, layers * (x + 2 * y)),
+            ("gradients of biases", r"column_sums", 0, layers * (x + 2 * y)),
         ]
     else:
         apart = [
             ("gelu", r"gelu_kernel", 0, layers * 4 * n * between),
             ("gelu: gradient", r"gelu_gradients", 0, layers * 6 * n * between),
-            ("gradients of biases; sums of parts", r"column_sums", 0, layers * 5 * x),
+            ("gradients of biases", r"column_sums", 0, layers * 5 * x),
         ]
     return [
         ("linear layers, 3 products each", r"matmul|hopper_product", layers * 6 * n * weights + 6 * n * v * d, layers * (linear + 2 * x) + head),

@@ -145,7 +145,7 @@ impl Body for Matmul {
 }
 
 compiled! {
-    // In parts.
+    // A product whose depth is divided.
     let lhs = burn_cubecl::ops::permute(tensor([8192, 768], DType::BF16), &[1, 0]);
     let out = tensor([768, 768], DType::BF16);
     assert!(on_matrix_units(&lhs, &tensor([8192, 768], DType::BF16), &out, &Added { bias: None, residual: None }));
