@@ -40,6 +40,7 @@ fn measure<T: Operand>(tokens: usize, batch: usize, threads: usize, rounds: usiz
         causal: true,
         window: None,
         scale: (WIDTH as f32).sqrt().recip(),
+        cap: None,
     };
     let [q, k, v] = [0, 1, 2].map(|part| Rows { data: &qkv[part * d..], stride: 3 * d });
     let (mut out, mut lse) = (vec![T::ZERO; rows * d], vec![0.0; batch * HEADS * tokens]);

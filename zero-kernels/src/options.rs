@@ -27,8 +27,37 @@ pub struct AttentionOptions {
     pub window: Option<usize>,
     /// Factor of the scores, usually `1 / sqrt(d / heads)`.
     pub scale: f64,
+    /// Soft cap of the scores, if any: a score `x` becomes `cap * tanh(x / cap)` before the mask is added
+    /// (<https://arxiv.org/abs/2408.00118>).
+    pub cap: Option<f64>,
     /// Dropout of the probabilities, if any.
     pub dropout: Option<AttentionDropout>,
+}
+
+/// Options of the cross-entropy of a linear layer's result.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct CrossEntropyOptions {
+    /// Target of rows that do not count, if any.
+    pub ignored: Option<i64>,
+    /// Soft cap of the logits, if any: a logit `x` becomes `cap * tanh(x / cap)` (<https://arxiv.org/abs/2408.00118>).
+    pub cap: Option<f64>,
+}
+
+impl From<Option<i64>> for CrossEntropyOptions {
+    /// Returns options with the `ignored` target and no soft cap.
+    fn from(ignored: Option<i64>) -> Self {
+        Self { ignored, cap: None }
+    }
+}
+
+/// Checks a soft cap.
+///
+/// # Panics
+/// If it is not positive and finite in f32.
+pub fn check_cap(operation: &str, cap: Option<f64>) {
+    // Kernels compute in f32.
+    let is_valid = cap.is_none_or(|cap| cap as f32 > 0.0 && (cap as f32).is_finite());
+    assert!(is_valid, "{operation}: a soft cap must be positive and finite, got {cap:?}");
 }
 
 /// Dropout of attention's probabilities `[b, h, t, u]`, or of any tensor's elements. SplitMix64's finaliser makes a number

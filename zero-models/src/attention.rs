@@ -1,5 +1,5 @@
-//! Attention over rows, <https://arxiv.org/abs/1706.03762>. Fused kernels compute it, or elementary operations if scores have a bias or
-//! a soft cap, or if no kernel drops out probabilities.
+//! Attention over rows, <https://arxiv.org/abs/1706.03762>. Fused kernels compute it, or elementary operations if scores have a bias,
+//! or if no kernel drops out probabilities.
 //!
 //! Shape suffixes: `b` batch, `h` query heads, `k` key heads, `t` positions, `u` positions of keys, `e` width of a head, `d` = `h * e`
 //! width of the heads, `c` = `k * e`, `n` = `b * t` rows, `m` = `b * u`, `r` = `b * h`, `h` or 1, `s` = `t * u` scores.
@@ -20,8 +20,6 @@ pub(crate) struct Masks<B: FusedBackend> {
     keys_bu: Option<Tensor<B, 2>>,
     /// Masks of query-key pairs, `[r, s]`, without and with a window, for elementary operations; computed on first use.
     pairs_rs: [OnceCell<Option<Tensor<B, 2>>>; 2],
-    /// The soft cap of scores.
-    cap: Option<f64>,
     /// The documents, if rows are packed.
     documents: Option<Documents>,
     /// True if the masks without a window include a bias, which no kernel adds.
@@ -36,13 +34,7 @@ impl<B: FusedBackend> Masks<B> {
 
     /// Returns masks that add `keys_bu` to the scores of keys.
     pub(crate) fn of_keys(keys_bu: Option<Tensor<B, 2>>) -> Self {
-        Self { keys_bu, pairs_rs: Default::default(), cap: None, documents: None, is_biased: false }
-    }
-
-    /// Sets the soft cap: scores `x` become `cap * tanh(x / cap)` before they are masked. No kernel does that, so all scores are in
-    /// memory.
-    pub(crate) fn capped(self, cap: Option<f64>) -> Self {
-        Self { cap, ..self }
+        Self { keys_bu, pairs_rs: Default::default(), documents: None, is_biased: false }
     }
 
     /// Lets documents of packed rows attend only to themselves.
@@ -65,11 +57,6 @@ impl<B: FusedBackend> Masks<B> {
             Some(mask_rs) => plus(mask_rs, bias_hs),
         };
         Self { pairs_rs: [OnceCell::from(Some(pairs_rs)), OnceCell::new()], is_biased: true, ..self }
-    }
-
-    /// Returns `true` if no kernel supports these masks.
-    fn is_elementary(&self) -> bool {
-        self.is_biased || self.cap.is_some()
     }
 
     /// Returns the masks of the pairs of `t` queries and `u` keys, in the type of `like_nd`.
@@ -138,11 +125,11 @@ pub(crate) fn attend<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     if let Some(documents) = &masks.documents {
         let attend = |parts, masks: &_, options| attend(parts, masks, options, dropout);
-        return attend_within(documents, [q_nd, k_mc, v_mc], masks, options, attend);
+        return attend_within(documents, [q_nd, k_mc, v_mc], options, attend);
     }
     let is_square = q_nd.dims() == k_mc.dims() && options.window.is_none();
     match is_active(dropout, &q_nd) {
-        is_active if masks.is_elementary() || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
+        is_active if masks.is_biased || is_active && !(is_square && B::draws_dropout(&q_nd.device())) => {
             attend_by_scores([q_nd, k_mc, v_mc], masks, options, dropout)
         }
         is_active => {
@@ -156,13 +143,12 @@ pub(crate) fn attend<B: FusedBackend>(
 fn attend_within<B: FusedBackend, const N: usize>(
     documents: &Documents,
     parts: [Tensor<B, 2>; N],
-    masks: &Masks<B>,
     options: AttentionOptions,
     attend: impl Fn([Tensor<B, 2>; N], &Masks<B>, AttentionOptions) -> Tensor<B, 2>,
 ) -> Tensor<B, 2> {
     let mixed = documents.runs().map(|(rows, batch)| {
         let parts = parts.clone().map(|part| part.slice(s![rows.clone(), ..]));
-        attend(parts, &Masks::none().capped(masks.cap), AttentionOptions { batch, ..options })
+        attend(parts, &Masks::none(), AttentionOptions { batch, ..options })
     });
     Tensor::cat(mixed.collect(), 0)
 }
@@ -182,7 +168,7 @@ pub(crate) fn attend_packed<B: FusedBackend>(
 ) -> Tensor<B, 2> {
     if let Some(documents) = &masks.documents {
         let attend = |[qkv_nw]: [_; 1], masks: &_, options| attend_packed(qkv_nw, masks, options, dropout);
-        return attend_within(documents, [qkv_nw], masks, options, attend);
+        return attend_within(documents, [qkv_nw], options, attend);
     }
     match is_active(dropout, &qkv_nw) {
         true if options.window.is_some() || !B::draws_dropout(&qkv_nw.device()) => {
@@ -217,7 +203,7 @@ fn attend_by_scores<B: FusedBackend>(
     // The reshape leaves a tensor with no other reference, which is scaled in place.
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
-    if let Some(cap) = masks.cap {
+    if let Some(cap) = options.cap {
         scores_bhtu = soft_capped(scores_bhtu, cap);
     }
     if let Some(mask_rs) = mask_rs {

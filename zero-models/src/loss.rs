@@ -10,10 +10,8 @@ use burn::tensor::backend::Backend;
 #[cfg(feature = "burn")]
 use burn::tensor::{FloatDType, Int, Tensor, s};
 #[cfg(feature = "burn")]
-use zero_ops::{FusedBackend, linear_cross_entropy};
+use zero_ops::{CrossEntropyOptions, FusedBackend, linear_cross_entropy};
 
-#[cfg(feature = "burn")]
-use crate::attention::soft_capped;
 #[cfg(feature = "burn")]
 use crate::layers::Ids;
 
@@ -21,8 +19,7 @@ use crate::layers::Ids;
 pub const IGNORED_LABEL: i32 = -100;
 
 /// Computes the mean cross-entropy in nats of predicting each label from the tokens before it in its row: `[1]` over all labels, or `[b]`
-/// over those of each row. Labels are shifted here. `model` returns the rows `[n, d]` that the head reads, and the head's weight `[v, d]`. A
-/// soft cap needs all logits in memory at once.
+/// over those of each row. Labels are shifted here. `model` returns the rows `[n, d]` that the head reads, and the head's weight `[v, d]`.
 ///
 /// # Panics
 /// If rows have fewer than 2 tokens, or labels have another shape.
@@ -41,13 +38,8 @@ pub(crate) fn next_token_loss<B: FusedBackend>(
     let nothing_b1 = labels_bt.zeros_like().slice(s![.., 0..1]) + IGNORED_LABEL;
     let next_n = Tensor::cat(vec![labels_bt.slice(s![.., 1..t]), nothing_b1], 1).reshape([b * t]);
     let (hidden_nd, weight_vd) = model(input_ids_bt);
-    let loss = |hidden_nd, next_n| match logit_cap {
-        None => linear_cross_entropy(hidden_nd, weight_vd.clone(), next_n, Some(IGNORED_LABEL.into())),
-        Some(cap) => {
-            let logits_nv = zero_ops::linear(hidden_nd, weight_vd.clone().transpose(), None, None);
-            cross_entropy_with_ignored(soft_capped(logits_nv, cap), next_n)
-        }
-    };
+    let options = CrossEntropyOptions { ignored: Some(IGNORED_LABEL.into()), cap: logit_cap };
+    let loss = |hidden_nd, next_n| linear_cross_entropy(hidden_nd, weight_vd.clone(), next_n, options);
     if !by_row {
         return loss(hidden_nd, next_n);
     }

@@ -176,7 +176,8 @@ mod attention {
         let head_width = D / HEADS;
         let scale = (head_width as f32).sqrt().recip();
         let heads = HEADS;
-        Shape { batch: 1, heads, kv_heads: heads, head_width, queries: N, keys: N, causal: true, window: None, scale }
+        let (causal, window, cap) = (true, None, None);
+        Shape { batch: 1, heads, kv_heads: heads, head_width, queries: N, keys: N, causal, window, scale, cap }
     }
 
     fn inputs(qkv: &[f32]) -> Inputs<'_> {
@@ -222,7 +223,9 @@ mod cross_entropy {
     #[divan::bench]
     fn loss(bencher: Bencher) {
         let (x, w, targets) = (numbers(N * D, 1), numbers(V * D, 2), tokens());
-        bencher.counter(flop(1, N * D * V)).bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None, None));
+        bencher
+            .counter(flop(1, N * D * V))
+            .bench_local(|| forward_backward(SHAPE, &x, &w, &targets, None.into(), None));
     }
 
     /// Three products: logits, and the gradients of both factors.
@@ -231,7 +234,7 @@ mod cross_entropy {
         let (x, w, targets) = (numbers(N * D, 1), numbers(V * D, 2), tokens());
         let (mut dx, mut dw) = (vec![0.0; N * D], numbers(V * D, 3));
         bencher.counter(flop(3, N * D * V)).bench_local(|| {
-            forward_backward(SHAPE, &x, &w, &targets, None, Some((&mut dx, WeightGradient::Sums(&mut dw))))
+            forward_backward(SHAPE, &x, &w, &targets, None.into(), Some((&mut dx, WeightGradient::Sums(&mut dw))))
         });
     }
 }

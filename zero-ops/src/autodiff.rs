@@ -17,7 +17,7 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::{FloatDType, Shape};
 
 use crate::backend::{FusedBackend, implement, ty};
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu};
 use crate::quantized::Quantized;
 
 /// Computes the gradients of the parents from the saved state and the gradient of the output.
@@ -230,7 +230,7 @@ implement! {
         finish(node.prepare::<C>([table.node]), state, out)
     }
 
-    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float {
         // Gradients of the mean, computed in the forward pass, with the types of their operands. A frozen weight has none.
         let node = Node::<B, [Option<(FloatTensor<B>, FloatDType)>; 2]>(|gradients, grad, parents| {
             // The larger gradient first, so that it is freed first.
@@ -246,16 +246,16 @@ implement! {
                 let types: [FloatDType; 2] = [x.primitive.dtype().into(), weight.primitive.dtype().into()];
                 let (x, weight) = (x.primitive, weight.primitive);
                 let (loss, dx, d_weight) = if of_weight {
-                    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, targets, ignored);
+                    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, targets, options);
                     (loss, dx, Some((d_weight, types[1])))
                 } else {
-                    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, targets, ignored);
+                    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, targets, options);
                     (loss, dx, None)
                 };
                 prepared.finish([Some((dx, types[0])), d_weight], loss)
             }
             OpsKind::UnTracked(prepared) => {
-                prepared.finish(B::fused_linear_cross_entropy(x.primitive, weight.primitive, targets, ignored))
+                prepared.finish(B::fused_linear_cross_entropy(x.primitive, weight.primitive, targets, options))
             }
         }
     }

@@ -11,7 +11,7 @@ use burn_std::{FloatDType, Shape};
 
 use crate::fallback;
 pub(crate) use crate::kinds::ty;
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu};
 use crate::quantized::Quantized;
 
 /// Implements the trait, with operations written as in its definition.
@@ -253,22 +253,22 @@ operations! {
     }
 
     /// Returns the mean cross-entropy in nats of predicting `targets` `[n]` by `softmax(x weight^T)`, over the rows whose target is not
-    /// `ignored`; 0 if there are none. `x`: `[n, d]`, `weight`: `[v, d]`; returns `[1]`.
-    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
-        fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored)
+    /// [ignored](CrossEntropyOptions::ignored); 0 if there are none. `x`: `[n, d]`, `weight`: `[v, d]`; returns `[1]`.
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float {
+        fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, options)
     }
 
     /// Computes [`fused_linear_cross_entropy`](Self::fused_linear_cross_entropy), and returns also the gradients of the mean for `x` and
     /// for `weight`. They are computed here because logits exist only now, and never all at once. For fp16 operands they are in fp32: the
     /// loss scale, without which they would vanish, is applied only in the backward pass. For bf16 operands that of `weight` may be in bf16.
-    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, ignored: (Option<i64>))
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, options: (CrossEntropyOptions))
                                            -> float_float_float {
-        fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored)
+        fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, options)
     }
 
     /// Computes [`linear_cross_entropy_with_gradients`](Self::linear_cross_entropy_with_gradients) for `x` alone, with a frozen weight.
-    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float_float {
-        let (loss, dx, _) = Self::linear_cross_entropy_with_gradients(x, weight, targets, ignored);
+    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float_float {
+        let (loss, dx, _) = Self::linear_cross_entropy_with_gradients(x, weight, targets, options);
         (loss, dx)
     }
 

@@ -6,7 +6,7 @@ use burn_backend::{Backend, TensorData, TensorMetadata};
 use burn_std::reader::try_read_sync;
 
 use crate::kinds::ty;
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu};
 use crate::quantized::Quantized;
 
 /// Score of a key after its query: far below those that a mask hides, and finite in 16 bit too.
@@ -136,7 +136,7 @@ bodies! {
 
     fn attention_forward(q: float, k: float, v: float, mask: opt_float, options: (AttentionOptions)) -> float_float {
         let e = head_width::<B>(&q, options);
-        let scores = scores(split::<B>(q, e, options), split::<B>(k, e, options), mask, options);
+        let (scores, _) = scores(split::<B>(q, e, options), split::<B>(k, e, options), mask, options);
         let largest = scores.clone().max_dim(3);
         let exponentials = (scores - largest.clone()).exp();
         let sums = exponentials.clone().sum_dim(3);
@@ -155,11 +155,13 @@ bodies! {
         let [q, k, v, out, grad] = [q, k, v, out, grad].map(|x| split::<B>(x, e, options));
         let ([_, h, ..], [_, kv, ..]) = (q.dims(), k.dims());
         let lse = wrap::<B, 3>(lse).unsqueeze_dim::<4>(3);
-        let probabilities = (scores(q.clone(), k.clone(), mask, options) - lse).exp();
+        let (scores, tanh) = scores(q.clone(), k.clone(), mask, options);
+        let probabilities = (scores - lse).exp();
         let dv = by_key(dropped(probabilities.clone(), options), kv).transpose().matmul(by_key(grad.clone(), kv));
         let along = (grad.clone() * out).sum_dim(3);
         let d_probabilities = dropped(by_query(by_key(grad, kv).matmul(v.transpose()), h), options);
-        let d_scores = by_key(probabilities * (d_probabilities - along) * options.scale, kv);
+        let d_scores = before_cap(probabilities * (d_probabilities - along) * options.scale, tanh);
+        let d_scores = by_key(d_scores, kv);
         let dq = by_query(d_scores.clone().matmul(k), h);
         let dk = d_scores.transpose().matmul(by_key(q, kv));
         [dq, dk, dv].map(join)
@@ -172,22 +174,23 @@ bodies! {
         B::float_select_add(unwrap(table), 0, ids, unwrap(grad))
     }
 
-    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
-        let predictions = predictions::<B>(x, weight, targets, ignored);
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float {
+        let predictions = predictions::<B>(x, weight, targets, options);
         let counted = predictions.counts.clone().sum().clamp_min(1.0);
         unwrap(mean_loss(&predictions, counted))
     }
 
     fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
-                                           ignored: (Option<i64>)) -> float_float_float {
+                                           options: (CrossEntropyOptions)) -> float_float_float {
         let (of_x, of_weight): (Tensor<B, 2>, Tensor<B, 2>) = (wrap(x.clone()), wrap(weight.clone()));
-        let predictions = predictions::<B>(x, weight, targets, ignored);
+        let predictions = predictions::<B>(x, weight, targets, options);
         let counted = predictions.counts.clone().sum().clamp_min(1.0);
         let loss = mean_loss(&predictions, counted.clone());
-        let Predictions { logits, lse, targets, counts } = predictions;
+        let Predictions { logits, tanh, lse, targets, counts } = predictions;
         let shares = counts / counted.reshape([1, 1]);
         let d_logits = (logits - lse).exp() * shares.clone();
         let d_logits = d_logits.scatter(1, targets, shares.neg(), burn::tensor::IndexingUpdateOp::Add);
+        let d_logits = before_cap(d_logits, tanh);
         let full: FloatDType = d_logits.dtype().into();
         let dx = d_logits.clone().matmul(of_weight.cast(full));
         let d_weight = d_logits.transpose().matmul(of_x.cast(full));
@@ -272,16 +275,33 @@ fn by_query<B: Backend>(x: Tensor<B, 4>, h: usize) -> Tensor<B, 4> {
     if h == kv { x } else { x.reshape([b, h, rows * kv / h, width]) }
 }
 
+/// Applies a soft cap if there is one. Returns also `tanh(x / cap)`, for [`before_cap`].
+fn capped<B: Backend, const D: usize>(x: Tensor<B, D>, cap: Option<f64>) -> (Tensor<B, D>, Option<Tensor<B, D>>) {
+    let Some(cap) = cap else { return (x, None) };
+    let tanh = (x / cap).tanh();
+    (tanh.clone() * cap, Some(tanh))
+}
+
+/// Returns the gradient before the soft cap, given that after it.
+fn before_cap<B: Backend, const D: usize>(grad: Tensor<B, D>, tanh: Option<Tensor<B, D>>) -> Tensor<B, D> {
+    match tanh {
+        None => grad,
+        Some(tanh) => grad.clone() - grad * (tanh.clone() * tanh),
+    }
+}
+
+/// Returns the scores, and what [`before_cap`] needs of them.
 fn scores<B: Backend>(
     q: Tensor<B, 4>,
     k: Tensor<B, 4>,
     mask: Option<FloatTensor<B>>,
     options: AttentionOptions,
-) -> Tensor<B, 4> {
+) -> (Tensor<B, 4>, Option<Tensor<B, 4>>) {
     let [b, h, t, _] = q.dims();
     let [_, kv, keys, _] = k.dims();
     let device = q.device();
-    let mut scores = by_query(by_key(q * options.scale, kv).matmul(k.transpose()), h);
+    let products = by_query(by_key(q * options.scale, kv).matmul(k.transpose()), h);
+    let (mut scores, tanh) = capped(products, options.cap);
     if let Some(mask) = mask {
         scores = scores + wrap::<B, 2>(mask).reshape([b, 1, 1, keys]);
     }
@@ -293,7 +313,7 @@ fn scores<B: Backend>(
         let past = Tensor::<B, 2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device).reshape([1, 1, t, t]);
         scores = scores.mask_fill(past.expand([b, h, t, t]), FUTURE);
     }
-    scores
+    (scores, tanh)
 }
 
 /// Repeats shared heads of width `e` in rows `[m, c]` so that each query head has its own, `[m, d]`.
@@ -331,6 +351,8 @@ pub(crate) fn head_width<B: Backend>(q: &FloatTensor<B>, options: AttentionOptio
 struct Predictions<B: Backend> {
     /// Logits in fp32: a mean over thousands of rows needs more digits than 16 bit have.
     logits: Tensor<B, 2>,
+    /// As from [`capped`].
+    tanh: Option<Tensor<B, 2>>,
     lse: Tensor<B, 2>,
     /// Targets `[n, 1]`, 0 where ignored.
     targets: Tensor<B, 2, Int>,
@@ -342,15 +364,16 @@ fn predictions<B: Backend>(
     x: FloatTensor<B>,
     weight: FloatTensor<B>,
     targets: IntTensor<B>,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
 ) -> Predictions<B> {
     let weight: Tensor<B, 2> = wrap(weight);
     let x: Tensor<B, 2> = wrap(x);
     let [n, _] = x.dims();
     let logits = x.matmul(weight.transpose());
     let logits = if logits.dtype().size() < 4 { logits.cast(FloatDType::F32) } else { logits };
+    let (logits, tanh) = capped(logits, options.cap);
     let targets = Tensor::<B, 1, Int>::from_primitive(targets).reshape([n, 1]);
-    let (targets, counts) = match ignored {
+    let (targets, counts) = match options.ignored {
         Some(ignored) => {
             let ignored = targets.clone().equal_elem(ignored);
             (targets.mask_fill(ignored.clone(), 0), ignored.bool_not().float())
@@ -360,11 +383,11 @@ fn predictions<B: Backend>(
     let largest = logits.clone().max_dim(1);
     let lse = (logits.clone() - largest.clone()).exp().sum_dim(1).log() + largest;
     let counts = counts.cast(logits.dtype());
-    Predictions { logits, lse, targets, counts }
+    Predictions { logits, tanh, lse, targets, counts }
 }
 
 fn mean_loss<B: Backend>(predictions: &Predictions<B>, counted: Tensor<B, 1>) -> Tensor<B, 1> {
-    let Predictions { logits, lse, targets, counts } = predictions;
+    let Predictions { logits, lse, targets, counts, .. } = predictions;
     let losses = (lse.clone() - logits.clone().gather(1, targets.clone())) * counts.clone();
     losses.sum() / counted
 }

@@ -24,7 +24,7 @@ use crate::cpu::{
     linear, product_bf16, rms_norm, rotary, swiglu,
 };
 use crate::fallback;
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu};
 use crate::quantized::Quantized;
 
 pub use elements::{cast, elements, is_host, sum_of_squares};
@@ -384,31 +384,31 @@ implement! {
         tensor(table, [table_rows, d])
     }
 
-    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float {
         let _span = tracing::trace_span!("cross-entropy").entered();
         if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
-            return Self::fused_linear_cross_entropy(widen(x), widen(weight), targets, ignored);
+            return Self::fused_linear_cross_entropy(widen(x), widen(weight), targets, options);
         }
         match x.dtype() {
-            DType::BF16 => cross_entropy_of::<half::bf16>(x, weight, targets, ignored, None),
-            DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>(x, weight, targets, ignored, None),
-            _ => fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored),
+            DType::BF16 => cross_entropy_of::<half::bf16>(x, weight, targets, options, None),
+            DType::F32 if are_f32([&weight]) => cross_entropy_of::<f32>(x, weight, targets, options, None),
+            _ => fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, options),
         }
     }
 
     fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int,
-                                           ignored: (Option<i64>)) -> float_float_float {
-        match cross_entropy_with(&x, &weight, &targets, ignored, true) {
+                                           options: (CrossEntropyOptions)) -> float_float_float {
+        match cross_entropy_with(&x, &weight, &targets, options, true) {
             Some((loss, dx, d_weight)) => (loss, dx, d_weight),
-            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
+            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, options),
         }
     }
 
     fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int,
-                                            ignored: (Option<i64>)) -> float_float {
-        let (loss, dx, _) = match cross_entropy_with(&x, &weight, &targets, ignored, false) {
+                                            options: (CrossEntropyOptions)) -> float_float {
+        let (loss, dx, _) = match cross_entropy_with(&x, &weight, &targets, options, false) {
             Some(made) => made,
-            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored),
+            None => fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, options),
         };
         (loss, dx)
     }
@@ -451,14 +451,14 @@ fn cross_entropy_of<T: Operand + Element + Pod>(
     x: FlexTensor,
     weight: FlexTensor,
     targets: FlexTensor,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     gradients: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> FlexTensor {
     let ([rows, width], [vocabulary, _]) = (dims(&x), dims(&weight));
     let shape = cross_entropy::Shape { rows, width, vocabulary };
     let (x, weight) = (packed_of::<T>(x), packed_of::<T>(weight));
     let targets = ids(targets);
-    let loss = cross_entropy::forward_backward::<T>(shape, values(&x), values(&weight), &targets, ignored, gradients);
+    let loss = cross_entropy::forward_backward::<T>(shape, values(&x), values(&weight), &targets, options, gradients);
     tensor(vec![loss], [1])
 }
 
@@ -467,17 +467,17 @@ fn cross_entropy_with(
     x: &FlexTensor,
     weight: &FlexTensor,
     targets: &FlexTensor,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     of_weight: bool,
 ) -> Option<(FlexTensor, FlexTensor, FlexTensor)> {
     let _span = tracing::trace_span!("cross-entropy with gradients").entered();
     let (x, weight, targets) = (x.clone(), weight.clone(), targets.clone());
     if sixteen_bit(&x).is_some() && !are(DType::BF16, [&x, &weight]) {
-        return cross_entropy_with(&widen(x), &widen(weight), &targets, ignored, of_weight);
+        return cross_entropy_with(&widen(x), &widen(weight), &targets, options, of_weight);
     }
     Some(match x.dtype() {
-        DType::BF16 => gradients_of::<half::bf16>(x, weight, targets, ignored, of_weight),
-        DType::F32 if are_f32([&weight]) => gradients_of::<f32>(x, weight, targets, ignored, of_weight),
+        DType::BF16 => gradients_of::<half::bf16>(x, weight, targets, options, of_weight),
+        DType::F32 if are_f32([&weight]) => gradients_of::<f32>(x, weight, targets, options, of_weight),
         _ => return None,
     })
 }
@@ -487,7 +487,7 @@ fn gradients_of<T: Operand + Element + Pod>(
     x: FlexTensor,
     weight: FlexTensor,
     targets: FlexTensor,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     of_weight: bool,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
     let ([rows, width], [vocabulary, _]) = (dims(&x), dims(&weight));
@@ -496,13 +496,13 @@ fn gradients_of<T: Operand + Element + Pod>(
     if of_weight && cross_entropy::is_one_chunk::<T>(shape) {
         let mut d_weight = buffer_of::<T>(vocabulary * width);
         let gradients = (&mut dx[..], WeightGradient::Rounded(&mut d_weight));
-        let loss = cross_entropy_of::<T>(x, weight, targets, ignored, Some(gradients));
+        let loss = cross_entropy_of::<T>(x, weight, targets, options, Some(gradients));
         return (loss, tensor(dx, [rows, width]), tensor(d_weight, [vocabulary, width]));
     }
     let vocabulary = if of_weight { vocabulary } else { 0 };
     let mut d_weight = buffer(vocabulary * width);
     let gradients = (&mut dx[..], WeightGradient::Sums(&mut d_weight));
-    let loss = cross_entropy_of::<T>(x, weight, targets, ignored, Some(gradients));
+    let loss = cross_entropy_of::<T>(x, weight, targets, options, Some(gradients));
     (loss, tensor(dx, [rows, width]), tensor(d_weight, [vocabulary, width]))
 }
 
@@ -610,7 +610,7 @@ fn inputs<'a, T: Element + Pod, const N: usize>(
     key_mask: Option<&'a [f32]>,
     options: AttentionOptions,
 ) -> Inputs<'a, T> {
-    let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+    let AttentionOptions { batch, heads, causal, window, scale, cap, .. } = options;
     let [n, width] = dims(&parts[0]);
     let d = if N == 1 { width / 3 } else { width };
     // In packed rows there are as many keys as queries, of the same width.
@@ -626,6 +626,7 @@ fn inputs<'a, T: Element + Pod, const N: usize>(
         causal,
         window,
         scale: scale as f32,
+        cap: cap.map(|cap| cap as f32),
     };
     let [q, k, v] = [0, 1, 2].map(|i| {
         if N == 1 {

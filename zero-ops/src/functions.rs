@@ -9,7 +9,7 @@ use burn_std::{DType, Shape};
 use crate::backend::FusedBackend;
 use crate::fallback::{unwrap, wrap};
 use crate::kinds::STORED_AS;
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu, check_cap};
 use crate::quantized::{Format, Quantized};
 
 /// Panics unless all operands, and those present of the ones after a semicolon, have the type of the first.
@@ -108,7 +108,8 @@ fn check_attention<B: FusedBackend>(
     mask: Option<&Tensor<B, 2>>,
     options: AttentionOptions,
 ) -> AttentionOptions {
-    let AttentionOptions { batch, heads, causal, window, .. } = options;
+    let AttentionOptions { batch, heads, causal, window, cap, .. } = options;
+    check_cap("attention", cap);
     for rows in [n, keys] {
         assert!(
             batch > 0 && rows.is_multiple_of(batch),
@@ -145,7 +146,7 @@ fn check_attention<B: FusedBackend>(
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit, or the operands differ in type.
+/// If the shapes do not fit, the operands differ in type, or the soft cap is not positive and finite.
 pub fn attention<B: FusedBackend>(
     q: Tensor<B, 2>,
     k: Tensor<B, 2>,
@@ -166,7 +167,7 @@ pub fn attention<B: FusedBackend>(
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit, or the operands differ in type.
+/// If the shapes do not fit, the operands differ in type, or the soft cap is not positive and finite.
 pub fn packed_attention<B: FusedBackend>(
     qkv: Tensor<B, 2>,
     mask: Option<Tensor<B, 2>>,
@@ -240,7 +241,8 @@ pub fn embedding<B: FusedBackend>(table: Tensor<B, 2>, ids: Tensor<B, 1, Int>) -
 }
 
 /// Returns the mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not `ignored`; 0
-/// if there are none.
+/// if there are none. `options` are [`CrossEntropyOptions`], or the ignored target alone: `Some(-100)` or `None`. A soft cap applies to `x
+/// weight^T`.
 ///
 /// Logits are computed for some rows at a time and never stored for all. Under autodiff the gradients are computed along with them in the
 /// forward pass, and only scaled in the backward pass. A forward pass without a backward pass should run on the inner backend
@@ -251,18 +253,20 @@ pub fn embedding<B: FusedBackend>(table: Tensor<B, 2>, ids: Tensor<B, 1, Int>) -
 /// - returns `[1]`
 ///
 /// # Panics
-/// If the shapes do not fit, the operands differ in type, or a target is out of range.
+/// If the shapes do not fit, the operands differ in type, a target is out of range, or the soft cap is not positive and finite.
 pub fn linear_cross_entropy<B: FusedBackend>(
     x: Tensor<B, 2>,
     weight: Tensor<B, 2>,
     targets: Tensor<B, 1, Int>,
-    ignored: Option<i64>,
+    options: impl Into<CrossEntropyOptions>,
 ) -> Tensor<B, 1> {
     check_types!("cross-entropy", x, weight);
+    let options = options.into();
+    check_cap("cross-entropy", options.cap);
     let ([n, d], [v, width]) = (x.dims(), weight.dims());
     assert_eq!(d, width, "cross-entropy: rows of {d} need a weight [_, {d}], got [{v}, {width}]");
     assert_eq!(targets.dims(), [n], "cross-entropy: {n} rows need {n} targets");
-    wrap(B::fused_linear_cross_entropy(unwrap(x), unwrap(weight), targets.into_primitive(), ignored))
+    wrap(B::fused_linear_cross_entropy(unwrap(x), unwrap(weight), targets.into_primitive(), options))
 }
 
 /// Creates a parameter of the device's float type. `elements` is called for the flat, row-major ranges that are stored here: once for the

@@ -57,6 +57,6 @@ pub use functions::{
 pub use shared::Shared;
 pub use zero_kernels::cpu::norm::Squares;
 use zero_kernels::options;
-pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Clip, Gelu};
+pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Clip, CrossEntropyOptions, Gelu};
 pub use zero_kernels::update::Elements;
 pub use zero_kernels::{Rule, cpu, quantized, update};

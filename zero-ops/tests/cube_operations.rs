@@ -10,7 +10,7 @@ use burn_autodiff::Autodiff;
 use burn_backend::tensor::FloatTensor;
 use burn_backend::{Backend, TensorMetadata};
 use burn_std::{DType, FloatDType};
-use zero_ops::{FusedBackend, Gelu};
+use zero_ops::{CrossEntropyOptions, FusedBackend, Gelu};
 
 mod llama;
 mod reference;
@@ -203,18 +203,18 @@ fn check_cross_entropy<B: FusedBackend>(
     what: &str,
     operands: [&Tensor<B, 2>; 2],
     ids: &[i64],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     expected: &Gradients,
 ) {
     let [x, weight] = operands.map(|x| primitive(x.clone()));
     let ids = || targets::<B>(ids).into_primitive();
-    let loss = B::fused_linear_cross_entropy(x.clone(), weight.clone(), ids(), ignored);
+    let loss = B::fused_linear_cross_entropy(x.clone(), weight.clone(), ids(), options);
     assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
-    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x.clone(), weight.clone(), ids(), ignored);
+    let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x.clone(), weight.clone(), ids(), options);
     assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
     assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
     assert_close(what, &values::<B, 2>(d_weight), &expected.d_weight, 1e-5);
-    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, ids(), ignored);
+    let (loss, dx) = B::linear_cross_entropy_with_x_gradient(x, weight, ids(), options);
     assert_close(what, &values::<B, 1>(loss), &[expected.loss], 1e-5);
     assert_close(what, &values::<B, 2>(dx), &expected.dx, 1e-5);
 }
@@ -225,23 +225,25 @@ fn cross_entropy_agrees<B: FusedBackend>() {
         let x = numbers(n * d, 9);
         let weight: Vec<f32> = numbers(v * d, 10).iter().map(|weight| 2.0 * weight).collect();
         let (on_device, weight_on_device) = (rows::<B>(&x, [n, d]), rows::<B>(&weight, [v, d]));
-        let check = |case: &str, ids: &[i64], ignored| {
+        let check = |case: &str, ids: &[i64], options: CrossEntropyOptions| {
             let what = format!("cross-entropy of [{n}, {d}] by [{v}, {d}], {case}");
-            let expected = cross_entropy(&x, &weight, ids, ignored, d);
-            check_cross_entropy::<B>(&what, [&on_device, &weight_on_device], ids, ignored, &expected);
+            let expected = cross_entropy(&x, &weight, ids, options, d);
+            check_cross_entropy::<B>(&what, [&on_device, &weight_on_device], ids, options, &expected);
             expected
         };
         let some = some_targets(n, v, -100);
-        let expected = check("some ignored", &some, Some(-100));
-        check("all ignored", &vec![-100; n], Some(-100));
+        let expected = check("some ignored", &some, Some(-100).into());
+        check("all ignored", &vec![-100; n], Some(-100).into());
+        let capped = CrossEntropyOptions { ignored: Some(-100), cap: Some(1.5) };
+        check("with a soft cap", &some, capped);
         let ids: Vec<i64> = some.iter().map(|id| (*id).max(0)).collect();
-        check("none ignored", &ids, None);
-        check("a column ignored", &ids, Some(0));
+        check("none ignored", &ids, None.into());
+        check("a column ignored", &ids, Some(0).into());
         // No 32-bit target has this value.
-        check("none to be ignored", &ids, Some(i64::MIN));
+        check("none to be ignored", &ids, Some(i64::MIN).into());
         if n == 33 {
             let operands = [&pitched::<B>(&x, [n, d]), &pitched::<B>(&weight, [v, d])];
-            check_cross_entropy::<B>("rows apart", operands, &some, Some(-100), &expected);
+            check_cross_entropy::<B>("rows apart", operands, &some, Some(-100).into(), &expected);
         }
     }
 }
@@ -253,9 +255,20 @@ fn targets_out_of_range_are_told<B: FusedBackend>() {
     for wrong in [v as i64, i64::from(i32::MAX), -1, i64::from(i32::MIN)] {
         let ids = targets::<B>(&[0, wrong, 4]).into_primitive();
         let (x, weight) = (primitive(rows::<B>(&x, [n, d])), primitive(rows::<B>(&weight, [v, d])));
-        let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, ids, Some(-100));
+        let (loss, dx, d_weight) = B::linear_cross_entropy_with_gradients(x, weight, ids, Some(-100).into());
         assert!(values::<B, 1>(loss)[0].is_nan(), "a target of {wrong}");
         assert!(values::<B, 2>(dx).iter().chain(&values::<B, 2>(d_weight)).all(|value| value.is_finite()));
+    }
+}
+
+/// A NaN among the logits makes the loss NaN, also with a soft cap.
+fn a_nan_is_told<B: FusedBackend>() {
+    let [n, d, v] = [3, 4, 5];
+    let (x, weight) = (rows::<B>(&[f32::NAN; 12], [n, d]), rows::<B>(&numbers(v * d, 12), [v, d]));
+    for cap in [None, Some(2.0)] {
+        let (ids, options) = (targets::<B>(&[0, 1, 4]).into_primitive(), CrossEntropyOptions { ignored: None, cap });
+        let loss = B::fused_linear_cross_entropy(primitive(x.clone()), primitive(weight.clone()), ids, options);
+        assert!(values::<B, 1>(loss)[0].is_nan(), "a cap of {cap:?}");
     }
 }
 
@@ -281,7 +294,7 @@ fn no_rows_are_no_fault<B: FusedBackend>() {
     assert_eq!(B::fused_gelu(Gelu::Erf, none(), None).shape().to_vec(), [0, d]);
     let ids = Tensor::<B, 1, Int>::empty([0], &device::<B>()).into_primitive();
     let weight = primitive(rows::<B>(&[1.0; 15], [3, 5]));
-    let (loss, _, d_weight) = B::linear_cross_entropy_with_gradients(none(), weight, ids, None);
+    let (loss, _, d_weight) = B::linear_cross_entropy_with_gradients(none(), weight, ids, None.into());
     assert_eq!((values::<B, 1>(loss), values::<B, 2>(d_weight)), (vec![0.0], vec![0.0; 15]));
 }
 
@@ -299,7 +312,7 @@ fn bits_repeat<B: FusedBackend>() {
             B::gelu_backward_fused(Gelu::Tanh, primitive(x.clone()), Some(gamma()), primitive(grad.clone()));
         let ids = targets::<B>(&some_targets(n, v, -1)).into_primitive();
         let weight = primitive(rows::<B>(&weight, [v, d]));
-        let loss = B::fused_linear_cross_entropy(primitive(x), weight, ids, Some(-1));
+        let loss = B::fused_linear_cross_entropy(primitive(x), weight, ids, Some(-1).into());
         let sums = B::fused_linear_bias_backward(primitive(grad));
         [d_gamma, d_beta, d_bias.unwrap(), loss, sums].map(|made| bits(&values::<B, 1>(made)))
     };
@@ -337,7 +350,7 @@ macro_rules! gradients_agree_with_differences {
                 let h = reference::layer_norm_of(&x, gamma, Some(beta), d, 1e-5).out;
                 let h: Vec<f64> = h.iter().map(|h| h * 1.5).collect();
                 let h: Vec<f64> = reference::gelu_of(kind, &h, Some(bias), d).iter().map(|h| h + 0.25).collect();
-                reference::cross_entropy_of(&h, weight, &ids, Some(-100), d).loss
+                reference::cross_entropy_of(&h, weight, &ids, Some(-100).into(), d).loss
             };
             let mut wide = operands.clone().map(|values| values.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>());
             let got: f64 = f64::from(loss.clone().into_data().to_vec::<f32>().unwrap()[0]);
@@ -405,19 +418,22 @@ fn sixteen_bit_agrees<B: FusedBackend>() {
 
         let ids = some_targets(n, v, -100);
         let of = || targets::<B>(&ids).into_primitive();
-        let Gradients { loss: expected_loss, dx: expected_dx, d_weight: expected_d_weight } =
-            cross_entropy(&x, &weight, &ids, Some(-100), d);
-        let (loss, dx, d_weight) =
-            B::linear_cross_entropy_with_gradients(rows_of_x(), narrow(rows(&weight, [v, d])), of(), Some(-100));
-        assert_eq!([loss.dtype(), dx.dtype(), d_weight.dtype()], [DType::F32; 3]);
-        // Logits of up to 12 are rounded, and their gradient once more.
-        assert_close("loss", &values::<B, 1>(loss), &[expected_loss], 12.0 * epsilon);
-        let largest = |values: &[f64]| values.iter().fold(0f64, |largest, value| largest.max(value.abs()));
-        for (what, got, expected) in [("dx", dx, expected_dx), ("d weight", d_weight, expected_d_weight)] {
-            let scale = largest(&expected);
-            let scaled: Vec<f64> = expected.iter().map(|value| value / scale).collect();
-            let got: Vec<f32> = values::<B, 2>(got).iter().map(|value| value / scale as f32).collect();
-            assert_close(what, &got, &scaled, 12.0 * epsilon);
+        for cap in [None, Some(4.0)] {
+            let options = CrossEntropyOptions { ignored: Some(-100), cap };
+            let Gradients { loss: expected_loss, dx: expected_dx, d_weight: expected_d_weight } =
+                cross_entropy(&x, &weight, &ids, options, d);
+            let (loss, dx, d_weight) =
+                B::linear_cross_entropy_with_gradients(rows_of_x(), narrow(rows(&weight, [v, d])), of(), options);
+            assert_eq!([loss.dtype(), dx.dtype(), d_weight.dtype()], [DType::F32; 3]);
+            // Logits of up to 12 are rounded, and their gradient once more.
+            assert_close("loss", &values::<B, 1>(loss), &[expected_loss], 12.0 * epsilon);
+            let largest = |values: &[f64]| values.iter().fold(0f64, |largest, value| largest.max(value.abs()));
+            for (what, got, expected) in [("dx", dx, expected_dx), ("d weight", d_weight, expected_d_weight)] {
+                let scale = largest(&expected);
+                let scaled: Vec<f64> = expected.iter().map(|value| value / scale).collect();
+                let got: Vec<f32> = values::<B, 2>(got).iter().map(|value| value / scale as f32).collect();
+                assert_close(what, &got, &scaled, 12.0 * epsilon);
+            }
         }
     }
 }
@@ -441,7 +457,7 @@ macro_rules! suite {
     ($($name:ident: $backend:ty),*) => {
         $(suite!(
             $name, $backend: layer_norm_agrees, gelu_agrees, linear_agrees, bias_gradient_agrees, cross_entropy_agrees,
-            targets_out_of_range_are_told, no_rows_are_no_fault, bits_repeat, sixteen_bit_agrees, rms_norm_agrees, swiglu_agrees,
+            targets_out_of_range_are_told, a_nan_is_told, no_rows_are_no_fault, bits_repeat, sixteen_bit_agrees, rms_norm_agrees, swiglu_agrees,
             rotary_agrees, dequantized_agrees, quantized_agrees, shared_heads_agree,
         );)*
     };

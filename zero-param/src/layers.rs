@@ -8,6 +8,7 @@ use std::sync::atomic::Ordering;
 
 use burn::module::Param;
 use burn::tensor::{Int, Tensor};
+use zero_kernels::options::CrossEntropyOptions;
 
 use crate::backend;
 use crate::device::held;
@@ -70,9 +71,9 @@ pub fn head_cross_entropy(
     x: Tensor<2>,
     weight: &Param<Tensor<2>>,
     targets: Tensor<1, Int>,
-    ignored: Option<i64>,
+    options: impl Into<CrossEntropyOptions>,
 ) -> Tensor<1> {
-    cross_entropy(x, of(weight), targets, ignored)
+    cross_entropy(x, of(weight), targets, options.into())
 }
 
 /// Computes [`head_cross_entropy`] of each of `b` groups of as many consecutive rows: `[b]`.
@@ -80,12 +81,12 @@ pub(crate) fn head_cross_entropies(
     x: Tensor<2>,
     weight: &Param<Tensor<2>>,
     targets: Tensor<1, Int>,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     b: usize,
 ) -> Tensor<1> {
     let weight = of(weight);
     let groups = x.chunk(b, 0).into_iter().zip(targets.chunk(b, 0));
-    Tensor::cat(groups.map(|(x, targets)| cross_entropy(x, weight.clone(), targets, ignored)).collect(), 0)
+    Tensor::cat(groups.map(|(x, targets)| cross_entropy(x, weight.clone(), targets, options)).collect(), 0)
 }
 
 /// Looks up rows of an embedding: `weight` `[vocabulary, width]` at `ids` `[batch, length]` gives `[batch, length, width]`, with the output

@@ -90,7 +90,7 @@ pub use shard::{Gathered, NoAdapters, shard, shard_lora, shard_qlora};
 pub use strategy::ZeroStrategy;
 pub use zero::Zero;
 pub use zero_core::config::{self, Float, ZeroConfig};
-pub use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+pub use zero_kernels::options::{AttentionDropout, AttentionOptions, CrossEntropyOptions, Gelu};
 pub use zero_kernels::quantized::Format;
 
 #[cfg(doctest)]

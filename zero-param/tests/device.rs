@@ -20,9 +20,9 @@ use zero_core::Stage;
 use zero_core::checkpoint::{Checkpoint, SaveOptions};
 use zero_core::config::Tier;
 use zero_param::{
-    AttentionDropout, AttentionOptions, Error, Float, Format, Gelu, OptimizerConfig, Uses, ZeroConfig, attention,
-    embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, run_threads, shard, shard_lora,
-    shard_qlora,
+    AttentionDropout, AttentionOptions, CrossEntropyOptions, Error, Float, Format, Gelu, OptimizerConfig, Uses,
+    ZeroConfig, attention, embedding, gelu, layer_norm, linear, linear_cross_entropy, packed_attention, run_threads,
+    shard, shard_lora, shard_qlora,
 };
 
 const RANKS: usize = 2;
@@ -310,13 +310,14 @@ fn operations(device: &Device) -> Vec<Vec<f32>> {
     let x = embedding(&words, ids.reshape([batch, t])).reshape([n, d]);
     let x = layer_norm(x, vector(gamma), Some(vector(beta)), 1e-5);
     let qkv = linear(x.clone(), packing, Some(vector(packed)), None);
-    let options = AttentionOptions { batch, heads, causal: true, window: Some(2), scale: 0.5, dropout: None };
+    let options =
+        AttentionOptions { batch, heads, causal: true, window: Some(2), scale: 0.5, dropout: None, cap: Some(1.5) };
     let seen = packed_attention(qkv.clone(), None, options);
     let dropout = Some(AttentionDropout { probability: 0.3, key: 5 });
     let [q, k, v] = [0, 1, 2].map(|at| qkv.clone().slice([0..n, at * d..(at + 1) * d]));
     let all = attention(q, k, v, Some(mask), AttentionOptions { causal: false, window: None, dropout, ..options });
     let x = linear(gelu(Gelu::Tanh, seen, Some(vector(bias))), out, None, Some(x)) + gelu(Gelu::Erf, all, None);
-    let loss = linear_cross_entropy(x, table, targets, Some(IGNORED));
+    let loss = linear_cross_entropy(x, table, targets, CrossEntropyOptions { ignored: Some(IGNORED), cap: Some(2.0) });
     let grads = loss.backward();
     let of_leaves = leaves.iter().map(|leaf| leaf.grad(&grads).unwrap().into_data().try_into_vec().unwrap());
     std::iter::once(loss.into_data().try_into_vec().unwrap()).chain(of_leaves).collect()

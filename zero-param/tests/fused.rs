@@ -8,8 +8,8 @@ use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_optim::{AdamWConfig, ModuleOptimizer};
 use common::{Gpt, device, numbers, train_plain};
 use zero_param::{
-    AttentionDropout, AttentionOptions, Gelu, OptimizerConfig, attention, embedding, gelu, layer_norm, linear,
-    linear_cross_entropy, packed_attention,
+    AttentionDropout, AttentionOptions, CrossEntropyOptions, Gelu, OptimizerConfig, attention, embedding, gelu,
+    layer_norm, linear, linear_cross_entropy, packed_attention,
 };
 
 const N: usize = 6;
@@ -117,7 +117,7 @@ fn attention_is_burns() {
     for causal in [true, false] {
         // Two sequences.
         let (t, width) = (N / 2, D / HEADS);
-        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>, dropout: Option<AttentionDropout>| {
+        let burns = |qkv: Tensor<2>, keys: Option<Tensor<2>>, dropout: Option<AttentionDropout>, cap: Option<f64>| {
             let part = |at: usize| {
                 let part = qkv.clone().slice([0..N, at * D..(at + 1) * D]);
                 part.reshape([2, t, HEADS, width]).swap_dims(1, 2)
@@ -126,23 +126,26 @@ fn attention_is_burns() {
             let mask: Vec<f32> = (0..t * t).map(|at| if hidden(at) { f32::NEG_INFINITY } else { 0.0 }).collect();
             let mask = Tensor::<4>::from_data(TensorData::new(mask, [1, 1, t, t]), &device());
             let mask = keys.into_iter().fold(mask, |mask, keys| mask + keys.reshape([2, 1, 1, t]));
-            let scores = part(0).matmul(part(1).transpose()) / (width as f32).sqrt() + mask;
+            let scores = capped(part(0).matmul(part(1).transpose()) / (width as f32).sqrt(), cap) + mask;
             let share = |place| dropout.map_or(1.0, |dropout| dropout.share(place as u64));
             let shares: Vec<f32> = (0..2 * HEADS * t * t).map(share).collect();
             let shares = Tensor::<4>::from_data(TensorData::new(shares, [2, HEADS, t, t]), &device());
             (softmax(scores, 3) * shares).matmul(part(2)).swap_dims(1, 2).reshape([N, D])
         };
         let scale = (width as f64).sqrt().recip();
-        let options = AttentionOptions { batch: 2, heads: HEADS, causal, window: None, scale, dropout: None };
+        let options =
+            AttentionOptions { batch: 2, heads: HEADS, causal, window: None, scale, dropout: None, cap: None };
         let drops = Some(AttentionDropout { probability: 0.3, key: 5 });
-        for (hidden, dropout) in [(None, None), (Some(1), None), (Some(1), drops)] {
-            let options = AttentionOptions { dropout, ..options };
+        for (hidden, dropout, cap) in
+            [(None, None, None), (Some(1), None, None), (Some(1), drops, None), (Some(1), None, Some(0.3))]
+        {
+            let options = AttentionOptions { dropout, cap, ..options };
             // The second key of the second sequence.
             let mask = hidden.map(|key| {
                 let mask: Vec<f32> = (0..N).map(|at| if at == t + key { -3e4 } else { 0.0 }).collect();
                 Tensor::<2>::from_data(TensorData::new(mask, [2, t]), &device())
             });
-            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone(), dropout));
+            let expected = told((&qkv, &qkv, &b), |qkv, _, _| burns(qkv, mask.clone(), dropout, cap));
             let got = told((&qkv, &qkv, &b), |qkv, _, _| packed_attention(qkv, mask.clone(), options));
             assert_close("packed attention", &got, &expected);
             let got = told((&qkv, &qkv, &b), |qkv, _, _| {
@@ -152,6 +155,11 @@ fn attention_is_burns() {
             assert_close("attention", &got, &expected);
         }
     }
+}
+
+/// Applies a soft cap, if there is one.
+fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
+    cap.into_iter().fold(x, |x, cap| (x / cap).tanh() * cap)
 }
 
 #[test]
@@ -166,17 +174,20 @@ fn embedding_and_cross_entropy_are_burns() {
     });
     assert_close("embedding", &got, &told(operands, |_, table, _| table.select(0, ids(twice))));
 
-    let burns = |x: Tensor<2>, w: Tensor<2>| {
+    let burns = |x: Tensor<2>, w: Tensor<2>, cap: Option<f64>| {
         let rows = ids([0, 1, 3, 4, 5]);
         let next_n1 = ids([7, 0, 2, 11, 4]).reshape([5, 1]);
-        let logs = log_softmax(x.select(0, rows).matmul(w.transpose()), 1);
+        let logs = log_softmax(capped(x.select(0, rows).matmul(w.transpose()), cap), 1);
         logs.gather(1, next_n1).mean().neg().reshape([1, 1])
     };
     let targets = || ids([7, 0, IGNORED as i32, 2, 11, 4]);
     let got = told(operands, |x, w, _| linear_cross_entropy(x, w, targets(), Some(IGNORED)).reshape([1, 1]) / 3.0);
-    assert_close("cross-entropy", &got, &told(operands, |x, w, _| burns(x, w) / 3.0));
+    assert_close("cross-entropy", &got, &told(operands, |x, w, _| burns(x, w, None) / 3.0));
     let got = told(operands, |x, w, _| linear_cross_entropy(x, w.detach(), targets(), Some(IGNORED)).reshape([1, 1]));
-    assert_close("frozen head", &got, &told(operands, |x, w, _| burns(x, w.detach())));
+    assert_close("frozen head", &got, &told(operands, |x, w, _| burns(x, w.detach(), None)));
+    let options = CrossEntropyOptions { ignored: Some(IGNORED), cap: Some(0.7) };
+    let got = told(operands, |x, w, _| linear_cross_entropy(x, w, targets(), options).reshape([1, 1]));
+    assert_close("capped cross-entropy", &got, &told(operands, |x, w, _| burns(x, w, Some(0.7))));
 }
 
 #[test]

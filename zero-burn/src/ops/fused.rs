@@ -6,7 +6,7 @@ use burn_backend::TensorData;
 use burn_backend::tensor::{Device, FloatTensor};
 use burn_std::{FloatDType, Shape};
 use zero_ops::quantized::Quantized;
-use zero_ops::{AttentionOptions, FusedBackend, Gelu};
+use zero_ops::{AttentionOptions, CrossEntropyOptions, FusedBackend, Gelu};
 
 use crate::activations;
 use crate::birth::{Fill, parameter};

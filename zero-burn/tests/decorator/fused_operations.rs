@@ -12,7 +12,7 @@ use burn_flex::Flex;
 use zero_burn::Zero;
 use zero_core::random::Draws;
 use zero_ops::quantized::{Format, Quantized};
-use zero_ops::{AttentionOptions, FusedBackend, Gelu};
+use zero_ops::{AttentionOptions, CrossEntropyOptions, FusedBackend, Gelu};
 
 type A = Autodiff<I>;
 type I = Zero<Flex>;
@@ -193,6 +193,9 @@ fn plain_attention(
         x.reshape([b, rows / b, kv * g, e]).swap_dims(1, 2)
     };
     let mut scores = heads(q).matmul(heads(k).transpose()) * options.scale;
+    if let Some(cap) = options.cap {
+        scores = (scores / cap).tanh() * cap;
+    }
     if options.causal {
         let future =
             Tensor::<A, 2, Bool>::tril_mask([t, t], 0, &Default::default()).reshape([1, 1, t, t]).expand([b, h, t, t]);
@@ -219,7 +222,8 @@ fn attention() {
         let mask = Tensor::<A, 2>::from_inner(mask.lower_elem(0.3).float() * -3e4);
         for causal in [true, false] {
             for mask in [None, Some(mask.clone())] {
-                let options = AttentionOptions { batch, heads, causal, window: None, scale: 0.3, dropout: None };
+                let options =
+                    AttentionOptions { batch, heads, causal, window: None, scale: 0.3, dropout: None, cap: None };
                 let what = format!("{batch} x {t}, {heads} heads of {e}, causal {causal}, mask {}", mask.is_some());
                 let parts = [(); 3].map(|()| random([n, d]));
                 let [q, k, v] = parts.clone();
@@ -239,12 +243,15 @@ fn attention() {
 #[test]
 fn attention_over_other_keys_than_the_queries_own() {
     for (batch, heads, kv, e) in [(1, 1, 1, 1), (2, 4, 2, 6), (1, 6, 1, 8), (2, 6, 3, 16)] {
-        for (t, keys, causal, window) in [
-            (5, 5, true, None),
-            (9, 9, true, Some(2)),
-            (150, 150, true, Some(40)),
-            (7, 20, false, None),
-            (20, 3, false, None),
+        for (t, keys, causal, window, cap) in [
+            (5, 5, true, None, None),
+            (9, 9, true, Some(2), None),
+            (150, 150, true, Some(40), None),
+            (7, 20, false, None, None),
+            (20, 3, false, None, None),
+            (5, 5, true, None, Some(0.4)),
+            (150, 150, true, Some(40), Some(1.5)),
+            (7, 20, false, None, Some(50.0)),
         ] {
             // Two keys are left at least: of one alone the gradient of the queries is zero, and rounding all of it.
             let mask = uniform([batch, keys]);
@@ -252,8 +259,10 @@ fn attention_over_other_keys_than_the_queries_own() {
                 Tensor::<A, 2>::from_inner(mask.slice_fill([0..batch, 0..2], 1.0).lower_elem(0.3).float() * -3e4);
             // Within a window a row may see hidden keys alone, of which the two say different things.
             for mask in [None, Some(mask).filter(|_| window.is_none())] {
-                let options = AttentionOptions { batch, heads, causal, window, scale: 0.3, dropout: None };
-                let what = format!("{batch} x {t} over {keys}, {heads} heads over {kv} of {e}, window {window:?}");
+                let options = AttentionOptions { batch, heads, causal, window, scale: 0.3, dropout: None, cap };
+                let what = format!(
+                    "{batch} x {t} over {keys}, {heads} heads over {kv} of {e}, window {window:?}, cap {cap:?}"
+                );
                 let (q, k, v) =
                     (random([batch * t, heads * e]), random([batch * keys, kv * e]), random([batch * keys, kv * e]));
                 let got = zero_ops::attention(q.clone(), k.clone(), v.clone(), mask.clone(), options);
@@ -349,7 +358,8 @@ fn embedding() {
 #[test]
 fn linear_cross_entropy() {
     // More rows than a chunk has, at the last size.
-    for (n, d, v) in [(1, 3, 2), (9, 7, 33), (150, 16, 70_000)] {
+    for (n, d, v, cap) in [(1, 3, 2, None), (9, 7, 33, None), (9, 7, 33, Some(0.8)), (150, 16, 70_000, Some(3.0))] {
+        let options = CrossEntropyOptions { ignored: Some(-100), cap };
         let (x, w) = (random([n, d]), random([v, d]));
         let targets: Vec<i32> = (0..n).map(|i| if i % 3 == 1 { -100 } else { (i * 7919 % v) as i32 }).collect();
         let counted: Vec<i32> = (0..n as i32).filter(|i| i % 3 != 1).collect();
@@ -357,14 +367,15 @@ fn linear_cross_entropy() {
         let counted = Tensor::<A, 1, Int>::from_ints(counted.as_slice(), &Default::default());
         let plain = || {
             let logits = x.clone().matmul(w.clone().transpose()).select(0, counted.clone());
+            let logits = cap.into_iter().fold(logits, |logits, cap| (logits / cap).tanh() * cap);
             let [m, _] = logits.dims();
             let picked = targets.clone().select(0, counted.clone()).reshape([m, 1]);
             activation::log_softmax(logits, 1).gather(1, picked).mean().neg()
         };
-        let got = zero_ops::linear_cross_entropy(x.clone(), w.clone(), targets.clone(), Some(-100));
+        let got = zero_ops::linear_cross_entropy(x.clone(), w.clone(), targets.clone(), options);
         same("loss", got, plain(), &[("x", &x), ("weight", &w)]);
         let got =
-            zero_ops::linear_cross_entropy(x.clone().inner(), w.clone().inner(), targets.clone().inner(), Some(-100));
+            zero_ops::linear_cross_entropy(x.clone().inner(), w.clone().inner(), targets.clone().inner(), options);
         close("evaluation", &values(got), &values(plain().inner()), TOLERANCE);
     }
 }
@@ -407,7 +418,8 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
         same_within(tolerance, "gelu", got, expected, &[("x", &x), ("bias", &bias)]);
     }
 
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 0.5, dropout: None };
+    let options =
+        AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 0.5, dropout: None, cap: None };
     let qkv = again(&x);
     let got = back(zero_ops::packed_attention(to(&qkv), None, options));
     let expected = zero_ops::packed_attention(qkv.clone(), None, options);
@@ -426,10 +438,10 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
     same_within(tolerance, "attention over fewer heads", got, expected, &[("q", &q), ("k", &k), ("v", &v)]);
 
     let [q, k] = [(); 2].map(|()| rounded(dtype, [6, 8]));
-    let options = AttentionOptions { causal: true, window: Some(2), ..options };
+    let options = AttentionOptions { causal: true, window: Some(2), cap: Some(1.5), ..options };
     let got = back(zero_ops::attention(to(&q), to(&k), to(&k), None, options));
     let expected = zero_ops::attention(q.clone(), k.clone(), k.clone(), None, options);
-    same_within(tolerance, "attention in a window", got, expected, &[("q", &q), ("k and v", &k)]);
+    same_within(tolerance, "capped attention in a window", got, expected, &[("q", &q), ("k and v", &k)]);
 
     let (x, gamma) = (again(&x), again(&gamma));
     let got = back(zero_ops::rms_norm(to(&x), to_row(&gamma), 1e-5));
@@ -446,14 +458,18 @@ fn agrees_with_fp32(dtype: FloatDType, tolerance: f32) {
 
     let (x, head) = (again(&x), rounded(dtype, [4, 12]));
     let targets = Tensor::<A, 1, Int>::from_ints([0, 3, -100, 2, 1, 1], &Default::default());
-    let got = zero_ops::linear_cross_entropy(to(&x), to(&head), targets.clone(), Some(-100)).cast(FloatDType::F32);
-    let expected = zero_ops::linear_cross_entropy(x.clone(), head.clone(), targets.clone(), Some(-100));
-    let evaluated = |x: Tensor<A, 2>, head: Tensor<A, 2>| {
-        values(zero_ops::linear_cross_entropy(x.inner(), head.inner(), targets.clone().inner(), Some(-100)))
-    };
-    close("evaluation", &evaluated(to(&x), to(&head)), &evaluated(x.clone(), head.clone()), tolerance);
-    // Scaled, as in training with a loss scale.
-    same_within(tolerance, "cross-entropy", got * 64.0, expected * 64.0, &[("x", &x), ("weight", &head)]);
+    for cap in [None, Some(2.5)] {
+        let (x, head) = (again(&x), again(&head));
+        let options = CrossEntropyOptions { ignored: Some(-100), cap };
+        let got = zero_ops::linear_cross_entropy(to(&x), to(&head), targets.clone(), options).cast(FloatDType::F32);
+        let expected = zero_ops::linear_cross_entropy(x.clone(), head.clone(), targets.clone(), options);
+        let evaluated = |x: Tensor<A, 2>, head: Tensor<A, 2>| {
+            values(zero_ops::linear_cross_entropy(x.inner(), head.inner(), targets.clone().inner(), options))
+        };
+        close("evaluation", &evaluated(to(&x), to(&head)), &evaluated(x.clone(), head.clone()), tolerance);
+        // Scaled, as in training with a loss scale.
+        same_within(tolerance, "cross-entropy", got * 64.0, expected * 64.0, &[("x", &x), ("weight", &head)]);
+    }
 
     let table = rounded(dtype, [5, 3]);
     let ids = Tensor::<A, 1, Int>::from_ints([4, 4, 0], &Default::default());
@@ -494,7 +510,8 @@ fn a_loss_scale_keeps_small_gradients_in_fp16() {
 fn causal_rows_never_see_the_future_even_if_their_own_key_is_hidden() {
     // Left padding: the first two keys of each sequence are hidden.
     let mask = Tensor::<I, 2>::from_floats([[-3e4, -3e4, 0.0, 0.0]], &Default::default());
-    let options = AttentionOptions { batch: 1, heads: 1, causal: true, window: None, scale: 1.0, dropout: None };
+    let options =
+        AttentionOptions { batch: 1, heads: 1, causal: true, window: None, scale: 1.0, dropout: None, cap: None };
     let v = Tensor::<I, 2>::from_floats([[1.0], [2.0], [3.0], [4.0]], &Default::default());
     let same = v.zeros_like();
     for dtype in [FloatDType::F32, FloatDType::F64, FloatDType::F16] {
@@ -530,7 +547,8 @@ fn views_give_what_copies_give() {
     assert_eq!(norm(view.clone()), norm(copy.clone()));
     let gelu = |x| values(zero_ops::gelu(Gelu::Erf, x, None).inner());
     assert_eq!(gelu(view.clone()), gelu(copy.clone()));
-    let options = AttentionOptions { batch: 1, heads: 3, causal: false, window: None, scale: 1.0, dropout: None };
+    let options =
+        AttentionOptions { batch: 1, heads: 3, causal: false, window: None, scale: 1.0, dropout: None, cap: None };
     let attended = |x: Tensor<A, 2>| values(zero_ops::attention(x.clone(), x.clone(), x, None, options).inner());
     assert_eq!(attended(view.clone()), attended(copy.clone()));
     assert_eq!(attended(view.clone().transpose().transpose()), attended(copy));
@@ -546,7 +564,8 @@ fn wrong_shapes_are_named() {
     let text = panics(Box::new(move || drop(zero_ops::linear(x, w, None, None))));
     assert!(text.contains("rows of 3 need a weight [3, _], got [4, 5]"), "{text}");
     let x = random([5, 6]);
-    let options = AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0, dropout: None };
+    let options =
+        AttentionOptions { batch: 2, heads: 2, causal: true, window: None, scale: 1.0, dropout: None, cap: None };
     let text = panics(Box::new(move || drop(zero_ops::packed_attention(x, None, options))));
     assert!(text.contains("5 rows do not divide into 2 sequences"), "{text}");
     for (q, k, causal, window, expected) in [

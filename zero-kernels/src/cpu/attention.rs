@@ -22,6 +22,7 @@ use super::check;
 use super::operand::Operand;
 use super::product::Matrix;
 use super::rows::SharedRows;
+use crate::options::check_cap;
 use backward::backward_in;
 use forward::forward_in;
 
@@ -48,12 +49,15 @@ pub struct Shape {
     pub window: Option<usize>,
     /// Factor of the product of a query and a key.
     pub scale: f32,
+    /// Soft cap of the scores, if any.
+    pub cap: Option<f32>,
 }
 
 /// Computes attention of `q` over `k` and `v`.
 ///
-/// The scores are `scale * q k^T`, plus `key_mask` if given. The mask must be finite: a query whose keys are all masked by
-/// the same number gets the same result as without a mask. `lse` receives the log-sum-exp of each query's scores.
+/// The scores are `x = scale * q k^T`, or `cap * tanh(x / cap)` if there is a `cap`, plus `key_mask` if given. The mask must be finite: a
+/// query whose keys are all masked by the same number gets the same result as without a mask. `lse` receives the log-sum-exp of each
+/// query's scores.
 ///
 /// # Shapes
 ///
@@ -61,7 +65,7 @@ pub struct Shape {
 ///
 /// # Panics
 ///
-/// If the lengths do not match, there are no keys, or `causal` is set with `queries` other than `keys`.
+/// If the lengths do not match, there are no keys, `causal` is set with `queries` other than `keys`, or the cap is not positive and finite.
 pub fn forward<T: Operand>(inputs: Inputs<'_, T>, out: &mut [T], lse: &mut [f32]) {
     forward_in(BLOCKS, inputs, out, lse);
 }
@@ -158,7 +162,8 @@ pub struct Inputs<'a, T = f32> {
 
 impl<'a, T: Copy> Inputs<'a, T> {
     fn check(&self) {
-        let Shape { batch, heads, kv_heads, queries, keys, causal, window, .. } = self.shape;
+        let Shape { batch, heads, kv_heads, queries, keys, causal, window, cap, .. } = self.shape;
+        check_cap("attention", cap.map(f64::from));
         assert!(
             kv_heads == heads || kv_heads > 0 && heads.is_multiple_of(kv_heads),
             "attention: {heads} query heads cannot share {kv_heads} key heads"
@@ -274,6 +279,8 @@ struct Head {
 struct Scoring<'a> {
     /// Multiplied by the products.
     factor: f32,
+    /// Soft cap of the scores, if any.
+    cap: Option<f32>,
     /// Added to each row, if there is one.
     mask: Option<&'a [f32]>,
     horizon: Horizon,

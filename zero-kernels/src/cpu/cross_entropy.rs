@@ -3,12 +3,13 @@
 //! For each chunk of rows it computes the logits, the softmax in place of these, and the products that are summed to the
 //! gradients. The only allocation is the buffer of one chunk, for the duration of a call.
 
-use super::math::exp;
+use super::math::{exp, tanh};
 use super::operand::Operand;
 use super::parallel::spread;
 use super::product::{Matrix, Write};
 use super::reduce::{largest, replace_and_sum, sum_over};
 use super::{buffer, check_rows};
+use crate::options::{CrossEntropyOptions, check_cap};
 
 /// Fewest rows per chunk: each chunk reads the weights twice and their gradient once.
 const LEAST_ROWS: usize = 64;
@@ -54,8 +55,8 @@ fn chunk_rows<T: Operand>(vocabulary: usize) -> usize {
 
 /// Returns the mean over rows, in nats, of `-ln softmax(x w^T)[target]`, and writes its gradients if `grads` are given.
 ///
-/// Rows whose target is `ignored` do not count. If no row is left, the loss and the gradients are 0. Operands in bfloat16
-/// are multiplied in bfloat16; logits and sums are f32.
+/// The soft cap, if there is one, applies to `x w^T`. Rows whose target is `ignored` do not count. If no row is left, the loss and the
+/// gradients are 0. Operands in bfloat16 are multiplied in bfloat16; logits and sums are f32.
 ///
 /// # Shapes
 ///
@@ -64,17 +65,18 @@ fn chunk_rows<T: Operand>(vocabulary: usize) -> usize {
 ///
 /// # Panics
 ///
-/// If the lengths do not match, a target that is not `ignored` is outside of `0..v`, or a gradient over several chunks is to be rounded.
+/// If the lengths do not match, a target that is not `ignored` is outside of `0..v`, a gradient over several chunks is to be rounded, or the
+/// cap is not positive and finite.
 pub fn forward_backward<T: Operand>(
     shape: Shape,
     x: &[T],
     w: &[T],
     targets: &[i64],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     grads: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> f32 {
     let rows = chunk_rows::<T>(shape.vocabulary);
-    by_chunks(rows, shape, x, w, targets, ignored, grads)
+    by_chunks(rows, shape, x, w, targets, options, grads)
 }
 
 fn by_chunks<T: Operand>(
@@ -83,10 +85,12 @@ fn by_chunks<T: Operand>(
     x: &[T],
     w: &[T],
     targets: &[i64],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     mut grads: Option<(&mut [f32], WeightGradient<'_, T>)>,
 ) -> f32 {
     let Shape { rows: n, width: d, vocabulary: v } = shape;
+    let ignored = options.ignored;
+    check_cap("cross-entropy", options.cap);
     check_rows("cross-entropy", "x", x.len(), n, d);
     check_rows("cross-entropy", "w", w.len(), v, d);
     check_rows("cross-entropy", "targets", targets.len(), n, 1);
@@ -126,7 +130,7 @@ fn by_chunks<T: Operand>(
         let logits = &mut logits[..here * v];
         let x = Matrix::new(&x[first * d..end * d], here, d);
         T::product(logits, Write::Over, x, w.transposed());
-        softmax::<T>(logits, &targets[first..end], ignored, &mut losses[first..end], share);
+        softmax::<T>(logits, &targets[first..end], options, &mut losses[first..end], share);
         if let Some((dx, dw)) = &mut grads {
             let p = T::rounded(logits, v);
             T::product(&mut dx[first * d..end * d], Write::Over, p, w);
@@ -144,15 +148,15 @@ fn by_chunks<T: Operand>(
 fn softmax<T: Operand>(
     logits: &mut [f32],
     targets: &[i64],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     losses: &mut [f32],
     share: Option<f32>,
 ) {
-    let elements = logits.len();
+    let (elements, cap) = (logits.len(), options.cap.map(|cap| cap as f32));
     let tasks: Vec<_> = (logits.chunks_mut(elements / targets.len()).zip(targets).zip(losses)).collect();
     spread(elements, tasks, |((logits, target), loss)| {
-        let target = (Some(*target) != ignored).then_some(*target as usize);
-        softmax_of_row(logits, target, loss, share);
+        let target = (Some(*target) != options.ignored).then_some(*target as usize);
+        softmax_of_row(logits, target, cap, loss, share);
         if share.is_some() {
             T::round(logits);
         }
@@ -161,7 +165,7 @@ fn softmax<T: Operand>(
 
 vectorised! {
     /// A row without a target does not count.
-    fn softmax_of_row<'a>(logits: &'a mut [f32], target: Option<usize>, loss: &'a mut f32, share: Option<f32>) {
+    fn softmax_of_row<'a>(logits: &'a mut [f32], target: Option<usize>, cap: Option<f32>, loss: &'a mut f32, share: Option<f32>) {
         let Some(target) = target else {
             *loss = 0.0;
             if share.is_some() {
@@ -169,11 +173,22 @@ vectorised! {
             }
             return;
         };
+        if let Some(cap) = cap {
+            logits.iter_mut().for_each(|value| *value = cap * tanh(*value / cap));
+        }
         let max = largest(logits);
         let own = logits[target];
-        let sum = match share {
-            None => sum_over([logits], |[value], sum| sum + exp(value - max)),
-            Some(share) => {
+        let sum = match (share, cap) {
+            (None, _) => sum_over([logits], |[value], sum| sum + exp(value - max)),
+            (Some(share), Some(cap)) => {
+                let slope = |value: f32| (value / cap).mul_add(-(value / cap), 1.0);
+                let sum = sum_over([logits], |[value], sum| sum + exp(value - max));
+                let factor = share / sum;
+                logits.iter_mut().for_each(|value| *value = exp(*value - max) * factor * slope(*value));
+                logits[target] -= share * slope(own);
+                sum
+            }
+            (Some(share), None) => {
                 let sum = replace_and_sum(logits, |value| exp(value - max));
                 let factor = share / sum;
                 logits.iter_mut().for_each(|value| *value *= factor);
@@ -195,20 +210,24 @@ mod tests {
     use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbers, same_bits, wide};
 
     const IGNORED: Option<i64> = Some(-100);
+    const OPTIONS: CrossEntropyOptions = CrossEntropyOptions { ignored: IGNORED, cap: None };
 
     /// Returns the loss, the gradient of x and the gradient of w.
-    fn reference(shape: Shape, x: &[f64], w: &[f64], targets: &[i64]) -> (f64, Vec<f64>, Vec<f64>) {
+    fn reference(shape: Shape, x: &[f64], w: &[f64], targets: &[i64], cap: Option<f64>) -> (f64, Vec<f64>, Vec<f64>) {
         let Shape { rows: n, width: d, vocabulary: v } = shape;
         let count = targets.iter().filter(|target| Some(**target) != IGNORED).count().max(1) as f64;
         let (mut loss, mut dx, mut dw) = (0.0, vec![0.0; n * d], vec![0.0; v * d]);
         for row in (0..n).filter(|row| Some(targets[*row]) != IGNORED) {
             let x = &x[row * d..(row + 1) * d];
             let logits: Vec<f64> = w.chunks(d).map(|w| w.iter().zip(x).map(|(w, x)| w * x).sum()).collect();
+            let tanh: Vec<f64> = logits.iter().map(|z| cap.map_or(0.0, |cap| (z / cap).tanh())).collect();
+            let logits: Vec<f64> = cap.map_or(logits, |cap| tanh.iter().map(|tanh| cap * tanh).collect());
             let max = logits.iter().copied().fold(f64::MIN, f64::max);
             let sum: f64 = logits.iter().map(|z| (z - max).exp()).sum();
             loss += (sum.ln() + max - logits[targets[row] as usize]) / count;
             for (j, z) in logits.iter().enumerate() {
                 let p = ((z - max).exp() / sum - f64::from(u8::from(j as i64 == targets[row]))) / count;
+                let p = p * (1.0 - tanh[j] * tanh[j]);
                 for c in 0..d {
                     dx[row * d + c] += p * w[j * d + c];
                     dw[j * d + c] += p * x[c];
@@ -225,24 +244,25 @@ mod tests {
     #[test]
     fn agrees_with_f64_for_odd_sizes_and_chunks() {
         for (n, d, v) in [(1, 1, 1), (1, 7, 5), (3, 64, 100), (17, 100, 33), (33, 7, 257)] {
-            for scale in [1.0, 20.0] {
+            for (scale, cap) in [(1.0, None), (20.0, None), (1.0, Some(1.5)), (20.0, Some(30.0))] {
+                let options = CrossEntropyOptions { cap, ..OPTIONS };
                 let shape = Shape { rows: n, width: d, vocabulary: v };
                 let x: Vec<f32> = numbers(n * d, 1).into_iter().map(|x| x * scale).collect();
                 let (w, targets) = (numbers(v * d, 2), targets(n, v));
-                let (loss64, dx64, dw64) = reference(shape, &wide(&x), &wide(&w), &targets);
+                let (loss64, dx64, dw64) = reference(shape, &wide(&x), &wide(&w), &targets, cap);
                 for rows in [1, 7, 64] {
                     let (mut dx, mut dw) = (vec![f32::NAN; n * d], vec![f32::NAN; v * d]);
-                    let loss = by_chunks(rows, shape, &x, &w, &targets, IGNORED, Some((&mut dx, Sums(&mut dw))));
+                    let loss = by_chunks(rows, shape, &x, &w, &targets, options, Some((&mut dx, Sums(&mut dw))));
                     assert_close("loss", &[loss], &[loss64], 1e-5);
                     assert_close("dx", &dx, &dx64, 1e-5);
                     assert_close("dw", &dw, &dw64, 1e-5);
-                    let alone = by_chunks(rows, shape, &x, &w, &targets, IGNORED, None);
+                    let alone = by_chunks(rows, shape, &x, &w, &targets, options, None);
                     assert_eq!(alone, loss, "without gradients");
                     let mut dx_alone = vec![f32::NAN; n * d];
                     let grads = Some((&mut dx_alone[..], Sums(&mut [])));
-                    assert_eq!(by_chunks(rows, shape, &x, &w, &targets, IGNORED, grads), loss, "of a frozen weight");
+                    assert_eq!(by_chunks(rows, shape, &x, &w, &targets, options, grads), loss, "of a frozen weight");
                     assert_eq!(dx_alone, dx);
-                    let tolerable = |x: &[f64], w: &[f64]| reference(shape, x, w, &targets).0;
+                    let tolerable = |x: &[f64], w: &[f64]| reference(shape, x, w, &targets, cap).0;
                     assert_differences("x", &x, &dx, |x| tolerable(x, &wide(&w)));
                     assert_differences("w", &w, &dw, |w| tolerable(&wide(&x), w));
                 }
@@ -255,7 +275,7 @@ mod tests {
         let shape = Shape { rows: 2, width: 3, vocabulary: 4 };
         let (mut dx, mut dw) = (vec![f32::NAN; 6], vec![f32::NAN; 12]);
         let grads = Some((&mut dx[..], Sums(&mut dw)));
-        assert_eq!(forward_backward(shape, &[1.0; 6], &[1.0; 12], &[-100; 2], IGNORED, grads), 0.0);
+        assert_eq!(forward_backward(shape, &[1.0; 6], &[1.0; 12], &[-100; 2], OPTIONS, grads), 0.0);
         assert!(dx.iter().chain(&dw).all(|value| *value == 0.0));
     }
 
@@ -263,7 +283,8 @@ mod tests {
     fn large_logits_do_not_overflow() {
         let shape = Shape { rows: 1, width: 1, vocabulary: 3 };
         let (mut dx, mut dw) = ([0.0], [0.0; 3]);
-        let loss = forward_backward(shape, &[1e4], &[3.0, -3.0, 2.0], &[2], None, Some((&mut dx[..], Sums(&mut dw))));
+        let loss =
+            forward_backward(shape, &[1e4], &[3.0, -3.0, 2.0], &[2], None.into(), Some((&mut dx[..], Sums(&mut dw))));
         assert_eq!((loss, dw), (1e4, [1e4, 0.0, -1e4]));
     }
 
@@ -274,7 +295,7 @@ mod tests {
         let (x, w, targets) = (numbers(n * d, 1), numbers(v * d, 2), targets(n, v));
         same_bits(|| {
             let (mut dx, mut dw) = (vec![0.0; n * d], vec![0.0; v * d]);
-            let loss = by_chunks(40, shape, &x, &w, &targets, IGNORED, Some((&mut dx, Sums(&mut dw))));
+            let loss = by_chunks(40, shape, &x, &w, &targets, OPTIONS, Some((&mut dx, Sums(&mut dw))));
             [vec![loss], dx, dw].concat()
         });
     }
@@ -283,11 +304,18 @@ mod tests {
     fn wrong_targets_and_lengths_are_named() {
         let shape = Shape { rows: 2, width: 3, vocabulary: 4 };
         let run = |x: usize, targets: [i64; 2]| {
-            forward_backward(shape, &vec![0.0; x], &[0.0; 12], &targets, IGNORED, None);
+            forward_backward(shape, &vec![0.0; x], &[0.0; 12], &targets, OPTIONS, None);
         };
         assert_panics(&["target 4 of row 1", "0..4"], || run(6, [0, 4]));
         assert_panics(&["target -1 of row 0", "0..4"], || run(6, [-1, 0]));
         assert_panics(&["`x` has 5 elements, expected 2 rows of 3"], || run(5, [0, 1]));
+        for cap in [0.0, -1.0, 1e-50, 1e39, f64::NAN] {
+            let options = CrossEntropyOptions { cap: Some(cap), ..OPTIONS };
+            let run = || {
+                forward_backward(shape, &[0.0; 6], &[0.0; 12], &[0, 1], options, None);
+            };
+            assert_panics(&["a soft cap must be positive and finite"], run);
+        }
     }
 
     #[test]
@@ -299,17 +327,20 @@ mod tests {
         let targets = [3, 49, -100, 0, 7, 7, 21];
         let (x16, w16) = (narrowed::<bf16>(&x), narrowed::<bf16>(&w));
         let (x, w) = (widened(&x16), widened(&w16));
-        let (loss, dx, dw) = reference(shape, &wide(&x), &wide(&w), &targets);
-        let (mut dx16, mut dw16) = (vec![0f32; dx.len()], vec![0f32; dw.len()]);
-        let got = by_chunks(3, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, Sums(&mut dw16))));
-        assert_close("loss", &[got], &[loss], 1e-5);
-        // The gradient of the logits is rounded to 8 bits.
-        assert_close("dx", &dx16, &dx, 4e-3);
-        assert_close("dw", &dw16, &dw, 4e-3);
+        for cap in [None, Some(0.9)] {
+            let options = CrossEntropyOptions { cap, ..OPTIONS };
+            let (loss, dx, dw) = reference(shape, &wide(&x), &wide(&w), &targets, cap);
+            let (mut dx16, mut dw16) = (vec![0f32; dx.len()], vec![0f32; dw.len()]);
+            let got = by_chunks(3, shape, &x16, &w16, &targets, options, Some((&mut dx16, Sums(&mut dw16))));
+            assert_close("loss", &[got], &[loss], 1e-5);
+            // The gradient of the logits is rounded to 8 bits.
+            assert_close("dx", &dx16, &dx, 4e-3);
+            assert_close("dw", &dw16, &dw, 4e-3);
+        }
         // In one chunk, rounded as it is written: the same as sums that are rounded later.
-        let (mut sums, mut rounded) = (vec![0f32; dw.len()], vec![bf16::ZERO; dw.len()]);
-        by_chunks(7, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, Sums(&mut sums))));
-        by_chunks(7, shape, &x16, &w16, &targets, IGNORED, Some((&mut dx16, WeightGradient::Rounded(&mut rounded))));
+        let (mut dx, mut sums, mut rounded) = (vec![0f32; x.len()], vec![0f32; w.len()], vec![bf16::ZERO; w.len()]);
+        by_chunks(7, shape, &x16, &w16, &targets, OPTIONS, Some((&mut dx, Sums(&mut sums))));
+        by_chunks(7, shape, &x16, &w16, &targets, OPTIONS, Some((&mut dx, WeightGradient::Rounded(&mut rounded))));
         assert_eq!(rounded, narrowed::<bf16>(&sums));
     }
 }

@@ -329,7 +329,7 @@ impl<B: FusedBackend> BartAttention<B> {
     fn options(&self, b: usize, x_nd: &Tensor<B, 2>, causal: bool) -> AttentionOptions {
         let [_, d] = x_nd.dims();
         let scale = ((d / self.heads) as f64).sqrt().recip();
-        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale, dropout: None }
+        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale, dropout: None, cap: None }
     }
 }
 

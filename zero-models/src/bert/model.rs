@@ -337,7 +337,8 @@ impl<B: FusedBackend> BertLayer<B> {
         let (heads, epsilon) = (self.num_attention_heads, self.layer_norm_eps);
         let [_, d] = x_nd.dims();
         let scale = ((d / heads) as f64).sqrt().recip();
-        let options = AttentionOptions { batch: b, heads, causal: false, window: None, scale, dropout: None };
+        let options =
+            AttentionOptions { batch: b, heads, causal: false, window: None, scale, dropout: None, cap: None };
         let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone()));
         let mixed_nd = attend(parts, masks, options, &self.attention_dropout);
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, &self.output_dropout, x_nd);

@@ -23,8 +23,6 @@ pub struct KvCache<B: Backend> {
     across: Vec<[Tensor<B, 4>; 2]>,
     /// Padding mask of the encoder's output, `[b, u]`, if there is padding.
     hidden_across: Option<Tensor<B, 2>>,
-    /// The soft cap of scores.
-    cap: Option<f64>,
     /// The tokens that were read, `[b, length]`, if they may have to be read again.
     tokens: Option<Tensor<B, 2, Int>>,
 }
@@ -91,12 +89,7 @@ impl<B: FusedBackend> KvCache<B> {
 
     /// Creates an empty cache for these rows.
     pub(super) fn of(rows: CachedRows) -> Self {
-        Self { rows, layers: Vec::new(), across: Vec::new(), hidden_across: None, cap: None, tokens: None }
-    }
-
-    /// Caps scores `x` of self-attention at `cap`, as `cap * tanh(x / cap)`.
-    pub(crate) fn cap_scores(&mut self, cap: Option<f64>) {
-        self.cap = cap;
+        Self { rows, layers: Vec::new(), across: Vec::new(), hidden_across: None, tokens: None }
     }
 
     /// Returns the rows.
@@ -170,7 +163,7 @@ impl<B: FusedBackend> KvCache<B> {
             kept.put(new, keys.start, 0);
             self.layers.push(kept);
             if bias_ht.is_none() {
-                let masks = Masks::of_keys(hidden_bt).capped(self.cap);
+                let masks = Masks::of_keys(hidden_bt);
                 return attend([q_nd, k_nd, v_nd], &masks, options, &Dropout { prob: 0.0 });
             }
         } else {
@@ -184,7 +177,7 @@ impl<B: FusedBackend> KvCache<B> {
         }
         assert_eq!(n, b, "after the first, and with a bias, positions are read one by one");
         let kept = self.layers[layer].of(keys.start, end, q_nd.dtype().into());
-        look(q_nd, kept, hidden_bt, options, self.cap, bias_ht)
+        look(q_nd, kept, hidden_bt, options, bias_ht)
     }
 
     /// Sets the padding mask of cross-attention, which hides positions where `mask_bu` is 0. `like` has the type of the activations.
@@ -206,7 +199,7 @@ impl<B: FusedBackend> KvCache<B> {
     ) -> Tensor<B, 2> {
         let hidden_bu = self.hidden_across.clone();
         if !self.rows.is_empty() {
-            return look(q_nd, self.across[layer].clone(), hidden_bu, options, None, None);
+            return look(q_nd, self.across[layer].clone(), hidden_bu, options, None);
         }
         let [_, d] = q_nd.dims();
         let [k_mc, v_mc] = of_text();
@@ -247,14 +240,13 @@ fn look<B: FusedBackend>(
     [keys_bkte, values_bkte]: [Tensor<B, 4>; 2],
     hidden_bt: Option<Tensor<B, 2>>,
     options: AttentionOptions,
-    cap: Option<f64>,
     bias_ht: Option<Tensor<B, 2>>,
 ) -> Tensor<B, 2> {
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
     // Query heads that share a key head become its rows.
     let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
     let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
-    if let Some(cap) = cap {
+    if let Some(cap) = options.cap {
         scores_bkgt = soft_capped(scores_bkgt, cap);
     }
     if let Some(hidden_bt) = hidden_bt {

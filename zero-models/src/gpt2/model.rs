@@ -169,7 +169,15 @@ impl<B: FusedBackend> Gpt2Attention<B> {
     }
 
     fn options(&self, b: usize) -> AttentionOptions {
-        AttentionOptions { batch: b, heads: self.n_head, causal: true, window: None, scale: self.scale, dropout: None }
+        AttentionOptions {
+            batch: b,
+            heads: self.n_head,
+            causal: true,
+            window: None,
+            scale: self.scale,
+            dropout: None,
+            cap: None,
+        }
     }
 }
 

@@ -40,8 +40,7 @@ pub struct Llama<B: Backend> {
     #[module(skip)]
     long_speeds: Option<(usize, Vec<f32>)>,
     turn_factor: f64,
-    /// Soft caps of attention scores and of logits.
-    score_cap: Option<f64>,
+    /// Soft cap of the logits.
     logit_cap: Option<f64>,
     /// Offset of the weights of norms.
     norm_offset: f64,
@@ -94,6 +93,8 @@ pub struct LlamaAttention<B: Backend> {
     head_width: usize,
     window: Option<usize>,
     scale: f64,
+    /// Soft cap of the scores.
+    cap: Option<f64>,
     dropout: Dropout,
 }
 
@@ -130,7 +131,6 @@ impl LlamaConfig {
             local_speeds: self.local_rope_frequencies(),
             long_speeds: self.long_rope_frequencies(),
             turn_factor: self.rope_factor(),
-            score_cap: self.attn_logit_softcapping.filter(|_| self.has_four_norms()),
             logit_cap: self.final_logit_softcapping.filter(|_| self.has_four_norms()),
             norm_offset: if self.is_gemma() { 1.0 } else { 0.0 },
             embedding_scale: if self.is_gemma() { f64::from((d as f32).sqrt()) } else { 1.0 },
@@ -167,6 +167,7 @@ impl LlamaConfig {
                 head_width: self.head_width(),
                 window: self.window(number),
                 scale: self.attention_scale(),
+                cap: self.attn_logit_softcapping.filter(|_| self.has_four_norms()),
                 dropout: DropoutConfig::new(self.attention_dropout).init(),
             },
             post_attention_layernorm: self.fresh_norm(d, device),
@@ -198,7 +199,7 @@ impl<B: FusedBackend> Llama<B> {
             None => self.angles(|| 0..t as i32, &[t], &x_nd),
             Some(documents) => self.angles(|| documents.positions(), &[documents.longest()], &x_nd),
         };
-        let masks = Masks::none().capped(self.score_cap).within(documents);
+        let masks = Masks::none().within(documents);
         for layer in &self.layers {
             let forward = |x_nd| {
                 layer.forward(x_nd, &angles, |attn, parts| attend(parts, &masks, attn.options(b), &attn.dropout))
@@ -309,8 +310,8 @@ impl<B: FusedBackend> LlamaAttention<B> {
     }
 
     fn options(&self, b: usize) -> AttentionOptions {
-        let Self { heads, window, scale, .. } = *self;
-        AttentionOptions { batch: b, heads, causal: true, window, scale, dropout: None }
+        let Self { heads, window, scale, cap, .. } = *self;
+        AttentionOptions { batch: b, heads, causal: true, window, scale, cap, dropout: None }
     }
 }
 
@@ -358,7 +359,6 @@ impl<B: FusedBackend> CausalLm<B> for Llama<B> {
         let mut x_nd = self.embedded(input_ids_bt);
         let reached: Vec<usize> = cache.rows().reached(t).collect();
         let angles = self.angles(|| cache.rows().numbers(t), &reached, &x_nd);
-        cache.cap_scores(self.score_cap);
         for (number, layer) in self.layers.iter().enumerate() {
             x_nd = layer.forward(x_nd, &angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
         }

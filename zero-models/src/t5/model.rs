@@ -322,7 +322,7 @@ impl<B: FusedBackend> T5Attention<B> {
     }
 
     fn options(&self, b: usize, causal: bool) -> AttentionOptions {
-        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale: 1.0, dropout: None }
+        AttentionOptions { batch: b, heads: self.heads, causal, window: None, scale: 1.0, dropout: None, cap: None }
     }
 }
 

@@ -18,6 +18,7 @@ use super::many::array;
 use super::product::product;
 use super::rows::{Blocks, address_type, cubes, dims, stride, strided, units, vector_size, with_whole_rows, zeros};
 use super::tensor::{OnCube, empty, first, launch, packed, run};
+use crate::options::CrossEntropyOptions;
 use kernels::{count_kernel, mean_kernel, padded_kernel, place_kernel, rows_kernel};
 
 /// Maximum size of a chunk's logits in bytes: on a device of less than 10 GiB, and of more than 40 GiB. Each further chunk reads and writes
@@ -111,21 +112,24 @@ struct Call<R: CubeRuntime> {
     vocabulary: usize,
     targets: CubeTensor<R>,
     ignored: Ignored,
+    /// Soft cap of the logits.
+    cap: Option<f32>,
     losses: CubeTensor<R>,
     counted: CubeTensor<R>,
     scale: f32,
 }
 
 impl<R: CubeRuntime> Call<R> {
-    fn new(x: CubeTensor<R>, weight: CubeTensor<R>, targets: CubeTensor<R>, ignored: Option<i64>) -> Self {
+    fn new(x: CubeTensor<R>, weight: CubeTensor<R>, targets: CubeTensor<R>, options: CrossEntropyOptions) -> Self {
         let targets = ids(targets);
-        let ignored = Ignored::new(ignored, targets.dtype);
+        let ignored = Ignored::new(options.ignored, targets.dtype);
+        let cap = options.cap.map(|cap| cap as f32);
         let counted = count(&targets, ignored);
         let losses = empty(&x, [dims(&x)[0]], DType::F32);
         let scale = if x.dtype == DType::F16 { FP16_SCALE } else { 1.0 };
         let [vocabulary, _] = dims(&weight);
         let weight = padded(with_whole_rows(weight), vocabulary.next_multiple_of(ROW_BYTES / x.elem_size()));
-        Self { x: with_whole_rows(x), weight, vocabulary, targets, ignored, losses, counted, scale }
+        Self { x: with_whole_rows(x), weight, vocabulary, targets, ignored, cap, losses, counted, scale }
     }
 
     /// Returns the rows of a chunk whose logits take at most `bytes`, about the same for all chunks.
@@ -164,7 +168,8 @@ impl<R: CubeRuntime> Call<R> {
                 rows_kernel on logits.client,
                 (CubeCount::new_1d(cubes(rows) as u32), CubeDim::new_1d(units as u32), address_type(&[logits]), width),
                 [logits.clone(), self.targets.clone(), self.losses.clone()],
-                stride, first, rows, v, self.scale, self.ignored.value, self.ignored.is_any, is_gradient, units,
+                stride, first, rows, v, self.scale, self.cap.unwrap_or(1.0), self.ignored.value, self.ignored.is_any,
+                self.cap.is_some(), is_gradient, units,
                 [logits.dtype.into(), self.targets.dtype.into()]
             }
         }
@@ -232,14 +237,14 @@ fn chunks(n: usize, each: usize) -> impl Iterator<Item = std::ops::Range<usize>>
 
 fn loss<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     most: Option<usize>,
 ) -> CubeTensor<R> {
     if dims(&x)[0] == 0 {
         return zeros(&x, [1], DType::F32);
     }
     let most = most.unwrap_or_else(|| logits_bytes(&x));
-    let call = Call::new(x, weight, targets, ignored);
+    let call = Call::new(x, weight, targets, options);
     for range in chunks(dims(&call.x)[0], call.rows_per_chunk(most)) {
         let logits = call.logits(call.rows(range.clone()));
         call.losses(&logits, range.start, false);
@@ -250,7 +255,7 @@ fn loss<R: CubeRuntime>(
 /// Returns the loss, and the gradients for `x` and, with `of_weight`, for `weight`.
 fn loss_with_gradients<R: CubeRuntime>(
     [x, weight, targets]: [CubeTensor<R>; 3],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     most: Option<usize>,
     of_weight: bool,
 ) -> Vec<CubeTensor<R>> {
@@ -262,7 +267,7 @@ fn loss_with_gradients<R: CubeRuntime>(
     }
     let d_weight = of_weight.then(|| empty(&x, [v, d], DType::F32));
     let most = most.unwrap_or_else(|| logits_bytes(&x));
-    let call = Call::new(x, weight, targets, ignored);
+    let call = Call::new(x, weight, targets, options);
     for range in chunks(n, call.rows_per_chunk(most)) {
         let x = call.rows(range.clone());
         let logits = call.logits(x.clone());
@@ -279,9 +284,9 @@ fn loss_with_gradients<R: CubeRuntime>(
 }
 
 /// Implements [`fused_linear_cross_entropy`](crate::FusedBackend::fused_linear_cross_entropy).
-pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, ignored: Option<i64>) -> T {
+pub(crate) fn linear_cross_entropy<T: OnCube>(x: T, weight: T, targets: T, options: CrossEntropyOptions) -> T {
     let outputs = [(Shape::from([1]), DType::F32)];
-    let body = move |inputs, _| [loss(inputs, ignored, None)];
+    let body = move |inputs, _| [loss(inputs, options, None)];
     let [loss] = run("cross-entropy", [x, weight, targets], None, outputs, body);
     loss
 }
@@ -293,9 +298,9 @@ pub(crate) fn linear_cross_entropy_with_gradients<T: OnCube>(
     x: T,
     weight: T,
     targets: T,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
 ) -> (T, T, T) {
-    let [loss, dx, d_weight] = with_gradients([x, weight, targets], ignored, true);
+    let [loss, dx, d_weight] = with_gradients([x, weight, targets], options, true);
     (loss, dx, d_weight)
 }
 
@@ -304,21 +309,21 @@ pub(crate) fn linear_cross_entropy_with_x_gradient<T: OnCube>(
     x: T,
     weight: T,
     targets: T,
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
 ) -> (T, T) {
-    let [loss, dx] = with_gradients([x, weight, targets], ignored, false);
+    let [loss, dx] = with_gradients([x, weight, targets], options, false);
     (loss, dx)
 }
 
 fn with_gradients<T: OnCube, const OUTPUTS: usize>(
     operands: [T; 3],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     of_weight: bool,
 ) -> [T; OUTPUTS] {
     let shapes = [Shape::from([1]), operands[0].shape(), operands[1].shape()];
     let promised = shapes.into_iter().take(OUTPUTS).map(|shape| (shape, DType::F32)).collect();
     let made = T::run("cross-entropy with gradients", operands.into(), promised, move |given| {
-        loss_with_gradients(first(&mut given.into_iter()), ignored, None, of_weight)
+        loss_with_gradients(first(&mut given.into_iter()), options, None, of_weight)
     });
     made.try_into().unwrap_or_else(|_| unreachable!("the kernel returns all outputs"))
 }
@@ -328,10 +333,16 @@ compiled! {
     for dtype in TYPES {
         for ids in [DType::I32, DType::I64] {
             for ignored in [None, Some(-1)] {
-                let call = Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), ignored);
+                let new = |cap| {
+                    let options = CrossEntropyOptions { ignored, cap };
+                    Call::new(tensor([n, 64], dtype), tensor([v, 64], dtype), tensor([n], ids), options)
+                };
+                let call = new(None);
                 let logits = tensor([n, dims(&call.weight)[0]], dtype);
-                call.losses(&logits, 0, false);
-                call.losses(&logits, 0, true);
+                for call in [&call, &new(Some(30.0))] {
+                    call.losses(&logits, 0, false);
+                    call.losses(&logits, 0, true);
+                }
                 mean(call.losses.clone(), call.counted.clone());
                 for d in WIDTHS {
                     padded(tensor([v, d], dtype), 50304);
@@ -362,10 +373,11 @@ mod tests {
     /// Tests 600 rows in chunks of one row, of some, of 256, and in one; with vocabularies below and above a product's rows.
     #[test]
     fn chunks_change_nothing() {
-        [11, 300].into_iter().for_each(chunks_of);
+        [(11, None), (300, None), (300, Some(0.5))].into_iter().for_each(|(v, cap)| chunks_of(v, cap));
     }
 
-    fn chunks_of(v: usize) {
+    fn chunks_of(v: usize, cap: Option<f64>) {
+        let options = CrossEntropyOptions { ignored: Some(-1), cap };
         let [n, d] = [600, 6];
         let number = |i: usize| ((i * 37 % 101) as f32 - 50.0) / 50.0;
         let given = || {
@@ -374,7 +386,7 @@ mod tests {
             let x = rows((0..n * d).map(number).collect(), [n, d]);
             [x, rows((7..7 + v * d).map(number).collect(), [v, d]), ids.into_primitive()]
         };
-        let one = loss_with_gradients(given(), Some(-1), None, true);
+        let one = loss_with_gradients(given(), options, None, true);
         let [expected_loss, expected_dx, expected_d_weight] =
             [values::<1>(one[0].clone()), values::<2>(one[1].clone()), values::<2>(one[2].clone())];
         assert!(expected_loss[0] > 1.0 && expected_dx.iter().any(|value| value.abs() > 1e-5));
@@ -385,15 +397,15 @@ mod tests {
         };
         for chunk in [1, 100, 256, 300] {
             let bytes = chunk * v.next_multiple_of(ROW_BYTES / 4) * 4;
-            let made = loss_with_gradients(given(), Some(-1), Some(bytes), true);
+            let made = loss_with_gradients(given(), options, Some(bytes), true);
             close("loss", &values::<1>(made[0].clone()), &expected_loss);
             close("dx", &values::<2>(made[1].clone()), &expected_dx);
             close("d weight", &values::<2>(made[2].clone()), &expected_d_weight);
-            let frozen = loss_with_gradients(given(), Some(-1), Some(bytes), false);
+            let frozen = loss_with_gradients(given(), options, Some(bytes), false);
             assert_eq!(frozen.len(), 2, "a frozen weight has no gradient");
             close("loss of a frozen weight", &values::<1>(frozen[0].clone()), &expected_loss);
             close("dx of a frozen weight", &values::<2>(frozen[1].clone()), &expected_dx);
-            close("loss alone", &values::<1>(super::loss(given(), Some(-1), Some(bytes))), &expected_loss);
+            close("loss alone", &values::<1>(super::loss(given(), options, Some(bytes))), &expected_loss);
         }
     }
 }

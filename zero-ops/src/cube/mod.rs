@@ -56,7 +56,7 @@ use burn_std::{DType, FloatDType};
 use crate::backend::{FusedBackend, implement, ty};
 use crate::fallback;
 use crate::kinds::STORED_AS;
-use crate::options::{AttentionOptions, Gelu};
+use crate::options::{AttentionOptions, CrossEntropyOptions, Gelu};
 use crate::quantized::Quantized;
 use rows::takes;
 use tensor::is_float;
@@ -206,26 +206,26 @@ fused_backends! {
         embedding::embedding_backward(ids, grad, rows)
     }
 
-    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float {
+    fn fused_linear_cross_entropy(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float {
         if !takes(&x, [&weight]) {
-            return fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, ignored);
+            return fallback::fused_linear_cross_entropy::<Self>(x, weight, targets, options);
         }
-        cross_entropy::linear_cross_entropy(x, weight, targets, ignored)
+        cross_entropy::linear_cross_entropy(x, weight, targets, options)
     }
 
-    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, ignored: (Option<i64>))
+    fn linear_cross_entropy_with_gradients(x: float, weight: float, targets: int, options: (CrossEntropyOptions))
                                            -> float_float_float {
         if !takes(&x, [&weight]) {
-            return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
+            return fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, options);
         }
-        cross_entropy::linear_cross_entropy_with_gradients(x, weight, targets, ignored)
+        cross_entropy::linear_cross_entropy_with_gradients(x, weight, targets, options)
     }
 
-    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, ignored: (Option<i64>)) -> float_float {
+    fn linear_cross_entropy_with_x_gradient(x: float, weight: float, targets: int, options: (CrossEntropyOptions)) -> float_float {
         if !takes(&x, [&weight]) {
-            let (loss, dx, _) = fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, ignored);
+            let (loss, dx, _) = fallback::linear_cross_entropy_with_gradients::<Self>(x, weight, targets, options);
             return (loss, dx);
         }
-        cross_entropy::linear_cross_entropy_with_x_gradient(x, weight, targets, ignored)
+        cross_entropy::linear_cross_entropy_with_x_gradient(x, weight, targets, options)
     }
 }

@@ -179,6 +179,15 @@ pub(super) fn zeros<R: CubeRuntime>(like: &CubeTensor<R>, shape: impl Into<Shape
     shaped(zeros_client(like.client.clone(), like.device.clone(), flat, dtype), shape)
 }
 
+/// Returns `tanh(x / cap)`, the soft cap of `x` divided by the cap.
+#[cube]
+pub(super) fn share_of_cap(x: f32, cap: f32) -> f32 {
+    // Beyond 10 it is 1 in f32, where some devices divide infinities. Comparisons keep a NaN; `min` and `max` need not.
+    let share = x / cap;
+    let share = select(share > 10.0f32, 10.0f32, share);
+    select(share < -10.0f32, -10.0f32, share).tanh()
+}
+
 /// Returns the sum of a vector's elements, from first to last.
 #[cube]
 pub(super) fn across<N: Size>(vector: Vector<f32, N>) -> f32 {

@@ -103,7 +103,8 @@ pub fn shared_heads_agree<B: FusedBackend>() {
     type Here = burn_flex::Flex;
     for (batch, t, heads, kv, e, masked) in [(1, 5, 4, 2, 8, false), (2, 17, 6, 1, 16, true), (2, 33, 6, 3, 8, true)] {
         let (n, d, c) = (batch * t, heads * e, kv * e);
-        let options = AttentionOptions { batch, heads, causal: true, window: None, dropout: None, scale: 0.3 };
+        let options =
+            AttentionOptions { batch, heads, causal: true, window: None, dropout: None, scale: 0.3, cap: None };
         let parts = [(d, 13), (c, 14), (c, 15), (d, 16)].map(|(width, seed)| (numbers(n * width, seed), width));
         let mask: Vec<f32> = (0..n).map(|i| if i % t % 3 == 1 { -1e4 } else { 0.0 }).collect();
         fn computed<B: FusedBackend>(

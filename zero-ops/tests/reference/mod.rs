@@ -1,6 +1,6 @@
 //! The operations as plain loops in f64.
 
-use zero_ops::Gelu;
+use zero_ops::{CrossEntropyOptions, Gelu};
 
 use crate::shared::{erf, wide};
 
@@ -117,11 +117,12 @@ pub struct Gradients {
     pub d_weight: Vec<f64>,
 }
 
-pub fn cross_entropy(x: &[f32], weight: &[f32], ids: &[i64], ignored: Option<i64>, d: usize) -> Gradients {
-    cross_entropy_of(&wide(x), &wide(weight), ids, ignored, d)
+pub fn cross_entropy(x: &[f32], weight: &[f32], ids: &[i64], options: CrossEntropyOptions, d: usize) -> Gradients {
+    cross_entropy_of(&wide(x), &wide(weight), ids, options, d)
 }
 
-pub fn cross_entropy_of(x: &[f64], weight: &[f64], ids: &[i64], ignored: Option<i64>, d: usize) -> Gradients {
+pub fn cross_entropy_of(x: &[f64], weight: &[f64], ids: &[i64], options: CrossEntropyOptions, d: usize) -> Gradients {
+    let CrossEntropyOptions { ignored, cap } = options;
     let mut made = Gradients { loss: 0.0, dx: vec![0.0; x.len()], d_weight: vec![0.0; weight.len()] };
     let counted = ids.iter().filter(|id| Some(**id) != ignored).count().max(1) as f64;
     for ((x, dx), id) in x.chunks(d).zip(made.dx.chunks_mut(d)).zip(ids) {
@@ -131,11 +132,14 @@ pub fn cross_entropy_of(x: &[f64], weight: &[f64], ids: &[i64], ignored: Option<
         let target = usize::try_from(*id).unwrap();
         let logits: Vec<f64> =
             weight.chunks(d).map(|weight| weight.iter().zip(x).map(|(weight, x)| weight * x).sum()).collect();
+        let tanh: Vec<f64> = logits.iter().map(|logit| cap.map_or(0.0, |cap| (logit / cap).tanh())).collect();
+        let logits = cap.map_or(logits, |cap| tanh.iter().map(|tanh| cap * tanh).collect());
         let largest = logits.iter().fold(f64::NEG_INFINITY, |largest, logit| largest.max(*logit));
         let lse = logits.iter().map(|logit| (logit - largest).exp()).sum::<f64>().ln() + largest;
         made.loss += (lse - logits[target]) / counted;
         for (column, logit) in logits.iter().enumerate() {
             let share = ((logit - lse).exp() - f64::from(u8::from(column == target))) / counted;
+            let share = share * (1.0 - tanh[column] * tanh[column]);
             for i in 0..d {
                 dx[i] += share * weight[column * d + i];
                 made.d_weight[column * d + i] += share * x[i];

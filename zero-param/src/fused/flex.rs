@@ -18,7 +18,7 @@ use zero_kernels::cpu::{
     Matrix, Operand, buffer, buffer_of, cross_entropy, cross_entropy::WeightGradient, dropout, embedding, gelu,
     layer_norm, linear, quantized, rms_norm, rotary, swiglu,
 };
-use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+use zero_kernels::options::{AttentionDropout, AttentionOptions, CrossEntropyOptions, Gelu};
 
 use crate::parameter::Parameter;
 use crate::tensors::{Raw, narrow, packed, packed_of, tensor, values, widen};
@@ -43,7 +43,7 @@ pub(crate) enum Op {
     /// Operand: a table of `rows` rows.
     Embedding { ids: Arc<[i64]>, rows: usize },
     /// Operands: x, weight unless it is `frozen`.
-    CrossEntropy { targets: Arc<[i64]>, ignored: Option<i64>, frozen: Option<Frozen> },
+    CrossEntropy { targets: Arc<[i64]>, options: CrossEntropyOptions, frozen: Option<Frozen> },
     /// Operand: x.
     Dropout(AttentionDropout),
 }
@@ -125,28 +125,28 @@ fn cross_entropy_of<T: Operand + Element + Pod>(
     x: &FlexTensor,
     weight: &FlexTensor,
     targets: &[i64],
-    ignored: Option<i64>,
+    options: CrossEntropyOptions,
     wanted: &[bool],
 ) -> (FlexTensor, Vec<FlexTensor>) {
     let ([rows, width], [vocabulary, _]) = (dims(x), dims(weight));
     let shape = cross_entropy::Shape { rows, width, vocabulary };
     let (x, weight) = (values::<T>(x), values(weight));
     if !wanted.contains(&true) {
-        let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, None);
+        let loss = cross_entropy::forward_backward(shape, x, weight, targets, options, None);
         return (tensor(vec![loss], [1]), Vec::new());
     }
     let mut dx = buffer(rows * width);
     if wanted[1] && cross_entropy::is_one_chunk::<T>(shape) {
         let mut dw = buffer_of::<T>(vocabulary * width);
         let gradients = Some((&mut dx[..], WeightGradient::Rounded(&mut dw)));
-        let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, gradients);
+        let loss = cross_entropy::forward_backward(shape, x, weight, targets, options, gradients);
         return (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])]);
     }
     // A frozen weight has none.
     let vocabulary = if wanted[1] { vocabulary } else { 0 };
     let mut dw = buffer(vocabulary * width);
     let gradients = Some((&mut dx[..], WeightGradient::Sums(&mut dw)));
-    let loss = cross_entropy::forward_backward(shape, x, weight, targets, ignored, gradients);
+    let loss = cross_entropy::forward_backward(shape, x, weight, targets, options, gradients);
     (tensor(vec![loss], [1]), vec![tensor(dx, [rows, width]), tensor(dw, [vocabulary, width])])
 }
 
@@ -303,8 +303,8 @@ impl Op {
                 (out.clone(), vec![lse, out])
             }
             Op::Embedding { ids, .. } => (rows_of::<bf16>(&x[0], ids), Vec::new()),
-            Op::CrossEntropy { targets, ignored, .. } => {
-                cross_entropy_of::<bf16>(&x[0], &x[1], targets, *ignored, wanted)
+            Op::CrossEntropy { targets, options, .. } => {
+                cross_entropy_of::<bf16>(&x[0], &x[1], targets, *options, wanted)
             }
             other => unreachable!("{} is widened", other.name()),
         }
@@ -347,8 +347,8 @@ impl Op {
                 (out, vec![lse])
             }
             Op::Embedding { ids, .. } => (rows_of::<f32>(&x[0], ids), Vec::new()),
-            Op::CrossEntropy { targets, ignored, .. } => {
-                cross_entropy_of::<f32>(&x[0], &x[1], targets, *ignored, wanted)
+            Op::CrossEntropy { targets, options, .. } => {
+                cross_entropy_of::<f32>(&x[0], &x[1], targets, *options, wanted)
             }
             Op::Dropout(dropout) => (dropped(*dropout, &x[0]), Vec::new()),
         }
@@ -531,7 +531,7 @@ fn inputs<'a, T: Element + Pod>(
     key_mask: Option<&'a [f32]>,
     options: &AttentionOptions,
 ) -> Inputs<'a, T> {
-    let AttentionOptions { batch, heads, causal, window, scale, .. } = *options;
+    let AttentionOptions { batch, heads, causal, window, scale, cap, .. } = *options;
     let [n, width] = dims(parts[0]);
     let (d, length) = (if parts.len() == 1 { width / 3 } else { width }, n / batch);
     let [m, c] = parts.get(1).map_or([n, d], |keys| dims(keys));
@@ -545,6 +545,7 @@ fn inputs<'a, T: Element + Pod>(
         causal,
         window: window.filter(|&window| window < length),
         scale: scale as f32,
+        cap: cap.map(|cap| cap as f32),
     };
     let [q, k, v] = [0, 1, 2].map(|index| match parts {
         [packed] => Rows { data: values(packed).get(index * d..).unwrap_or_default(), stride: width },

@@ -14,7 +14,7 @@ use burn::backend::tensor::FloatTensor;
 use burn::backend::{Dispatch, TensorMetadata};
 use burn::tensor::{DType, Int, Tensor};
 use half::{bf16, f16};
-use zero_kernels::options::{AttentionOptions, Gelu};
+use zero_kernels::options::{AttentionOptions, CrossEntropyOptions, Gelu, check_cap};
 
 use crate::device::is_host;
 use crate::random::draw_dropout;
@@ -226,7 +226,7 @@ pub fn gelu(kind: Gelu, x: Tensor<2>, bias: Option<Tensor<1>>) -> Tensor<2> {
 /// - returns `[n, d]`
 ///
 /// # Panics
-/// If the shapes do not fit, or the operands differ in type.
+/// If the shapes do not fit, the operands differ in type, or the soft cap is not positive and finite.
 pub fn attention(
     q: Tensor<2>,
     k: Tensor<2>,
@@ -260,7 +260,8 @@ pub fn packed_attention(qkv: Tensor<2>, mask: Option<Tensor<2>>, options: Attent
 }
 
 fn attention_of([n, d]: [usize; 2], keys: usize, mask: Option<Tensor<2>>, options: AttentionOptions) -> Op {
-    let AttentionOptions { batch, heads, .. } = options;
+    let AttentionOptions { batch, heads, cap, .. } = options;
+    check_cap("attention", cap);
     assert!(
         batch > 0 && n.is_multiple_of(batch) && keys.is_multiple_of(batch),
         "attention: {n} rows, or {keys} of keys, are not divisible into {batch} sequences of equal length"
@@ -302,7 +303,8 @@ pub(crate) fn rows(table: Tensor<2>, ids: Tensor<1, Int>) -> Tensor<2> {
 }
 
 /// Returns the mean cross-entropy in nats of predicting `targets` by `softmax(x weight^T)`, over the rows whose target is not `ignored`; 0
-/// if there are none.
+/// if there are none. `options` are [`CrossEntropyOptions`], or the ignored target alone: `Some(-100)` or `None`. A soft cap applies to `x
+/// weight^T`.
 ///
 /// Logits are computed for some rows at a time and never stored for all. Under autodiff the gradients are computed along with them in the
 /// forward pass, and only scaled in the backward pass: a sharded weight is gathered once.
@@ -312,21 +314,27 @@ pub(crate) fn rows(table: Tensor<2>, ids: Tensor<1, Int>) -> Tensor<2> {
 /// - returns `[1]`, in fp32
 ///
 /// # Panics
-/// If the shapes do not fit, the operands differ in type, or a target is out of range.
+/// If the shapes do not fit, the operands differ in type, a target is out of range, or the soft cap is not positive and finite.
 pub fn linear_cross_entropy(
     x: Tensor<2>,
     weight: Tensor<2>,
     targets: Tensor<1, Int>,
-    ignored: Option<i64>,
+    options: impl Into<CrossEntropyOptions>,
 ) -> Tensor<1> {
-    cross_entropy(x, Weight::Operand(weight), targets, ignored)
+    cross_entropy(x, Weight::Operand(weight), targets, options.into())
 }
 
 /// Computes [`linear_cross_entropy`].
-pub(crate) fn cross_entropy(x: Tensor<2>, weight: Weight, targets: Tensor<1, Int>, ignored: Option<i64>) -> Tensor<1> {
+pub(crate) fn cross_entropy(
+    x: Tensor<2>,
+    weight: Weight,
+    targets: Tensor<1, Int>,
+    options: CrossEntropyOptions,
+) -> Tensor<1> {
+    check_cap("cross-entropy", options.cap);
     let (weight, frozen) = weight.parts();
     let operands = [x.into_dispatch()].into_iter().chain(weight).collect();
-    run(Op::CrossEntropy { targets: numbers(targets), ignored, frozen }, operands)
+    run(Op::CrossEntropy { targets: numbers(targets), options, frozen }, operands)
 }
 
 pub(crate) fn numbers(ids: Tensor<1, Int>) -> Arc<[i64]> {

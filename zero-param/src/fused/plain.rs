@@ -7,7 +7,7 @@ use std::sync::Arc;
 use burn::backend::TensorMetadata;
 use burn::tensor::activation::{gelu_approximate, log_softmax, silu, softmax};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData};
-use zero_kernels::options::{AttentionDropout, AttentionOptions, Gelu};
+use zero_kernels::options::{AttentionDropout, AttentionOptions, CrossEntropyOptions, Gelu};
 
 use super::{Any, Op};
 
@@ -57,8 +57,8 @@ pub(super) fn run(op: Op, operands: Vec<Any>) -> Any {
             let table = next().expect("an operation has operands");
             embedding(Tensor::from_dispatch(table), &ids).cast(DType::F32)
         }
-        Op::CrossEntropy { targets, ignored, .. } => {
-            return cross_entropy(first(), first(), &targets, ignored).into_dispatch();
+        Op::CrossEntropy { targets, options, .. } => {
+            return cross_entropy(first(), first(), &targets, options).into_dispatch();
         }
         Op::Dropout(dropout) => dropped(first(), dropout),
     };
@@ -100,7 +100,7 @@ fn turned(x: Tensor<2>, angles: &[Arc<[f32]>; 2], pairs: usize) -> Tensor<2> {
 }
 
 fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f32]>) -> Tensor<2> {
-    let AttentionOptions { batch, heads, causal, window, scale, dropout } = options;
+    let AttentionOptions { batch, heads, causal, window, scale, cap, dropout } = options;
     let [n, d] = parts[0].dims();
     let (t, device) = (n / batch, parts[0].device());
     let width = d / heads;
@@ -116,7 +116,7 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
         let shared = part.reshape([batch, own, 1, rows, width]).repeat_dim(2, heads / own);
         shared.reshape([batch, heads, rows, width])
     });
-    let mut scores = (q * scale).matmul(k.transpose());
+    let mut scores = capped((q * scale).matmul(k.transpose()), cap);
     if let Some(mask) = mask {
         scores = scores + Tensor::from_data(TensorData::new(mask.to_vec(), [batch, 1, 1, u]), &device);
     }
@@ -133,6 +133,11 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
     probabilities.matmul(v).swap_dims(1, 2).reshape([n, d])
 }
 
+/// Applies a soft cap, if there is one.
+fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
+    cap.into_iter().fold(x, |x, cap| (x / cap).tanh() * cap)
+}
+
 /// Applies dropout with a mask that is drawn on the host and copied to the device.
 fn dropped<const D: usize>(x: Tensor<D>, dropout: AttentionDropout) -> Tensor<D> {
     let shares: Vec<f32> = (0..x.shape().num_elements() as u64).map(|place| dropout.share(place)).collect();
@@ -140,7 +145,8 @@ fn dropped<const D: usize>(x: Tensor<D>, dropout: AttentionDropout) -> Tensor<D>
     x * shares
 }
 
-fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Option<i64>) -> Tensor<1> {
+fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], options: CrossEntropyOptions) -> Tensor<1> {
+    let CrossEntropyOptions { ignored, cap } = options;
     let (device, [vocabulary, _], n) = (x.device(), weight.dims(), targets.len());
     let counts = |target: &i64| ignored != Some(*target);
     let read: Vec<i64> = targets.iter().map(|target| if counts(target) { *target } else { 0 }).collect();
@@ -150,7 +156,7 @@ fn cross_entropy(x: Tensor<2>, weight: Tensor<2>, targets: &[i64], ignored: Opti
     let read = Tensor::<2, Int>::from_data(TensorData::new(read, [n, 1]), &device);
     let shares = Tensor::<2>::from_data(TensorData::new(shares, [n, 1]), &device);
     // (w xᵀ)ᵀ rather than x wᵀ: a view of a gathered weight would keep the full parameter.
-    let logits = weight.matmul(x.transpose()).transpose();
+    let logits = capped(weight.matmul(x.transpose()).transpose(), cap);
     (log_softmax(logits, 1).gather(1, read) * shares).sum()
 }
 
@@ -171,7 +177,8 @@ mod tests {
         for masked in [-3e4, -1e9] {
             let mask: Vec<f32> = (0..n).map(|at| if (t..t + 2).contains(&at) { masked } else { 0.0 }).collect();
             for window in [None, Some(2)] {
-                let options = AttentionOptions { batch, heads, causal: true, window, scale: 0.5, dropout: None };
+                let options =
+                    AttentionOptions { batch, heads, causal: true, window, scale: 0.5, dropout: None, cap: None };
                 let op = Op::Attention { options, mask: Some(mask.clone().into()) };
                 let plain = Tensor::<2>::from_dispatch(run(op, vec![qkv().into_dispatch()]));
                 let mask = Tensor::from_data(TensorData::new(mask.clone(), [batch, t]), &Device::flex());

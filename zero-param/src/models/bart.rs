@@ -270,6 +270,6 @@ impl Attention {
     fn options(&self, batch: usize, x_nd: &Tensor<2>, causal: bool) -> AttentionOptions {
         let [_, d] = x_nd.dims();
         let scale = ((d / self.heads) as f64).sqrt().recip();
-        AttentionOptions { batch, heads: self.heads, causal, window: None, scale, dropout: None }
+        AttentionOptions { batch, heads: self.heads, causal, window: None, scale, dropout: None, cap: None }
     }
 }

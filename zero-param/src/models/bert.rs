@@ -241,7 +241,7 @@ impl Layer {
         let ([_, d], heads) = (x_nd.dims(), self.heads);
         let scale = ((d / heads) as f64).sqrt().recip();
         let parts = [&self.query, &self.key, &self.value].map(|layer| dense(layer, x_nd.clone(), None));
-        let options = AttentionOptions { batch, heads, causal: false, window: None, scale, dropout: None };
+        let options = AttentionOptions { batch, heads, causal: false, window: None, scale, dropout: None, cap: None };
         let mixed_nd = attend(parts, masks, options, self.attention_dropout);
         let sum_nd = dense_onto(&self.attention_output, mixed_nd, self.output_dropout, x_nd);
         let x_nd = norm(&self.attention_norm, self.epsilon, sum_nd);

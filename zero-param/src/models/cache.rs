@@ -21,8 +21,6 @@ pub struct KvCache {
     across: Vec<[Tensor<4>; 2]>,
     /// Padding mask of the encoder's output, `[b, u]`, if there is padding.
     hidden_across: Option<Tensor<2>>,
-    /// The soft cap of scores.
-    pub(super) cap: Option<f64>,
     /// The tokens that were read, `[b, length]`, if they may have to be read again.
     tokens: Option<Tensor<2, Int>>,
 }
@@ -76,7 +74,7 @@ fn as_dtype<const D: usize>(x: Tensor<D>, dtype: DType) -> Tensor<D> {
 impl KvCache {
     /// Creates an empty cache for these rows.
     pub fn new(rows: CachedRows) -> Self {
-        Self { rows, layers: Vec::new(), across: Vec::new(), hidden_across: None, cap: None, tokens: None }
+        Self { rows, layers: Vec::new(), across: Vec::new(), hidden_across: None, tokens: None }
     }
 
     /// Sets the padding mask of cross-attention before the first pass: 1 at tokens and 0 at padding. `like` has the type of the activations.
@@ -145,7 +143,7 @@ impl KvCache {
             kept.put(new, keys.start, 0);
             self.layers.push(kept);
             if bias_ht.is_none() {
-                let masks = Masks { keys_bu: hidden_bt, cap: self.cap, ..Masks::default() };
+                let masks = Masks { keys_bu: hidden_bt, ..Masks::default() };
                 return attend([q_nd, k_nc, v_nc], &masks, options, 0.0);
             }
         } else {
@@ -158,7 +156,7 @@ impl KvCache {
             kept.put(new, end - 1, keys.len() - 1);
         }
         let kept = self.layers[layer].of(keys, q_nd.dtype());
-        look(q_nd, kept, hidden_bt, options, self.cap, bias_ht)
+        look(q_nd, kept, hidden_bt, options, bias_ht)
     }
 
     /// Computes cross-attention in layer `layer`. The keys and values `[m, c]` of the encoder's output are computed once, by `of_text`.
@@ -175,7 +173,7 @@ impl KvCache {
     ) -> Tensor<2> {
         let hidden_bu = self.hidden_across.clone();
         if !self.rows.is_empty() {
-            return look(q_nd, self.across[layer].clone(), hidden_bu, options, None, None);
+            return look(q_nd, self.across[layer].clone(), hidden_bu, options, None);
         }
         let [_, d] = q_nd.dims();
         let [k_mc, v_mc] = of_text();
@@ -217,14 +215,13 @@ fn look(
     [keys_bkte, values_bkte]: [Tensor<4>; 2],
     hidden_bt: Option<Tensor<2>>,
     options: AttentionOptions,
-    cap: Option<f64>,
     bias_ht: Option<Tensor<2>>,
 ) -> Tensor<2> {
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
     // Query heads that share a key head become its rows.
     let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
     let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
-    scores_bkgt = cap.into_iter().fold(scores_bkgt, soft_capped);
+    scores_bkgt = options.cap.into_iter().fold(scores_bkgt, soft_capped);
     if let Some(hidden_bt) = hidden_bt {
         scores_bkgt = scores_bkgt + hidden_bt.reshape([b, 1, 1, t]);
     }

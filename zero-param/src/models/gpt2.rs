@@ -176,6 +176,14 @@ impl Attention {
     }
 
     fn options(&self, batch: usize) -> AttentionOptions {
-        AttentionOptions { batch, heads: self.heads, causal: true, window: None, scale: self.scale, dropout: None }
+        AttentionOptions {
+            batch,
+            heads: self.heads,
+            causal: true,
+            window: None,
+            scale: self.scale,
+            dropout: None,
+            cap: None,
+        }
     }
 }

@@ -9,7 +9,7 @@ use burn::module::Param;
 use burn::tensor::activation::{log_sigmoid, log_softmax, relu, softmax};
 use burn::tensor::{Bool, DType, Int, Tensor, TensorData, s};
 use burn_nn::{LayerNorm, Linear};
-use zero_kernels::options::{AttentionOptions, Gelu, MASKED};
+use zero_kernels::options::{AttentionOptions, CrossEntropyOptions, Gelu, MASKED};
 use zero_models::{Activation, Documents, ProblemType};
 
 use crate::fused::{attention, dropout, gelu, layer_norm, linear};
@@ -56,8 +56,6 @@ pub(super) struct Masks {
     pub(super) keys_bu: Option<Tensor<2>>,
     /// Added to the scores of all pairs, `[r, s]`, instead of the masks of keys and of the options.
     pub(super) pairs_rs: Option<Tensor<2>>,
-    /// Scores `x` become `cap * tanh(x / cap)` before they are masked.
-    pub(super) cap: Option<f64>,
     /// The documents of packed rows, which attend only to themselves.
     pub(super) documents: Option<Arc<Documents>>,
 }
@@ -122,18 +120,17 @@ fn plus(x_rs: Tensor<2>, rows: Tensor<2>) -> Tensor<2> {
 }
 
 /// Computes attention of rows `[n, d]` to keys and values `[m, c]`, with dropout of probabilities. By elementary operations, which store all
-/// scores, if these have a bias or a cap.
+/// scores, if these have a bias.
 pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOptions, probability: f64) -> Tensor<2> {
     if let Some(documents) = &masks.documents {
-        let own = Masks { cap: masks.cap, ..Masks::default() };
         let mixed = documents.runs().map(|(rows, batch)| {
             let parts = parts.clone().map(|part| part.slice(s![rows.clone(), ..]));
-            attend(parts, &own, AttentionOptions { batch, ..options }, probability)
+            attend(parts, &Masks::default(), AttentionOptions { batch, ..options }, probability)
         });
         return Tensor::cat(mixed.collect(), 0);
     }
     let [q_nd, k_mc, v_mc] = parts;
-    if masks.pairs_rs.is_none() && masks.cap.is_none() {
+    if masks.pairs_rs.is_none() {
         let options = AttentionOptions { dropout: draw_dropout(probability, &q_nd.device()), ..options };
         return attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options);
     }
@@ -149,7 +146,7 @@ pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOpt
     let mask_rs = masks.pairs_rs.clone().or_else(|| masks.of_pairs(options, [t, u], &q_nd));
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
     let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
-    if let Some(cap) = masks.cap {
+    if let Some(cap) = options.cap {
         scores_bhtu = soft_capped(scores_bhtu, cap);
     }
     if let Some(mask_rs) = mask_rs {
@@ -210,15 +207,9 @@ pub(super) fn next_token_loss(
     // A row's last position predicts nothing: ignoring it costs less than copying all others.
     let nothing_b1 = Tensor::full([b, 1], IGNORED, &device);
     let next_n = Tensor::cat(vec![labels_bt.slice([0..b, 1..t]), nothing_b1], 1).reshape([b * t]);
-    match (cap, by_row) {
-        (None, false) => head_cross_entropy(x_nd, head_vd, next_n, Some(IGNORED)),
-        (None, true) => head_cross_entropies(x_nd, head_vd, next_n, Some(IGNORED), b),
-        // All logits are in memory.
-        (Some(cap), _) => {
-            let logits_nv = soft_capped(next_logits(x_nd, head_vd), cap);
-            let parts = if by_row { b } else { 1 };
-            let groups = logits_nv.chunk(parts, 0).into_iter().zip(next_n.chunk(parts, 0));
-            Tensor::cat(groups.map(|(logits, next)| cross_entropy(logits, next)).collect(), 0)
-        }
+    let options = CrossEntropyOptions { ignored: Some(IGNORED), cap };
+    match by_row {
+        false => head_cross_entropy(x_nd, head_vd, next_n, options),
+        true => head_cross_entropies(x_nd, head_vd, next_n, options, b),
     }
 }

@@ -31,9 +31,9 @@ pub struct Llama {
     #[module(skip)]
     form: Form,
     embedding_scale: f64,
-    /// Soft caps of scores and of logits.
+    /// Soft cap of the logits.
     #[module(skip)]
-    caps: [Option<f64>; 2],
+    logit_cap: Option<f64>,
 }
 
 /// RoPE frequencies.
@@ -84,6 +84,9 @@ struct Attention {
     head_width: usize,
     window: Option<usize>,
     scale: f64,
+    /// Soft cap of the scores.
+    #[module(skip)]
+    cap: Option<f64>,
     dropout: f64,
 }
 
@@ -124,6 +127,7 @@ impl Llama {
                 head_width: config.head_width(),
                 window: config.window(number),
                 scale: config.attention_scale(),
+                cap: config.attn_logit_softcapping.filter(|_| config.has_four_norms()),
                 dropout: config.attention_dropout,
             },
             post_attention_layernorm: norm(d),
@@ -152,8 +156,7 @@ impl Llama {
             },
             form,
             embedding_scale: if config.is_gemma() { f64::from((d as f32).sqrt()) } else { 1.0 },
-            caps: [config.attn_logit_softcapping, config.final_logit_softcapping]
-                .map(|cap| cap.filter(|_| config.has_four_norms())),
+            logit_cap: config.final_logit_softcapping.filter(|_| config.has_four_norms()),
         }
     }
 
@@ -165,12 +168,12 @@ impl Llama {
         labels_bt: Tensor<2, Int>,
         documents: Option<&Arc<Documents>>,
     ) -> Tensor<1> {
-        next_token_loss(self.hidden_rows(ids_bt, documents), self.head(), self.caps[1], labels_bt, false)
+        next_token_loss(self.hidden_rows(ids_bt, documents), self.head(), self.logit_cap, labels_bt, false)
     }
 
     /// Returns the mean loss of each row, `[b]`, like [`loss`](Self::loss) of that row alone.
     pub fn row_losses(&self, ids_bt: Tensor<2, Int>, labels_bt: Tensor<2, Int>) -> Tensor<1> {
-        next_token_loss(self.hidden_rows(ids_bt, None), self.head(), self.caps[1], labels_bt, true)
+        next_token_loss(self.hidden_rows(ids_bt, None), self.head(), self.logit_cap, labels_bt, true)
     }
 
     fn head(&self) -> &Param<Tensor<2>> {
@@ -185,7 +188,6 @@ impl Llama {
         };
         let [b, t] = ids_bt.dims();
         let mut x_nd = self.embedded(ids_bt);
-        cache.cap = self.caps[0];
         let reached: Vec<usize> = cache.rows.reached(t).collect();
         let angles = self.frequencies.angles(|| cache.rows.numbers(t), &reached);
         for (number, layer) in self.layers.iter().enumerate() {
@@ -194,7 +196,7 @@ impl Llama {
         }
         let x_bd = self.form.norm(&self.norm, cache.end(x_nd, b));
         let logits_bv = next_logits(x_bd, self.head());
-        self.caps[1].into_iter().fold(logits_bv, soft_capped)
+        self.logit_cap.into_iter().fold(logits_bv, soft_capped)
     }
 
     fn hidden_rows(&self, ids_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<2> {
@@ -204,7 +206,7 @@ impl Llama {
             None => self.frequencies.angles(|| 0..t as i32, &[t]),
             Some(documents) => self.frequencies.angles(|| documents.positions(), &[documents.longest()]),
         };
-        let masks = Masks { cap: self.caps[0], documents: documents.cloned(), ..Masks::default() };
+        let masks = Masks { documents: documents.cloned(), ..Masks::default() };
         for layer in &self.layers {
             let (layer, angles, masks) = (layer.clone(), angles[usize::from(layer.is_local)].clone(), masks.clone());
             let forward = move |x_nd| {
@@ -299,8 +301,8 @@ impl Attention {
     }
 
     fn options(&self, batch: usize) -> AttentionOptions {
-        let Self { heads, window, scale, .. } = *self;
-        AttentionOptions { batch, heads, causal: true, window, scale, dropout: None }
+        let Self { heads, window, scale, cap, .. } = *self;
+        AttentionOptions { batch, heads, causal: true, window, scale, cap, dropout: None }
     }
 
     /// Computes queries, keys and values.

@@ -289,6 +289,6 @@ impl Attention {
     }
 
     fn options(&self, batch: usize, causal: bool) -> AttentionOptions {
-        AttentionOptions { batch, heads: self.heads, causal, window: None, scale: 1.0, dropout: None }
+        AttentionOptions { batch, heads: self.heads, causal, window: None, scale: 1.0, dropout: None, cap: None }
     }
 }

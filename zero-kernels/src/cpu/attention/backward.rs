@@ -4,7 +4,7 @@ use super::{
     Blocks, Head, Inputs, Results, Rows, RowsMut, Scoring, Shape, check_rows, masked, only, store, with_scratch,
 };
 use crate::cpu::check;
-use crate::cpu::math::exp_at_most_one as exp;
+use crate::cpu::math::{exp_at_most_one as exp, tanh};
 use crate::cpu::operand::Operand;
 use crate::cpu::parallel::spread;
 use crate::cpu::product::Write;
@@ -17,7 +17,7 @@ pub(super) fn backward_in<T: Operand>(
     grads: [RowsMut<'_, T>; 3],
 ) {
     inputs.check();
-    let Shape { batch, heads, kv_heads, head_width, queries, keys, scale, .. } = inputs.shape;
+    let Shape { batch, heads, kv_heads, head_width, queries, keys, scale, cap, .. } = inputs.shape;
     let d = inputs.d();
     check("attention", "out", results.out.len(), batch * queries * d);
     check("attention", "g", results.g.len(), batch * queries * d);
@@ -69,7 +69,14 @@ pub(super) fn backward_in<T: Operand>(
                         T::product_here(slopes, Write::Over, g, v.transposed(), 1.0);
                         let (mask, horizon) = (inputs.mask(head, &range), inputs.horizon(&rows, &range));
                         let of_rows = [&lse[rows.clone()], delta];
-                        scores_gradients(scores, slopes, width, Scoring { factor, mask, horizon }, of_rows, T::round);
+                        scores_gradients(
+                            scores,
+                            slopes,
+                            width,
+                            Scoring { factor, cap, mask, horizon },
+                            of_rows,
+                            T::round,
+                        );
                         let (p, ds) = (T::rounded(scores, width), T::rounded(slopes, width));
                         let write_kv = Write::first(member == 0 && range.start < reached);
                         let part = range.start * head_width..range.end * head_width;
@@ -123,13 +130,27 @@ vectorised! {
         round: fn(&mut [f32]),
     ) {
         let [lse, delta] = of_rows;
-        let Scoring { factor, mask, horizon } = scoring;
+        let Scoring { factor, cap, mask, horizon } = scoring;
         let blocks = scores.chunks_exact_mut(width).zip(slopes.chunks_exact_mut(width));
         for (row, ((scores, slopes), (lse, delta))) in blocks.zip(lse.iter().zip(delta)).enumerate() {
             let seen = horizon.seen(row, width);
-            softmax_gradients(only(scores, &seen), only(slopes, &seen), factor, mask.map(|mask| &mask[seen.start..]), *lse, *delta);
-            round(scores);
-            round(slopes);
+            let mask = mask.map(|mask| &mask[seen.start..]);
+            let (all_scores, all_slopes) = (scores, slopes);
+            let (scores, slopes) = (only(all_scores, &seen), only(all_slopes, &seen));
+            match cap {
+                None => softmax_gradients(scores, slopes, factor, mask, *lse, *delta),
+                Some(cap) => {
+                    let share = factor / cap;
+                    for (score, slope) in scores.iter_mut().zip(&mut *slopes) {
+                        let tanh = tanh(*score * share);
+                        *score = cap * tanh;
+                        *slope = (*slope - delta) * tanh.mul_add(-tanh, 1.0);
+                    }
+                    softmax_gradients(scores, slopes, 1.0, mask, *lse, 0.0);
+                }
+            }
+            round(all_scores);
+            round(all_slopes);
         }
     }
 }

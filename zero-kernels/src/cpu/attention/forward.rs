@@ -2,7 +2,7 @@
 
 use super::{Blocks, Head, Inputs, Scoring, Shape, masked, only, store, with_scratch};
 use crate::cpu::check;
-use crate::cpu::math::exp_at_most_one as exp;
+use crate::cpu::math::{exp_at_most_one as exp, tanh};
 use crate::cpu::operand::Operand;
 use crate::cpu::parallel::spread;
 use crate::cpu::product::Write;
@@ -11,7 +11,7 @@ use crate::cpu::rows::SharedRows;
 
 pub(super) fn forward_in<T: Operand>(blocks: Blocks, inputs: Inputs<'_, T>, out: &mut [T], lse: &mut [f32]) {
     inputs.check();
-    let Shape { batch, heads, head_width, queries, keys, scale, .. } = inputs.shape;
+    let Shape { batch, heads, head_width, queries, keys, scale, cap, .. } = inputs.shape;
     let d = inputs.d();
     check("attention", "out", out.len(), batch * queries * d);
     check("attention", "lse", lse.len(), batch * heads * queries);
@@ -43,7 +43,7 @@ pub(super) fn forward_in<T: Operand>(blocks: Blocks, inputs: Inputs<'_, T>, out:
                 let begun = block > 0;
                 let (mask, horizon) = (inputs.mask(head, &keys), inputs.horizon(&queries, &keys));
                 let gathered = Gathered { max, sum, sums, width: head_width };
-                fold(scores, keys.len(), Scoring { factor, mask, horizon }, gathered, begun, T::round);
+                fold(scores, keys.len(), Scoring { factor, cap, mask, horizon }, gathered, begun, T::round);
                 let p = T::rounded(scores, keys.len());
                 T::product_here(sums, Write::first(!begun), p, inputs.values(head, &keys), 1.0);
             }
@@ -74,12 +74,18 @@ vectorised! {
         round: fn(&mut [f32]),
     ) {
         let Gathered { max, sum, sums, width } = gathered;
-        let Scoring { factor, mask, horizon } = scoring;
+        let Scoring { factor, cap, mask, horizon } = scoring;
         let rows = scores.chunks_exact_mut(keys).zip(max.iter_mut().zip(sum)).zip(sums.chunks_exact_mut(width)).enumerate();
         for (row, ((scores, (max, sum)), sums)) in rows {
             let seen = horizon.seen(row, keys);
             let all = scores;
             let scores = only(all, &seen);
+            let mut factor = factor;
+            if let Some(cap) = cap {
+                let share = factor / cap;
+                scores.iter_mut().for_each(|score| *score = cap * tanh(*score * share));
+                factor = 1.0;
+            }
             let factor = masked(scores, factor, mask.map(|mask| &mask[seen.start..]));
             let before = *max;
             *max = larger(before, factor * largest(scores));

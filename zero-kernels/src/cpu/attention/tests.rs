@@ -5,7 +5,7 @@ use crate::cpu::testing::{assert_close, assert_differences, assert_panics, numbe
 
 /// Returns the result, the log-sum-exp, and the gradients for `g`, from contiguous rows.
 fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) -> [Vec<f64>; 5] {
-    let Shape { batch, heads, kv_heads, head_width: w, queries, keys, causal, window, scale } = shape;
+    let Shape { batch, heads, kv_heads, head_width: w, queries, keys, causal, window, scale, cap } = shape;
     let (d, c, scale, [q, k, v]) = (heads * w, kv_heads * w, f64::from(scale), qkv);
     let mut out = vec![0.0; batch * queries * d];
     let mut lse = vec![];
@@ -16,12 +16,19 @@ fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) ->
             let kj = |j: usize| (b * keys + j) * c + h * kv_heads / heads * w;
             let first = window.map_or(0, |window| (i + 1).saturating_sub(window));
             let seen = if causal { i + 1 } else { keys };
-            let s: Vec<f64> = (first..seen)
+            // Scores without the mask, and the derivatives of their soft caps.
+            let (mut s, slopes): (Vec<f64>, Vec<f64>) = (first..seen)
                 .map(|j| {
-                    let mask = mask.map_or(0.0, |mask| f64::from(mask[b * keys + j]));
-                    (0..w).map(|e| q[qi + e] * k[kj(j) + e]).sum::<f64>() * scale + mask
+                    let product = (0..w).map(|e| q[qi + e] * k[kj(j) + e]).sum::<f64>() * scale;
+                    cap.map_or((product, 1.0), |cap| {
+                        let tanh = (product / f64::from(cap)).tanh();
+                        (f64::from(cap) * tanh, 1.0 - tanh * tanh)
+                    })
                 })
-                .collect();
+                .unzip();
+            for (j, s) in (first..seen).zip(&mut s) {
+                *s += mask.map_or(0.0, |mask| f64::from(mask[b * keys + j]));
+            }
             let max = s.iter().copied().fold(f64::MIN, f64::max);
             let total = max + s.iter().map(|s| (s - max).exp()).sum::<f64>().ln();
             lse.push(total);
@@ -32,7 +39,7 @@ fn reference(shape: Shape, qkv: [&[f64]; 3], mask: Option<&[f32]>, g: &[f64]) ->
             let delta: f64 = (0..w).map(|e| out[qi + e] * g[qi + e]).sum();
             for j in first..seen {
                 let dp: f64 = (0..w).map(|e| g[qi + e] * v[kj(j) + e]).sum();
-                let ds = p[j - first] * (dp - delta) * scale;
+                let ds = p[j - first] * (dp - delta) * slopes[j - first] * scale;
                 for e in 0..w {
                     dv[kj(j) + e] += p[j - first] * g[qi + e];
                     dq[qi + e] += ds * k[kj(j) + e];
@@ -77,7 +84,8 @@ fn in_bfloat16_it_agrees_with_f64_up_to_the_rounding() {
             [(true, None, t, false), (false, None, t, true), (false, None, 2 * t + 1, false), (true, Some(6), t, true)]
         {
             // No power of two, so that it is no exact factor of a bfloat16.
-            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale: 0.3 };
+            let (scale, cap) = (0.3, (masked || keys > t).then_some(0.8));
+            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale, cap };
             let (d, c) = (heads * head_width, kv_heads * head_width);
             let made =
                 |count: usize, seed: u64| numbers(count, seed).into_iter().map(bf16::from_f32).collect::<Vec<_>>();
@@ -109,6 +117,7 @@ fn in_bfloat16_it_agrees_with_f64_up_to_the_rounding() {
         keys: 131,
         causal: true,
         scale: 0.2,
+        cap: None,
     };
     let [q, k, v, g] =
         [1, 2, 3, 4].map(|seed| -> Vec<bf16> { numbers(2 * 131 * 99, seed).into_iter().map(bf16::from_f32).collect() });
@@ -128,18 +137,21 @@ fn agrees_with_f64_for_odd_sizes_blocks_and_masks() {
         (1, 4, 1, 16, 90),
     ];
     for (batch, heads, kv_heads, head_width, t) in sizes {
-        for (causal, window, keys, masked) in [
-            (true, None, t, false),
-            (false, None, t, true),
-            (false, None, 2 * t + 1, false),
-            (false, None, t.div_ceil(2), true),
-            (true, None, t, true),
-            (true, Some(1), t, false),
-            (true, Some(6), t, false),
-            (true, Some(40), t, true),
+        for (causal, window, keys, masked, cap) in [
+            (true, None, t, false, None),
+            (false, None, t, true, None),
+            (false, None, 2 * t + 1, false, None),
+            (false, None, t.div_ceil(2), true, None),
+            (true, None, t, true, None),
+            (true, Some(1), t, false, None),
+            (true, Some(6), t, false, None),
+            (true, Some(40), t, true, None),
+            (true, None, t, false, Some(1.5)),
+            (false, None, 2 * t + 1, true, Some(0.3)),
+            (true, Some(6), t, true, Some(50.0)),
         ] {
             let scale = 1.0 / (head_width as f32).sqrt();
-            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale };
+            let shape = Shape { batch, heads, kv_heads, head_width, queries: t, keys, causal, window, scale, cap };
             let (d, c) = (heads * head_width, kv_heads * head_width);
             let (q, g) = (numbers(batch * t * d, 1), numbers(batch * t * d, 4));
             let (k, v) = (numbers(batch * keys * c, 2), numbers(batch * keys * c, 3));
@@ -182,6 +194,7 @@ fn interleaved_rows_are_read_and_written_in_place() {
         keys: 19,
         causal: true,
         scale: 0.3,
+        cap: None,
     };
     let (n, d) = (38, 24);
     let (qkv, g) = (numbers(n * 3 * d, 1), numbers(n * d, 2));
@@ -215,6 +228,7 @@ fn queries_with_all_keys_masked_get_numbers() {
             keys: 9,
             causal: false,
             scale: 0.5,
+            cap: None,
         };
         let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(72, seed));
         let mask = [[0.0; 9], [mask; 9]].concat();
@@ -238,6 +252,7 @@ fn the_number_of_threads_changes_no_bit() {
         keys: 131,
         causal: true,
         scale: 0.2,
+        cap: None,
     };
     let [q, k, v, g] = [1, 2, 3, 4].map(|seed| numbers(2 * 131 * 99, seed));
     same_bits(|| run(Blocks { queries: 64, keys: 50 }, shape, [&q, &k, &v], None, &g).concat());
@@ -255,6 +270,7 @@ fn shapes_that_do_not_fit_are_named() {
         keys: 2,
         causal: true,
         scale: 1.0,
+        cap: None,
     };
     let run = |shape: Shape, k: usize, stride: usize, mask: usize, lse: usize| {
         let (k, mask) = (vec![0.0; k], vec![0.0; mask]);
@@ -270,6 +286,7 @@ fn shapes_that_do_not_fit_are_named() {
         run(Shape { heads: 2, kv_heads: 3, ..shape }, 4, 2, 2, 2);
     });
     assert_panics(&["a window of Some(0) keys"], || run(Shape { window: Some(0), ..shape }, 4, 2, 2, 2));
+    assert_panics(&["a soft cap must be positive"], || run(Shape { cap: Some(0.0), ..shape }, 4, 2, 2, 2));
     assert_panics(&["0 keys"], || run(Shape { keys: 0, causal: false, ..shape }, 0, 2, 0, 2));
     assert_panics(&["7 elements", "rows of 3 x 2"], || {
         RowsMut::split_qkv(&mut [0.0; 7], 2);

@@ -46,7 +46,7 @@ impl Flash {
         let mma = MmaConfig { a_type: kind, b_type: kind, cd_type: sums, m: 16, n: 8, k: 16 };
         let matrices = &properties.features.matmul;
         let e = inputs.sizes.e;
-        let fits = inputs.sizes.is_square()
+        let fits = inputs.sizes.is_plain()
             && matches!(inputs.dtype(), DType::BF16 | DType::F16)
             && matches!(e, 64 | 128)
             && matrices.mma.contains(&mma)

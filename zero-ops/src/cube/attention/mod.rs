@@ -133,14 +133,17 @@ struct Sizes {
     /// Maximum number of keys that a causal query sees, including its own.
     window: Option<usize>,
     scale: f32,
+    /// Soft cap of the scores.
+    cap: Option<f32>,
 }
 
 impl Sizes {
     fn new([n, d]: [usize; 2], [keys, c]: [usize; 2], options: AttentionOptions) -> Self {
-        let AttentionOptions { batch, heads, causal, window, scale, .. } = options;
+        let AttentionOptions { batch, heads, causal, window, scale, cap, .. } = options;
         let (t, s) = (n / batch, keys / batch);
         let group = d.checked_div(c).unwrap_or(1);
-        Self { pairs: batch * heads, heads, group, t, s, e: d / heads, causal, window, scale: scale as f32 }
+        let (scale, cap) = (scale as f32, cap.map(|cap| cap as f32));
+        Self { pairs: batch * heads, heads, group, t, s, e: d / heads, causal, window, scale, cap }
     }
 
     fn rows(&self) -> usize {
@@ -155,9 +158,9 @@ impl Sizes {
         self.rows() == 0 || self.width() == 0
     }
 
-    /// Returns whether there are as many keys as queries, and no window.
-    fn is_square(&self) -> bool {
-        self.s == self.t && self.window.is_none()
+    /// Returns whether there are as many keys as queries, no window and no soft cap.
+    fn is_plain(&self) -> bool {
+        self.s == self.t && self.window.is_none() && self.cap.is_none()
     }
 }
 
@@ -206,7 +209,8 @@ impl<R: CubeRuntime> Inputs<R> {
     }
 
     fn variant(&self) -> Variant {
-        Variant { causal: self.sizes.causal, masked: self.masked, drops: self.dropout.is_some() }
+        let Sizes { causal, cap, .. } = self.sizes;
+        Variant { causal, capped: cap.is_some(), masked: self.masked, drops: self.dropout.is_some() }
     }
 }
 
@@ -214,6 +218,7 @@ impl<R: CubeRuntime> Inputs<R> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     causal: bool,
+    capped: bool,
     masked: bool,
     drops: bool,
 }
@@ -300,12 +305,13 @@ compiled! {
         let some = Some(AttentionDropout { probability: 0.1, key: 1 << 40 });
         let cases =
             [(false, false, None), (false, true, some), (true, false, None), (true, false, some), (true, true, None)];
-        for (causal, masked, dropout) in cases {
-            let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125, dropout };
+        let cases = cases.map(|(causal, masked, dropout)| (causal, masked, dropout, None));
+        for (causal, masked, dropout, cap) in cases.into_iter().chain([(true, false, None, Some(50.0))]) {
+            let options = AttentionOptions { batch: 1, heads, causal, window: None, scale: 0.125, dropout, cap };
             let mask = masked.then(|| tensor([1, t], DType::F32));
             let inputs = Inputs::new([tensor([t, 3 * heads * e], dtype)], mask, options);
             let flash = Flash::on(&inputs, &[]).map(Way::Flash);
-            assert_eq!(flash.is_some(), dtype != DType::F32, "16 bit on matrix units");
+            assert_eq!(flash.is_some(), dtype != DType::F32 && cap.is_none(), "16 bit on matrix units, without a cap");
             for way in flash.into_iter().chain([blocked]) {
                 let [out, lse] = forward_of(inputs.clone(), way);
                 check();

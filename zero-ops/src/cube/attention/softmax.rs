@@ -10,7 +10,7 @@ use cubecl::prelude::*;
 use super::dropped::{Dropped, dropped, share};
 use super::{Inputs, Saved, Sizes, Variant, grid, scratch};
 use crate::cube::many::array;
-use crate::cube::rows::address_type;
+use crate::cube::rows::{address_type, share_of_cap};
 use crate::cube::tensor::launch;
 
 /// A block of scores: its pairs, queries and keys.
@@ -38,9 +38,9 @@ impl Block {
 
     fn lines_arg<R: CubeRuntime>(&self, sizes: Sizes) -> LinesLaunch<R> {
         let [_, queries, keys] = self.shape();
-        let Sizes { t, s, heads, window, scale, .. } = sizes;
-        // A window that hides nothing represents none.
-        let window = window.unwrap_or(s);
+        let Sizes { t, s, heads, window, scale, cap, .. } = sizes;
+        // A window that hides nothing represents none. Without a cap the kernels do not read it.
+        let (window, cap) = (window.unwrap_or(s), cap.unwrap_or(1.0));
         LinesLaunch::new(
             self.lines(),
             queries,
@@ -53,6 +53,7 @@ impl Block {
             heads,
             window,
             scale,
+            cap,
         )
     }
 }
@@ -72,6 +73,7 @@ struct Lines {
     heads: usize,
     window: usize,
     scale: f32,
+    cap: f32,
 }
 
 /// Returns the probabilities of a block's products `q k^T`, in the inputs' type, and writes the logarithms of sums.
@@ -167,6 +169,29 @@ fn line(block: &Lines, #[comptime] causal: bool) -> Line {
     Line { pair, query, first, seen, from: CUBE_POS * block.keys, of_mask }
 }
 
+/// Returns the score of a line's `key`, and its derivative by the product.
+#[cube]
+fn score(
+    products: &Array<f32>,
+    mask: &Array<f32>,
+    block: &Lines,
+    line: &Line,
+    key: usize,
+    #[comptime] variant: Variant,
+) -> (f32, f32) {
+    let mut score = products[line.from + key] * block.scale;
+    let mut slope = block.scale;
+    if comptime!(variant.capped) {
+        let share = share_of_cap(score, block.cap);
+        score = share * block.cap;
+        slope *= 1.0f32 - share * share;
+    }
+    if comptime!(variant.masked) {
+        score += mask[line.of_mask + key];
+    }
+    (score, slope)
+}
+
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn probabilities_kernel<E: Float>(
     products: &Array<f32>,
@@ -190,10 +215,7 @@ fn probabilities_kernel<E: Float>(
     let mut sum = f32::new(0.0);
     let mut key = line.first + UNIT_POS as usize;
     while key < line.seen {
-        let mut score = products[line.from + key] * block.scale;
-        if comptime!(variant.masked) {
-            score += mask[line.of_mask + key];
-        }
+        let (score, _) = score(products, mask, &block, &line, key, variant);
         if score > largest {
             sum = sum * (largest - score).exp() + 1.0;
             largest = score;
@@ -228,10 +250,7 @@ fn probabilities_kernel<E: Float>(
     while key < block.keys {
         let mut probability = f32::new(0.0);
         if key >= line.first && key < line.seen {
-            let mut score = products[line.from + key] * block.scale;
-            if comptime!(variant.masked) {
-                score += mask[line.of_mask + key];
-            }
+            let (score, _) = score(products, mask, &block, &line, key, variant);
             probability = (score - largest).exp() / sum;
             if comptime!(variant.drops) {
                 probability *= share(&of_dropout, line.pair, line.query, block.first_key + key, block.t);
@@ -269,18 +288,15 @@ fn gradients_kernel<E: Float>(
         let mut probability = f32::new(0.0);
         let mut gradient = f32::new(0.0);
         if key >= line.first && key < line.seen {
-            let mut score = products[line.from + key] * block.scale;
-            if comptime!(variant.masked) {
-                score += mask[line.of_mask + key];
-            }
+            let (score, slope) = score(products, mask, &block, &line, key, variant);
             probability = (score - lse).exp();
             let of_probability = gradients[line.from + key];
             if comptime!(variant.drops) {
                 let share = share(&of_dropout, line.pair, line.query, block.first_key + key, block.t);
-                gradient = probability * (of_probability * share - along) * block.scale;
+                gradient = probability * (of_probability * share - along) * slope;
                 probability *= share;
             } else {
-                gradient = probability * (of_probability - along) * block.scale;
+                gradient = probability * (of_probability - along) * slope;
             }
         }
         probabilities[line.from + key] = E::cast_from(probability);

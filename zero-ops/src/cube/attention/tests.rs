@@ -91,6 +91,8 @@ struct Case {
     window: Option<usize>,
     /// Number of heads of queries that share a head of keys.
     group: usize,
+    /// Soft cap of the scores.
+    cap: Option<f64>,
 }
 
 const SMALL: Case = Case {
@@ -104,6 +106,7 @@ const SMALL: Case = Case {
     keys: None,
     window: None,
     group: 1,
+    cap: None,
 };
 
 impl Case {
@@ -128,15 +131,16 @@ impl Case {
                     keys: None,
                     window: None,
                     group: 1,
+                    cap: None,
                 }
             })
         })
     }
 
     fn options(self) -> AttentionOptions {
-        let Self { batch, heads, e, causal, drops, window, .. } = self;
+        let Self { batch, heads, e, causal, drops, window, cap, .. } = self;
         let dropout = drops.then_some(AttentionDropout { probability: 0.3, key: 0xfedc_ba98_7654_3210 });
-        AttentionOptions { batch, heads, causal, window, scale: 1.0 / (e as f64).sqrt(), dropout }
+        AttentionOptions { batch, heads, causal, window, scale: 1.0 / (e as f64).sqrt(), dropout, cap }
     }
 
     fn shape(self) -> [usize; 2] {
@@ -269,6 +273,15 @@ fn windows_agree_with_the_default_bodies() {
         for (way, masked) in [(BLOCKED, false), (SMALL_BLOCKS, true)] {
             let window = Some(window);
             agrees(way, Case { t, e: 8, masked, window, ..SMALL });
+        }
+    }
+}
+
+#[test]
+fn soft_caps_agree_with_the_default_bodies() {
+    for (t, window, masked, cap) in [(2, None, false, 0.2), (100, Some(70), true, 0.7), (257, None, true, 50.0)] {
+        for (way, drops) in [(BLOCKED, false), (SMALL_BLOCKS, true)] {
+            agrees(way, Case { t, e: 8, masked, drops, window, cap: Some(cap), ..SMALL });
         }
     }
 }
@@ -425,7 +438,18 @@ fn blocks_keep_to_their_budget() {
         for pairs in [1, 12, 200, 100_000] {
             for causal in [false, true] {
                 for bytes in [4, 6, 8, 12] {
-                    let sizes = Sizes { pairs, heads: 1, group: 1, t, s: t, e: 64, causal, window: None, scale: 1.0 };
+                    let sizes = Sizes {
+                        pairs,
+                        heads: 1,
+                        group: 1,
+                        t,
+                        s: t,
+                        e: 64,
+                        causal,
+                        window: None,
+                        scale: 1.0,
+                        cap: None,
+                    };
                     let plan = Plan::new(sizes, budget, bytes);
                     let taken = plan.pairs * plan.queries * t * bytes;
                     let least = t.min(64) * t * bytes;

@@ -4,7 +4,7 @@
 
 use cubecl::prelude::*;
 
-use crate::cube::rows::{Extent, HEIGHT, Strided, over_cube, own, read};
+use crate::cube::rows::{Extent, HEIGHT, Strided, over_cube, own, read, share_of_cap};
 
 /// Lower than every logit, and finite.
 const LOWEST: f32 = f32::MIN;
@@ -61,8 +61,8 @@ pub(super) fn mean_kernel(
     }
 }
 
-/// `logits`: `[rows, v]`, padded with columns to `stride`; overwritten, if `is_gradient`, with the gradient of the sum of losses times
-/// `scale`. `targets`, `losses`: `[n]`, of which these are the rows from `first`.
+/// `logits`: `[rows, v]`, padded with columns to `stride`; they are capped at `cap` if `is_capped`, and if `is_gradient` overwritten with the
+/// gradient of the sum of losses times `scale`. `targets`, `losses`: `[n]`, of which these are the rows from `first`.
 ///
 /// One pass finds the largest logit and the sum of exponentials; a second one computes the gradient.
 #[cube(launch_unchecked, address_type = "dynamic")]
@@ -75,8 +75,10 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
     rows: usize,
     vocabulary: usize,
     scale: f32,
+    cap: f32,
     ignored: InputScalar,
     #[comptime] is_any_ignored: bool,
+    #[comptime] is_capped: bool,
     #[comptime] is_gradient: bool,
     #[comptime] units: usize,
     #[define(E, I)] _dtypes: [StorageType; 2],
@@ -102,7 +104,13 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
         let mut sum = 0.0f32;
         let mut column = me;
         while column < vectors {
-            let values = Vector::<f32, N>::cast_from(logits[start + column]);
+            let mut values = Vector::<f32, N>::cast_from(logits[start + column]);
+            if comptime!(is_capped) {
+                #[unroll]
+                for k in 0..N::value() {
+                    values[k] = share_of_cap(values[k], cap) * cap;
+                }
+            }
             let mut of_vector = LOWEST.comptime().runtime();
             #[unroll]
             for k in 0..N::value() {
@@ -156,13 +164,25 @@ pub(super) fn rows_kernel<E: Float, I: Int, N: Size>(
             let mut column = me;
             // The gradient is 0 in the padding.
             while column < stride {
-                let values = Vector::<f32, N>::cast_from(logits[start + column]);
+                let mut values = Vector::<f32, N>::cast_from(logits[start + column]);
+                let mut slopes = Vector::<f32, N>::new(1.0f32);
+                if comptime!(is_capped) {
+                    #[unroll]
+                    for k in 0..N::value() {
+                        let share = share_of_cap(values[k], cap);
+                        values[k] = share * cap;
+                        slopes[k] = 1.0f32 - share * share;
+                    }
+                }
                 let mut gradient = (values - Vector::new(lse)).exp();
                 #[unroll]
                 for k in 0..N::value() {
                     let index = column * N::value() + k;
                     if index == target {
                         gradient[k] -= 1.0f32;
+                    }
+                    if comptime!(is_capped) {
+                        gradient[k] *= slopes[k];
                     }
                     gradient[k] = select(is_counted && index < vocabulary, gradient[k] * share, 0.0f32);
                 }
