@@ -80,7 +80,8 @@ impl Masks {
         Self { keys_bu, ..Self::default() }
     }
 
-    /// Adds a bias `[h, s]` to the scores of `t` queries and `u` keys; returns the sum with the other masks.
+    /// Adds a bias `[h, s]` to the scores of `t` queries and `u` keys, which see each other without a window; returns the sum with the other
+    /// masks.
     pub(super) fn with_bias(&self, bias_hs: Tensor<2>, options: AttentionOptions, sizes: [usize; 2]) -> Tensor<2> {
         match self.of_pairs(options, sizes, &bias_hs) {
             None => bias_hs,
@@ -91,7 +92,7 @@ impl Masks {
 
     /// Returns the masks of the pairs of `t` queries and `u` keys, `[1, s]` or `[b * h, s]`.
     fn of_pairs(&self, options: AttentionOptions, [t, u]: [usize; 2], like: &Tensor<2>) -> Option<Tensor<2>> {
-        let AttentionOptions { batch: b, heads: h, causal, window, .. } = options;
+        let AttentionOptions { batch: b, heads: h, causal, .. } = options;
         let keys_rs = self
             .keys_bu
             .clone()
@@ -100,11 +101,8 @@ impl Masks {
             return keys_rs;
         }
         let device = like.device();
-        let hide = |mask: Tensor<2>, pairs| mask.mask_fill(pairs, MASKED);
-        let mask_tt = hide(Tensor::zeros([t, t], &device), Tensor::<2, Bool>::tril_mask([t, t], 0, &device));
-        let mask_tt = window.into_iter().fold(mask_tt, |mask_tt, window| {
-            hide(mask_tt, Tensor::<2, Bool>::triu_mask([t, t], 1 - window.min(t) as i64, &device))
-        });
+        let future_tt = Tensor::<2, Bool>::tril_mask([t, t], 0, &device);
+        let mask_tt = Tensor::<2>::zeros([t, t], &device).mask_fill(future_tt, MASKED);
         let causal_1s = in_type_of(mask_tt.reshape([1, t * t]), like);
         Some(match keys_rs {
             Some(keys_rs) => plus(keys_rs, causal_1s),
@@ -120,7 +118,7 @@ fn plus(x_rs: Tensor<2>, rows: Tensor<2>) -> Tensor<2> {
 }
 
 /// Computes attention of rows `[n, d]` to keys and values `[m, c]`, with dropout of probabilities. By elementary operations, which store all
-/// scores, if these have a bias.
+/// scores, if these have a bias; then `c = d`.
 pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOptions, probability: f64) -> Tensor<2> {
     if let Some(documents) = &masks.documents {
         let mixed = documents.runs().map(|(rows, batch)| {
@@ -130,30 +128,19 @@ pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOpt
         return Tensor::cat(mixed.collect(), 0);
     }
     let [q_nd, k_mc, v_mc] = parts;
-    if masks.pairs_rs.is_none() {
+    let Some(mask_rs) = masks.pairs_rs.clone() else {
         let options = AttentionOptions { dropout: draw_dropout(probability, &q_nd.device()), ..options };
         return attention(q_nd, k_mc, v_mc, masks.keys_bu.clone(), options);
-    }
-    let ([n, d], [m, c], b, h) = (q_nd.dims(), k_mc.dims(), options.batch, options.heads);
-    let (t, u, e) = (n / b, m / b, d / h);
-    let k = c / e;
-    let heads = |x_mc: Tensor<2>| x_mc.reshape([b, u, k, e]).swap_dims(1, 2);
-    // Query heads that share a key head become its rows, one after the other.
-    let by_key = |x_bhtw: Tensor<4>| {
-        let [.., width] = x_bhtw.dims();
-        if k == h { x_bhtw } else { x_bhtw.reshape([b, k, h / k * t, width]) }
     };
-    let mask_rs = masks.pairs_rs.clone().or_else(|| masks.of_pairs(options, [t, u], &q_nd));
+    let ([n, d], [m, _], b, h) = (q_nd.dims(), k_mc.dims(), options.batch, options.heads);
+    let (t, u, e) = (n / b, m / b, d / h);
+    let heads = |x_md: Tensor<2>| x_md.reshape([b, u, h, e]).swap_dims(1, 2);
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
-    let mut scores_bhtu = by_key(q_bhte).matmul(heads(k_mc).transpose()).reshape([b, h, t, u]);
-    if let Some(cap) = options.cap {
-        scores_bhtu = soft_capped(scores_bhtu, cap);
-    }
-    if let Some(mask_rs) = mask_rs {
-        scores_bhtu = plus(scores_bhtu.reshape([b * h, t * u]), mask_rs).reshape([b, h, t, u]);
-    }
+    let scores_bhtu = q_bhte.matmul(heads(k_mc).transpose());
+    let scores_bhtu = options.cap.into_iter().fold(scores_bhtu, soft_capped);
+    let scores_bhtu = plus(scores_bhtu.reshape([b * h, t * u]), mask_rs).reshape([b, h, t, u]);
     let probabilities_bhtu = dropout(softmax(scores_bhtu, 3), probability);
-    by_key(probabilities_bhtu).matmul(heads(v_mc)).reshape([b, h, t, e]).swap_dims(1, 2).reshape([n, d])
+    probabilities_bhtu.matmul(heads(v_mc)).swap_dims(1, 2).reshape([n, d])
 }
 
 /// Returns the mean cross-entropy in nats over the rows whose label is not negative, in fp32; 0 if there are none.
