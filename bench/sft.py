@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Measures fine-tuning on conversations: speed of packed rows, speed next to PEFT and TRL, and memory under a hard limit.
+"""Measures fine-tuning: speed of packed conversations, speed and memory next to PEFT, TRL and transformers, and memory under a hard limit.
 
   bench/sft.py packing [--rounds 3]           gpt2, rows of 512 tokens: tokens/s of packed conversations over that of full rows, in pairs
   bench/sft.py peer --venv DIR [--rounds 2]   a Qwen2.5-0.5B, LoRA of rank 16, 2 rows of 512 tokens: tokens/s over that of TRL's SFTTrainer
+  bench/sft.py caps --venv DIR [--rounds 2]   a Gemma 2 (soft caps) of 6 layers of width 512, one row of 1,024 tokens: tokens/s and peak memory
+                                              over those of transformers with eager attention and PyTorch's fused AdamW
   bench/sft.py qlora [--limit-mib 7168]       a Llama-3-8B, nf4 on a disk, LoRA of rank 16, one row of 2,048 tokens: one step in a memory cgroup
   bench/sft.py full [--limit-mib 8192]        a Llama-3.2-1B in full, one row of 2,048 tokens, all state on a disk: one step in a memory cgroup
 
@@ -15,7 +17,7 @@ from pathlib import Path
 import random_llama
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("what", choices=["packing", "peer", "qlora", "full", "trl"])
+parser.add_argument("what", choices=["packing", "peer", "caps", "qlora", "full", "trl", "eager"])
 parser.add_argument("--zero", type=Path, default=Path("target/release/zero"))
 parser.add_argument("--venv", type=Path)
 parser.add_argument("--dir", type=Path, default=Path("target/sft"))
@@ -107,6 +109,57 @@ def trl():
     print(json.dumps({"speed": 1024 * (len(Times.ends) - 2) / seconds}))
 
 
+def eager():
+    """transformers' part of `caps`, in its environment."""
+    import resource
+
+    import torch
+    from transformers import AutoModelForCausalLM, Gemma2Config
+
+    peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    torch.set_num_threads(2)
+    imported = peak()
+    config = Gemma2Config.from_pretrained(args.dir / "gemma2", attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config).float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ends = [time.perf_counter()]
+    for _ in range(args.steps):
+        ids = torch.randint(0, config.vocab_size, (1, 1024))
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ends.append(time.perf_counter())
+    print(json.dumps({"speed": 1024 * (args.steps - 1) / (ends[-1] - ends[1]), "mib": peak() - imported}))
+
+
+def theirs(what):
+    command = [args.venv / "bin/python", __file__, what, "--dir", args.dir, "--steps", args.steps]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
+    if done.returncode:
+        sys.exit(f"error: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def caps():
+    folder = args.dir / "gemma2"
+    folder.mkdir(exist_ok=True)
+    config = {
+        "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2", "vocab_size": 65536, "hidden_size": 512, "intermediate_size": 2048,
+        "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 512,
+        "max_position_embeddings": 2048, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "attention_dropout": 0.0, "pad_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    data = rows(args.dir / "rows-gemma2.safetensors", args.steps, 1024, config["vocab_size"])
+    how = ["--model", folder, "--data", data, "--stage", 0, "--batch", 1, "--steps", args.steps, "--lr", "1e-4"]
+    ratios = []
+    for _ in range(args.rounds):
+        (summary, _, ours), peer = train(how), theirs("eager")
+        mib = summary["peak_rss_bytes"] >> 20
+        ratios.append((ours / peer["speed"], mib / peer["mib"]))
+        print(f"ours {ours:.1f} tokens/s, {mib} MiB; transformers {peer['speed']:.1f}, {peer['mib']} MiB: {ratios[-1][0]:.2f}, {ratios[-1][1]:.2f}", flush=True)
+    print("medians {:.2f}, {:.2f}".format(*map(statistics.median, zip(*ratios))))
+
+
 def peer():
     folder = random_llama.weights(args.dir / "qwen2.5-0.5b")
     data = rows(args.dir / "rows-qwen.safetensors", 2 * args.steps, 512, 151936)
@@ -114,13 +167,9 @@ def peer():
     for _ in range(args.rounds):
         ours = train(["--weights", folder, "--data", data, "--batch", 2, "--steps", args.steps, "--lr", "1e-4", "--lora-r", 16, "--lora-alpha", 16,
                       "--lora-targets", "all-linear", "--lora-dropout", 0, "--checkpoint-activations", 0])[2]
-        command = [args.venv / "bin/python", __file__, "trl", "--dir", args.dir, "--steps", args.steps]
-        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"})
-        if done.returncode:
-            sys.exit(f"error: {done.stderr[-2000:]}")
-        theirs = json.loads(done.stdout.splitlines()[-1])["speed"]
-        ratios.append(ours / theirs)
-        print(f"ours {ours:.1f} tokens/s, PEFT + TRL {theirs:.1f}: {ratios[-1]:.2f}", flush=True)
+        peer = theirs("trl")["speed"]
+        ratios.append(ours / peer)
+        print(f"ours {ours:.1f} tokens/s, PEFT + TRL {peer:.1f}: {ratios[-1]:.2f}", flush=True)
     print(f"median {statistics.median(ratios):.2f}")
 
 
