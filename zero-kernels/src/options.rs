@@ -55,9 +55,11 @@ impl From<Option<i64>> for CrossEntropyOptions {
 /// # Panics
 /// If it is not positive and finite in f32.
 pub fn check_cap(operation: &str, cap: Option<f64>) {
-    // Kernels compute in f32.
-    let is_valid = cap.is_none_or(|cap| cap as f32 > 0.0 && (cap as f32).is_finite());
-    assert!(is_valid, "{operation}: a soft cap must be positive and finite, got {cap:?}");
+    if let Some(cap) = cap {
+        // Kernels compute in f32.
+        let is_valid = cap as f32 > 0.0 && (cap as f32).is_finite();
+        assert!(is_valid, "{operation}: a soft cap must be positive and finite in f32, got {cap}");
+    }
 }
 
 /// Dropout of attention's probabilities `[b, h, t, u]`, or of any tensor's elements. SplitMix64's finaliser makes a number

@@ -133,8 +133,8 @@ fn attention(parts: [Tensor<2>; 3], options: AttentionOptions, mask: Option<&[f3
     probabilities.matmul(v).swap_dims(1, 2).reshape([n, d])
 }
 
-/// Applies a soft cap, if there is one.
-fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
+/// Applies a soft cap, if there is one: `cap * tanh(x / cap)`.
+pub(crate) fn capped<const D: usize>(x: Tensor<D>, cap: Option<f64>) -> Tensor<D> {
     cap.into_iter().fold(x, |x, cap| (x / cap).tanh() * cap)
 }
 

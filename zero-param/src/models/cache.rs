@@ -10,7 +10,8 @@ use zero_core::config::Float;
 use zero_kernels::options::AttentionOptions;
 use zero_models::generate::CachedRows;
 
-use super::layers::{Masks, attend, hidden, soft_capped};
+use super::layers::{Masks, attend, hidden};
+use crate::fused::plain::capped;
 
 /// Keys and values of the tokens that a model has read, so that each token is read once. Shorter rows are padded on the left.
 #[derive(Debug)]
@@ -220,8 +221,7 @@ fn look(
     let ([b, d], [_, k, t, e]) = (q_bd.dims(), keys_bkte.dims());
     // Query heads that share a key head become its rows.
     let q_bkge = (q_bd * options.scale).reshape([b, k, d / (k * e), e]);
-    let mut scores_bkgt = q_bkge.matmul(keys_bkte.transpose());
-    scores_bkgt = options.cap.into_iter().fold(scores_bkgt, soft_capped);
+    let mut scores_bkgt = capped(q_bkge.matmul(keys_bkte.transpose()), options.cap);
     if let Some(hidden_bt) = hidden_bt {
         scores_bkgt = scores_bkgt + hidden_bt.reshape([b, 1, 1, t]);
     }

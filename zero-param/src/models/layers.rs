@@ -12,6 +12,7 @@ use burn_nn::{LayerNorm, Linear};
 use zero_kernels::options::{AttentionOptions, CrossEntropyOptions, Gelu, MASKED};
 use zero_models::{Activation, Documents, ProblemType};
 
+use crate::fused::plain::capped;
 use crate::fused::{attention, dropout, gelu, layer_norm, linear};
 use crate::layers::{self, head_cross_entropies, head_cross_entropy};
 use crate::random::draw_dropout;
@@ -67,11 +68,6 @@ pub(super) fn hidden(mask_bu: Tensor<2, Int>, like: &Tensor<2>) -> Tensor<2> {
 
 pub(super) fn in_type_of<const D: usize>(x: Tensor<D>, like: &Tensor<2>) -> Tensor<D> {
     if x.dtype() == like.dtype() { x } else { x.cast(like.dtype()) }
-}
-
-/// Returns `cap * tanh(x / cap)`.
-pub(super) fn soft_capped<const D: usize>(x: Tensor<D>, cap: f64) -> Tensor<D> {
-    (x / cap).tanh() * cap
 }
 
 impl Masks {
@@ -136,8 +132,7 @@ pub(super) fn attend(parts: [Tensor<2>; 3], masks: &Masks, options: AttentionOpt
     let (t, u, e) = (n / b, m / b, d / h);
     let heads = |x_md: Tensor<2>| x_md.reshape([b, u, h, e]).swap_dims(1, 2);
     let q_bhte = (q_nd.reshape([b, t, h, e]) * options.scale).swap_dims(1, 2);
-    let scores_bhtu = q_bhte.matmul(heads(k_mc).transpose());
-    let scores_bhtu = options.cap.into_iter().fold(scores_bhtu, soft_capped);
+    let scores_bhtu = capped(q_bhte.matmul(heads(k_mc).transpose()), options.cap);
     let scores_bhtu = plus(scores_bhtu.reshape([b * h, t * u]), mask_rs).reshape([b, h, t, u]);
     let probabilities_bhtu = dropout(softmax(scores_bhtu, 3), probability);
     probabilities_bhtu.matmul(heads(v_mc)).swap_dims(1, 2).reshape([n, d])

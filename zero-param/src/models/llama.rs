@@ -14,8 +14,9 @@ use zero_models::llama::rotary_angles;
 use zero_models::{Documents, LlamaConfig};
 
 use super::cache::KvCache;
-use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss, soft_capped};
+use super::layers::{Masks, attend, dense, dense_onto, next_logits, next_token_loss};
 use crate::activations::checkpoint_block;
+use crate::fused::plain::capped;
 use crate::fused::{Angles, gelu, rms_norm, rotary, swiglu};
 use crate::layers::embedding;
 
@@ -195,8 +196,7 @@ impl Llama {
             x_nd = layer.forward(x_nd, angles, |attn, parts| cache.attend(number, parts, attn.options(b), None));
         }
         let x_bd = self.form.norm(&self.norm, cache.end(x_nd, b));
-        let logits_bv = next_logits(x_bd, self.head());
-        self.logit_cap.into_iter().fold(logits_bv, soft_capped)
+        capped(next_logits(x_bd, self.head()), self.logit_cap)
     }
 
     fn hidden_rows(&self, ids_bt: Tensor<2, Int>, documents: Option<&Arc<Documents>>) -> Tensor<2> {
