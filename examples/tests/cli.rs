@@ -213,7 +213,7 @@ fn the_plan_and_the_table_are_for_people() {
     let run = gpt2().args(["--model", "tiny", "--steps", "2", "--seq", "16", "--stage", "2"]).assert().success();
     let stdout = String::from_utf8(run.get_output().stdout.clone()).unwrap();
     for part in
-        ["plan", "3324736 parameters", "2 at stage 2", "loss", "tokens per second", "optimizer", "wire, per step"]
+        ["plan", "3324736 parameters", "2 at stage 2", "loss", "tokens per second", "optimizer", "received, per step"]
     {
         assert!(stdout.contains(part), "{part} in:\n{stdout}");
     }

@@ -206,6 +206,12 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 /// Returns the file, or the files of a folder sorted by name; held-out files come last.
 pub(super) fn files(path: &Path) -> Result<Vec<DataFile>> {
     let meta = std::fs::metadata(path).map_err(io("read", path))?;
+    if !meta.is_dir() && !meta.is_file() {
+        return Err(wrong_data(
+            path,
+            "is not a regular file, and data is read more than once: save it to a file first",
+        ));
+    }
     let paths = if meta.is_dir() { of_splits(path)? } else { vec![(path.to_path_buf(), false)] };
     let mut begin = Vec::new();
     for (path, _) in &paths {
@@ -694,7 +700,13 @@ pub(super) fn kind_of(value: &Value) -> &'static str {
 }
 
 fn bad_parquet(path: &Path) -> impl Fn(ParquetError) -> DataError {
-    move |error| wrong_data(path, format!("cannot be read as Parquet ({error})"))
+    move |error| {
+        let advice = match error.to_string().contains("Disabled feature") {
+            true => ": write the file with the compression snappy, zstd or gzip, or without",
+            false => "",
+        };
+        wrong_data(path, format!("cannot be read as Parquet ({error}){advice}"))
+    }
 }
 
 fn parquet(path: &Path) -> Result<SerializedFileReader<File>> {
@@ -753,14 +765,16 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
         let mut row = Vec::with_capacity(fields.len());
         for FieldOf { name, holds, .. } in fields {
             let field = found.iter().find(|(column, _)| column == name).map_or(&Field::Null, |(_, field)| field);
+            let text = utf8(field);
             row.push(match field {
-                Field::Str(text) => Some(Cell::Text(text.clone())),
+                _ if text.is_some() => text.map(Cell::Text),
                 Field::Null if *holds == Holds::TextOrNothing && number > 0 => None,
                 value if *holds != Holds::Text && field_cell(value, *holds).is_some() => field_cell(value, *holds),
                 other => {
                     let got = match other {
                         Field::Null => "null".into(),
                         Field::Float(_) | Field::Double(_) => "a floating-point number".into(),
+                        Field::Bytes(_) => "binary data that is not UTF-8 text".into(),
                         value => value.to_string(),
                     };
                     let problem = format!("its \"{name}\" is {got}: expected {}", expected(*holds));
@@ -772,12 +786,21 @@ fn parquet_rows(path: &Path, fields: &[FieldOf<'_>], each: EachRow<'_>) -> Resul
     })
 }
 
+/// Returns the text of a string, or of bytes that some programs write for one.
+fn utf8(value: &Field) -> Option<String> {
+    match value {
+        Field::Str(text) => Some(text.clone()),
+        Field::Bytes(bytes) => String::from_utf8(bytes.data().to_vec()).ok(),
+        _ => None,
+    }
+}
+
 /// Converts the value to a cell, if its type is allowed.
 fn field_cell(value: &Field, holds: Holds) -> Option<Cell> {
     use Field::{Byte, Int, Long, Short, UByte, UInt, ULong, UShort};
     Some(match value {
         Field::Null => return None,
-        Field::Str(text) => Cell::Text(text.clone()),
+        Field::Str(_) | Field::Bytes(_) => Cell::Text(utf8(value)?),
         Byte(_) | Short(_) | Int(_) | Long(_) | UByte(_) | UShort(_) | UInt(_) | ULong(_) => {
             Cell::Whole(value.to_string())
         }
@@ -1040,13 +1063,15 @@ mod tests {
             let got = ids(&write(name, text), None).unwrap_err();
             assert!(got.contains(told) && got.contains(name), "{name}: {got}");
         }
+        // What can be read only once.
+        assert!(ids(Path::new("/dev/null"), None).unwrap_err().contains("is not a regular file"));
     }
 
     #[test]
     fn a_column_of_a_parquet_file_is_read() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("all.parquet");
-        let schema = "message schema { required int32 n; required byte_array body (utf8); }";
+        let schema = "message schema { required int32 n; required byte_array body (utf8); required byte_array raw; }";
         let schema = Arc::new(parse_message_type(schema).unwrap());
         let mut writer = SerializedFileWriter::new(File::create(&path).unwrap(), schema, Arc::default()).unwrap();
         let mut group = writer.next_row_group().unwrap();
@@ -1057,11 +1082,17 @@ mod tests {
         let texts = ["Hello world", "Hello"].map(ByteArray::from);
         column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
         column.close().unwrap();
+        let mut column = group.next_column().unwrap().unwrap();
+        let texts = ["Hello", " world"].map(ByteArray::from);
+        column.typed::<ByteArrayType>().write_batch(&texts, None, None).unwrap();
+        column.close().unwrap();
         group.close().unwrap();
         writer.close().unwrap();
+        // Once with the mark of a text, once without.
         assert_eq!(ids(&path, Some("body")).unwrap(), [15496, 995, 50256, 15496, 50256]);
+        assert_eq!(ids(&path, Some("raw")).unwrap(), [15496, 50256, 995, 50256]);
         let told = ids(&path, None).unwrap_err();
-        assert!(told.contains("no column \"text\" with texts (columns: [\"n\", \"body\"])"), "{told}");
+        assert!(told.contains("no column \"text\" with texts (columns: [\"n\", \"body\", \"raw\"])"), "{told}");
         std::fs::write(&path, "PAR1").unwrap();
         assert!(ids(&path, None).unwrap_err().contains("cannot be read as Parquet"));
     }

@@ -73,7 +73,7 @@ pub struct TokenizeOptions<'a> {
     pub skips_bad_rows: bool,
     /// If set, rows of conversations are packed: several in one row of `seq` tokens.
     pub packing: bool,
-    /// Most rows of a validation split to hold out. `None`: all.
+    /// Maximum number of rows of a validation split that are held out. `None`: all.
     pub held_out: Option<usize>,
     /// Folder of the token cache. `None`: `$XDG_CACHE_HOME/zero`, or `~/.cache/zero`.
     pub cache: Option<&'a Path>,
@@ -136,3 +136,7 @@ fn check_ids(ids: &[u32], vocab_size: usize) -> std::result::Result<(), String> 
 fn is_tokens(path: &Path) -> bool {
     path.extension().is_some_and(|ending| ending == "safetensors")
 }
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

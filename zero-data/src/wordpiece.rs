@@ -1,7 +1,6 @@
 //! BERT's tokenizer, WordPiece, with a given vocabulary.
 
 use std::collections::HashMap;
-use std::path::Path;
 
 use ahash::AHashMap;
 use tokenizers::models::wordpiece::WordPiece;
@@ -41,14 +40,7 @@ pub(super) fn of_vocabulary(
     Ok(tokenizer)
 }
 
-/// Creates a tokenizer from a `vocab.txt`, which has a token on each line.
-pub(super) fn of_lines(lines: &str, lowercase: bool) -> tokenizers::Result<tokenizers::Tokenizer> {
-    of_vocabulary(lines.lines().enumerate().map(|(id, token)| (token.to_string(), id as u32)).collect(), lowercase)
-}
-
-/// Returns `do_lower_case` of the `tokenizer_config.json` in `path`'s folder; `true`, as for BERT's uncased models, if it is missing.
-pub(super) fn lowercases(path: &Path) -> bool {
-    let config = std::fs::read(path.with_file_name("tokenizer_config.json")).ok();
-    let config: Option<serde_json::Value> = config.and_then(|bytes| serde_json::from_slice(&bytes).ok());
-    config.and_then(|config| config["do_lower_case"].as_bool()).unwrap_or(true)
+/// Creates a tokenizer that lowercases from a `vocab.txt`, which has a token on each line.
+pub(super) fn of_lines(lines: &str) -> tokenizers::Result<tokenizers::Tokenizer> {
+    of_vocabulary(lines.lines().enumerate().map(|(id, token)| (token.to_string(), id as u32)).collect(), true)
 }

@@ -17,3 +17,7 @@ mod rule;
 pub mod update;
 
 pub use rule::{NewtonSchulz, Rule};
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -86,6 +86,17 @@ pub enum ModelError {
         source: serde_json::Error,
     },
 
+    /// A value of a wrong type in a configuration.
+    #[error("the {model} configuration has a wrong \"{key}\" ({problem}); correct it in config.json")]
+    ConfigType {
+        /// The model family.
+        model: &'static str,
+        /// The key.
+        key: String,
+        /// The value and the expected type.
+        problem: String,
+    },
+
     /// A configuration of an unknown family.
     #[error("the configuration has {got}: expected one of these values of model_type: {known}")]
     Family {
@@ -288,8 +299,8 @@ pub enum ModelError {
         got: Dtype,
     },
 
-    /// An export setting that cannot be used.
-    #[error("invalid {setting} \"{got}\" for the export; expected {expected}")]
+    /// A setting of an export, or a size, that cannot be used.
+    #[error("invalid {setting} \"{got}\"; expected {expected}")]
     ExportSetting {
         /// The setting.
         setting: &'static str,

@@ -4,6 +4,7 @@
 use std::path::Path;
 
 use serde::Serialize;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value};
 
 use crate::error::{check_each, io_at};
@@ -104,9 +105,7 @@ macro_rules! hf_config {
             /// If it is not JSON, is of another model, describes an impossible model, or asks for a setting that is not implemented.
             pub fn from_json(text: &str) -> $crate::Result<Self> {
                 $(let text = &$given(text)?;)?
-                let keys: Keys = serde_json::from_str(text)
-                    .map_err(|source| $crate::ModelError::ConfigSyntax { model: $family, source })?;
-                keys.try_into()
+                $crate::hf_config::parse::<Keys>($family, text)?.try_into()
             }
 
             /// Reads a Hugging Face `config.json`.
@@ -132,6 +131,23 @@ macro_rules! hf_config {
     };
 }
 pub(crate) use hf_config;
+
+/// Parses the keys of a configuration, each of which has a default.
+pub(crate) fn parse<K: DeserializeOwned>(model: &'static str, text: &str) -> Result<K> {
+    let syntax = |source| ModelError::ConfigSyntax { model, source };
+    let keys: Map<String, Value> = serde_json::from_str(text).map_err(syntax)?;
+    serde_json::from_value(Value::Object(keys.clone())).map_err(|source| {
+        let wrong = keys.into_iter().find_map(|(key, value)| {
+            let alone = Map::from_iter([(key.clone(), value)]);
+            let mut problem = serde_json::from_value::<K>(alone.into()).err()?.to_string();
+            for (of_rust, plain) in [("usize", "a whole number"), ("u32", "a whole number"), ("f64", "a number")] {
+                problem = problem.replace(of_rust, plain);
+            }
+            Some(ModelError::ConfigType { model, key, problem })
+        });
+        wrong.unwrap_or_else(|| syntax(source))
+    })
+}
 
 /// Returns the names of a table of presets.
 pub(crate) const fn names<T, const N: usize>(presets: &[(&'static str, T); N]) -> [&'static str; N] {

@@ -13,6 +13,7 @@ use crate::error::io_at;
 use crate::generate::Sampling;
 use crate::hf_params::{AS_NAMED, Family, Rules, initial, parameters, rules, stored, stored_without_head};
 use crate::safetensors_file::{ADAPTER, Checkpoint, SINGLE, StoredTensor};
+use crate::suggest::closest;
 use crate::{
     BartConfig, BertConfig, BertHead, BertKind, Gpt2Config, LlamaConfig, ModelError, ModelParam, ModuleConfig, Result,
     T5Config,
@@ -61,6 +62,29 @@ pub struct Seq2SeqSettings {
 }
 
 impl ModelConfig {
+    /// Returns the names of all presets that begin with `family`, such as `qwen3`.
+    pub fn presets(family: &str) -> Vec<&'static str> {
+        let all =
+            [Gpt2Config::PRESETS, LlamaConfig::PRESETS, BertConfig::PRESETS, BartConfig::PRESETS, T5Config::PRESETS];
+        all.concat().into_iter().filter(|name| name.starts_with(family)).collect()
+    }
+
+    /// Returns the configuration of a preset of any family.
+    ///
+    /// # Errors
+    /// [`ModelError::UnknownPreset`], with the presets of the family that has the most similar name.
+    pub fn preset(name: &str) -> Result<Self> {
+        let similar = closest(name, &Self::presets("")).unwrap_or(name);
+        let is_of = |families: &[&str]| families.iter().any(|family| similar.starts_with(family));
+        Ok(match similar {
+            _ if is_of(&["bert"]) => BertConfig::preset(name)?.into(),
+            _ if is_of(&["bart"]) => BartConfig::preset(name)?.into(),
+            _ if is_of(&["t5", "flan-t5"]) => T5Config::preset(name)?.into(),
+            _ if is_of(&["llama", "mistral", "qwen", "gemma", "phi"]) => LlamaConfig::preset(name)?.into(),
+            _ => Gpt2Config::preset(name)?.into(),
+        })
+    }
+
     /// Reads a Hugging Face `config.json` of any family.
     ///
     /// # Errors

@@ -77,6 +77,7 @@ pub fn head_cross_entropy(
 }
 
 /// Computes [`head_cross_entropy`] of each of `b` groups of as many consecutive rows: `[b]`.
+#[cfg(feature = "models")]
 pub(crate) fn head_cross_entropies(
     x: Tensor<2>,
     weight: &Param<Tensor<2>>,

@@ -1,7 +1,7 @@
 //! Describes the plan in plain words.
 
 use super::auto::Filled;
-use super::optimizer::OptimizerPlan;
+use super::optimizer::{OptimizerPlan, short};
 use super::plan::{LossScale, Offload, OffloadDevice, Precision, ZeroPlan, float_name};
 use crate::loss_scale::DynamicLossScale;
 use crate::schedule::{OneCycle, Schedule, Warmup, at_least_two};
@@ -200,7 +200,7 @@ fn describe_schedule(schedule: &Schedule) -> String {
                 true => (format!("a hundredth of {lr}"), " (geometrically)"),
                 false => ("0".into(), ""),
             };
-            let (steps, end) = (count(*warmup_steps, "step"), lr * floor);
+            let (steps, end) = (count(*warmup_steps, "step"), short(lr * floor));
             format!("{from} to {lr} in {steps}{rise}, then {along} to {end} at step {total_steps}")
         }
         Schedule::OneCycle(OneCycle {

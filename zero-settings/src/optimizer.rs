@@ -32,14 +32,14 @@ impl OptimizerPlan {
         };
         let mut text = format!("{name}, lr {lr}");
         if let Rule::Muon { adam_lr, .. } = rule {
-            text += &format!(" and {}", lr * adam_lr);
+            text += &format!(" and {}", short(lr * adam_lr));
         }
         let (betas, epsilon) = self.hyperparameters();
         if let Some((beta_1, beta_2)) = betas {
             text += &format!(", betas {beta_1} and {beta_2}");
         }
         if let Some(epsilon) = epsilon {
-            text += &format!(", epsilon {epsilon}");
+            text += &format!(", epsilon {epsilon:?}");
         }
         if let Rule::Sgd { momentum, nesterov, .. } | Rule::Muon { momentum, nesterov, .. } = rule {
             text += &format!(", {} {momentum}", if nesterov { "Nesterov momentum" } else { "momentum" });
@@ -133,5 +133,21 @@ impl From<OptimizerPlan> for Node {
             node.set("params.adam_w_mode", false.into());
         }
         node
+    }
+}
+
+/// Rounds the result of a computation to the six digits that a reader needs: 0.0006 * 0.1 is 0.00006.
+pub(crate) fn short(value: f64) -> f64 {
+    format!("{value:.5e}").parse().unwrap_or(value)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn products_are_shown_without_their_rounding() {
+        assert_eq!(
+            [6e-4 * 0.1, 0.02 * 0.15, 1e-3, 0.0].map(|value| super::short(value).to_string()),
+            ["0.00006", "0.003", "0.001", "0"]
+        );
     }
 }

@@ -9,7 +9,7 @@ use std::io;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
-use serde_json::ser::{Formatter, PrettyFormatter};
+use serde_json::ser::Formatter;
 use serde_json::{Map, Serializer};
 use zero_core::checkpoint::SideFile;
 
@@ -183,37 +183,134 @@ fn with_marks(template: &str) -> String {
     out + rest
 }
 
-/// Serializes like Python's `json.dumps` with `ensure_ascii=False`.
+/// Serializes like Python's `json.dumps`, with transformers' default `ensure_ascii=False`.
 fn to_json(value: Value, options: Kwargs) -> Result<Value, Error> {
+    let bad = |error: String| Error::new(ErrorKind::BadSerialization, error);
     let indent: Option<usize> = options.get("indent")?;
+    let separators: Option<Vec<String>> = options.get("separators")?;
+    let indent = indent.map(|width| " ".repeat(width.min(MOST_BLANKS)));
+    let separators = separators.unwrap_or_else(|| vec![if indent.is_none() { ", " } else { "," }.into(), ": ".into()]);
+    let [item, key]: [String; 2] = separators.try_into().map_err(|_| bad("separators: expected two texts".into()))?;
+    let is_ascii = options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false);
+    let is_sorted = options.get::<Option<bool>>("sort_keys")?.unwrap_or(false);
+    options.assert_all_used()?;
+    let style = PythonStyle { item, key, indent, is_ascii, depth: 0, has_items: false };
     let mut out = Vec::new();
-    let written = match indent {
-        Some(width) if width <= 64 => {
-            let blanks = " ".repeat(width);
-            serde::Serialize::serialize(
-                &value,
-                &mut Serializer::with_formatter(&mut out, PrettyFormatter::with_indent(blanks.as_bytes())),
-            )
-        }
-        _ => serde::Serialize::serialize(&value, &mut Serializer::with_formatter(&mut out, OneLine)),
+    let mut out_as = Serializer::with_formatter(&mut out, style);
+    let written = match is_sorted {
+        // Its maps are sorted.
+        true => serde_json::to_value(&value).and_then(|value| serde::Serialize::serialize(&value, &mut out_as)),
+        false => serde::Serialize::serialize(&value, &mut out_as),
     };
-    written.map_err(|error| Error::new(ErrorKind::BadSerialization, error.to_string()))?;
+    written.map_err(|error| bad(error.to_string()))?;
     Ok(Value::from_safe_string(String::from_utf8_lossy(&out).into_owned()))
 }
 
-/// A formatter that writes one line, with a blank after commas and colons.
-struct OneLine;
+/// Most blanks of an indent.
+const MOST_BLANKS: usize = 64;
 
-impl Formatter for OneLine {
+/// The format of Python's `json.dumps`.
+struct PythonStyle {
+    /// Separators of items, and of a key and its value.
+    item: String,
+    key: String,
+    indent: Option<String>,
+    is_ascii: bool,
+    depth: usize,
+    /// True if the list or map that ends next has an item.
+    has_items: bool,
+}
+
+impl PythonStyle {
+    fn begin<W: ?Sized + io::Write>(&mut self, out: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth += 1;
+        self.has_items = false;
+        out.write_all(bracket)
+    }
+
+    fn begin_item<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
+        if !first {
+            out.write_all(self.item.as_bytes())?;
+        }
+        self.begin_line(out)
+    }
+
+    fn begin_line<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        match &self.indent {
+            Some(indent) => write!(out, "\n{}", indent.repeat(self.depth)),
+            None => Ok(()),
+        }
+    }
+
+    fn end<W: ?Sized + io::Write>(&mut self, out: &mut W, bracket: &[u8]) -> io::Result<()> {
+        self.depth -= 1;
+        if self.has_items {
+            self.begin_line(out)?;
+        }
+        // It is an item itself.
+        self.has_items = true;
+        out.write_all(bracket)
+    }
+}
+
+impl Formatter for PythonStyle {
+    fn write_f64<W: ?Sized + io::Write>(&mut self, out: &mut W, value: f64) -> io::Result<()> {
+        let text = serde_json::Number::from_f64(value).map_or("null".into(), |number| number.to_string());
+        match text.split_once('e') {
+            // 1e+16, 5e-07
+            Some((digits, exponent)) => {
+                let (sign, power) = exponent.strip_prefix('-').map_or(('+', exponent), |power| ('-', power));
+                write!(out, "{digits}e{sign}{power:0>2}")
+            }
+            None => out.write_all(text.as_bytes()),
+        }
+    }
+
+    fn write_string_fragment<W: ?Sized + io::Write>(&mut self, out: &mut W, text: &str) -> io::Result<()> {
+        if !self.is_ascii {
+            return out.write_all(text.as_bytes());
+        }
+        text.encode_utf16().try_for_each(|unit| match u8::try_from(unit) {
+            Ok(byte) if byte.is_ascii() => out.write_all(&[byte]),
+            _ => write!(out, "\\u{unit:04x}"),
+        })
+    }
+
+    fn begin_array<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        self.begin(out, b"[")
+    }
+
+    fn end_array<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        self.end(out, b"]")
+    }
+
     fn begin_array_value<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
+        self.begin_item(out, first)
+    }
+
+    fn end_array_value<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.has_items = true;
+        Ok(())
+    }
+
+    fn begin_object<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        self.begin(out, b"{")
+    }
+
+    fn end_object<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
+        self.end(out, b"}")
     }
 
     fn begin_object_key<W: ?Sized + io::Write>(&mut self, out: &mut W, first: bool) -> io::Result<()> {
-        if first { Ok(()) } else { out.write_all(b", ") }
+        self.begin_item(out, first)
     }
 
     fn begin_object_value<W: ?Sized + io::Write>(&mut self, out: &mut W) -> io::Result<()> {
-        out.write_all(b": ")
+        out.write_all(self.key.as_bytes())
+    }
+
+    fn end_object_value<W: ?Sized + io::Write>(&mut self, _: &mut W) -> io::Result<()> {
+        self.has_items = true;
+        Ok(())
     }
 }

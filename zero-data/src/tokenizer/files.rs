@@ -4,7 +4,9 @@
 //!   `vocab.txt`; or a SentencePiece model.
 //! * The names of special tokens, and added tokens: `tokenizer_config.json`, with `special_tokens_map.json` and
 //!   `added_tokens.json` if it has no `added_tokens_decoder`. They are added to the tokenizer unless it knows them.
-//! * The tokens around a text: the tokenizer's own template, unless `add_bos_token` or `add_eos_token` is set.
+//! * The tokens around a text: the template in `tokenizer.json`; of other files, by the class and by `add_bos_token` and
+//!   `add_eos_token`.
+//! * The splitting into words: as in `tokenizer.json`, except that some classes of transformers define it themselves.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -15,9 +17,11 @@ use serde_json::{Map, Value};
 use tokenizers::models::bpe::BPE;
 use tokenizers::normalizers::BertNormalizer;
 use tokenizers::normalizers::unicode::NFC;
+use tokenizers::pre_tokenizers::bert::BertPreTokenizer;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
 use tokenizers::pre_tokenizers::split::{Split, SplitPattern};
+use tokenizers::processors::bert::BertProcessing;
 use tokenizers::processors::roberta::RobertaProcessing;
 use tokenizers::processors::template::TemplateProcessing;
 use tokenizers::{AddedToken, DecoderWrapper, ModelWrapper, SplitDelimiterBehavior, Tokenizer};
@@ -95,9 +99,32 @@ fn class(settings: &Map<String, Value>) -> String {
     settings.get("tokenizer_class").and_then(Value::as_str).unwrap_or_default().to_lowercase()
 }
 
+/// Returns the class with which transformers reads a `tokenizer.json`, in lower case and without `fast`: that in the settings or, if there is
+/// none, that of the model. Empty if the file is read unchanged.
+fn class_of_json(settings: &Map<String, Value>, config: &Map<String, Value>) -> String {
+    let family = config.get("model_type").and_then(Value::as_str).unwrap_or_default();
+    let of_family = match family {
+        "bert" | "distilbert" => "berttokenizer",
+        "gpt2" => "gpt2tokenizer",
+        "bart" | "roberta" => "robertatokenizer",
+        "qwen2" | "qwen3" => "qwen2tokenizer",
+        _ => "",
+    };
+    // Of these, the class in the settings does not count.
+    if ["qwen2", "mistral", "phi3"].contains(&family) {
+        return of_family.into();
+    }
+    let named = [class(settings), class(config)].into_iter().find(|name| !name.is_empty());
+    let named = named.unwrap_or_else(|| of_family.into());
+    match named.strip_suffix("fast").unwrap_or(&named) {
+        "pretrainedtokenizer" | "tokenizersbackend" | "pythonbackend" => String::new(),
+        name => name.into(),
+    }
+}
+
 /// Returns the default special tokens of a class, for a `tokenizer_config.json` that names none.
-fn named_by_class(settings: &Map<String, Value>) -> &'static [(&'static str, &'static str)] {
-    match &*class(settings) {
+fn named_by_class(class: &str) -> &'static [(&'static str, &'static str)] {
+    match class {
         name if name.starts_with("gpt2") => ByteLevelKind::Gpt2.named(),
         name if name.starts_with("bart") || name.starts_with("roberta") => ByteLevelKind::Roberta.named(),
         name if name.starts_with("qwen2") => ByteLevelKind::Qwen2.named(),
@@ -242,11 +269,8 @@ fn tokenizer(
         }
         _ if path.extension().is_some_and(|ending| ending == "txt") => {
             let lines = std::fs::read_to_string(path)?;
-            let lowercase = wordpiece::lowercases(path);
-            let mut tokenizer = wordpiece::of_lines(&lines, lowercase)?;
-            let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
-            let chinese = flag("tokenize_chinese_chars").unwrap_or(true);
-            tokenizer.with_normalizer(Some(BertNormalizer::new(true, chinese, flag("strip_accents"), lowercase)));
+            let mut tokenizer = wordpiece::of_lines(&lines)?;
+            tokenizer.with_normalizer(Some(bert_normalizer(settings)));
             tokenizer
         }
         _ if path.extension().is_some_and(|ending| ending == "model") => {
@@ -264,15 +288,20 @@ fn tokenizer(
         }
         _ => {
             let mut tokenizer = Tokenizer::from_file(path)?;
+            let config = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
             // transformers makes a LlamaTokenizer only of these, and reads others unchanged.
-            let model = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
-            let of_llama = model.get("model_type").and_then(Value::as_str).is_none_or(|name| name == "llama");
+            let of_llama = config.get("model_type").and_then(Value::as_str).is_none_or(|name| name == "llama");
             let is_bytes = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));
             let is_bpe = matches!(tokenizer.get_model(), ModelWrapper::BPE(_));
-            if class(settings).starts_with("llama") && of_llama && is_bpe && !is_bytes {
-                sentence_piece::with_blanks(&mut tokenizer, settings)?;
+            let class = class_of_json(settings, &config);
+            match &*class {
+                name if name.starts_with("llama") && of_llama && is_bpe && !is_bytes => {
+                    sentence_piece::with_blanks(&mut tokenizer, settings)?;
+                }
+                "berttokenizer" | "distilberttokenizer" => as_bert(&mut tokenizer, settings)?,
+                name => tokenizer = as_byte_level(tokenizer, name, settings),
             }
-            let defaults = named_by_class(settings).iter().filter(|(_, token)| tokenizer.token_to_id(token).is_some());
+            let defaults = named_by_class(&class).iter().filter(|(_, token)| tokenizer.token_to_id(token).is_some());
             named.extend(defaults.map(|&(name, token)| (name, AddedToken::from(token, true))));
             tokenizer
         }
@@ -298,7 +327,10 @@ fn tokenizer(
     let special: Vec<AddedToken> = named.values().cloned().chain(extra).filter(unknown).collect();
     read.add_special_tokens(&special);
     let named: Named = NAMES.iter().filter_map(|name| Some((*name, named.get(name)?.content.clone()))).collect();
-    put_around(&mut read, settings, &named)?;
+    // transformers ignores these settings if there is a tokenizer.json.
+    if path.extension().is_none_or(|ending| ending != "json") || files.len() > 1 {
+        put_around(&mut read, settings, &named)?;
+    }
     Ok((read, named))
 }
 
@@ -316,6 +348,52 @@ fn add(tokenizer: &mut Tokenizer, tokens: Vec<AddedToken>) {
             false => tokenizer.add_tokens(&[token]),
         };
     }
+}
+
+/// Returns the normalizer of transformers' `BertTokenizer`.
+fn bert_normalizer(settings: &Map<String, Value>) -> BertNormalizer {
+    let flag = |key: &str| settings.get(key).and_then(Value::as_bool);
+    let [chinese, lowercase] = ["tokenize_chinese_chars", "do_lower_case"].map(|key| flag(key).unwrap_or(true));
+    BertNormalizer::new(true, chinese, flag("strip_accents"), lowercase)
+}
+
+/// Makes a WordPiece tokenizer that of transformers' `BertTokenizer` with its tokens.
+fn as_bert(tokenizer: &mut Tokenizer, settings: &Map<String, Value>) -> tokenizers::Result<()> {
+    if !matches!(tokenizer.get_model(), ModelWrapper::WordPiece(_)) {
+        return Ok(());
+    }
+    let token = |name: &str, default: &str| {
+        let text =
+            settings.get(name).and_then(|token| token_of(token, true)).map_or(default.into(), |token| token.content);
+        Some((text.clone(), tokenizer.token_to_id(&text)?))
+    };
+    let around = token("cls_token", "[CLS]").zip(token("sep_token", "[SEP]"));
+    tokenizer.with_normalizer(Some(bert_normalizer(settings))).with_pre_tokenizer(Some(BertPreTokenizer));
+    if let Some((cls, sep)) = around {
+        tokenizer.with_post_processor(Some(BertProcessing::new(sep, cls)));
+    }
+    Ok(())
+}
+
+/// Returns a BPE tokenizer as the class of transformers makes it from these tokens; another tokenizer unchanged.
+fn as_byte_level(tokenizer: Tokenizer, class: &str, settings: &Map<String, Value>) -> Tokenizer {
+    let kind = match class {
+        "gpt2tokenizer" => ByteLevelKind::Gpt2,
+        "robertatokenizer" | "barttokenizer" => ByteLevelKind::Roberta,
+        "qwen2tokenizer" => ByteLevelKind::Qwen2,
+        _ => return tokenizer,
+    };
+    let ModelWrapper::BPE(bpe) = tokenizer.get_model() else { return tokenizer };
+    let mut bpe = bpe.clone();
+    (bpe.unk_token, bpe.dropout, bpe.fuse_unk, bpe.byte_fallback, bpe.ignore_merges) =
+        (None, None, false, false, false);
+    let mut made = byte_level(bpe, kind, settings);
+    let added: BTreeMap<u32, AddedToken> = tokenizer.get_added_tokens_decoder().into_iter().collect();
+    add(&mut made, added.into_values().collect());
+    if made.get_post_processor().is_none() {
+        made.with_post_processor(tokenizer.get_post_processor().cloned());
+    }
+    made
 }
 
 fn byte_level(bpe: BPE, kind: ByteLevelKind, settings: &Map<String, Value>) -> Tokenizer {

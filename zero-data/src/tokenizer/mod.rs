@@ -511,6 +511,60 @@ mod tests {
         assert_eq!(gpt2.encode("Hello world").unwrap(), [15496, 995]);
     }
 
+    /// The ids are those of transformers 5.24.
+    #[test]
+    fn classes_of_transformers_define_how_a_tokenizer_json_splits_text() {
+        let bert = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "pre_tokenizer": { "type": "BertPreTokenizer" },
+            "normalizer": { "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true, "strip_accents": null, "lowercase": true },
+            "post_processor": null, "decoder": { "type": "WordPiece", "prefix": "##", "cleanup": true },
+            "model": {
+                "type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##", "max_input_chars_per_word": 100,
+                "vocab": { "[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "[SEP]": 3, "hello": 4, "Hello": 5 }
+            }
+        });
+        let bytes = json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true });
+        let gpt2 = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null, "pre_tokenizer": bytes,
+            "post_processor": null, "decoder": bytes,
+            "model": { "type": "BPE", "vocab": { "Ġ": 0, "a": 1, "Ġa": 2, "<s>": 3 }, "merges": ["Ġ a"] }
+        });
+        let [cased, spaced] = [json!({ "do_lower_case": false }), json!({ "add_prefix_space": true })];
+        let cases = [
+            (&bert, "BertTokenizerFast", "", cased.clone(), "Hello", vec![5]),
+            (&bert, "DistilBertTokenizer", "", cased.clone(), "Hello", vec![5]),
+            (&bert, "", "bert", cased.clone(), "Hello", vec![5]),
+            (&bert, "", "distilbert", json!({}), "Hello", vec![4]),
+            (&bert, "PreTrainedTokenizerFast", "bert", cased.clone(), "Hello", vec![4]),
+            (&bert, "", "", cased, "Hello", vec![4]),
+            (&gpt2, "GPT2TokenizerFast", "", spaced.clone(), "a", vec![2]),
+            (&gpt2, "", "gpt2", spaced.clone(), "a", vec![2]),
+            (&gpt2, "RobertaTokenizer", "", spaced.clone(), "a", vec![2]),
+            (&gpt2, "GPT2Tokenizer", "mistral", spaced.clone(), "a", vec![1]),
+            (&gpt2, "PreTrainedTokenizerFast", "gpt2", spaced, "a", vec![1]),
+            // These have no effect next to a tokenizer.json.
+            (&gpt2, "PreTrainedTokenizerFast", "", json!({ "add_bos_token": true, "bos_token": "<s>" }), "a", vec![1]),
+        ];
+        for (tokenizer, class, family, mut settings, text, expected) in cases {
+            let dir = tempfile::tempdir().unwrap();
+            if !class.is_empty() {
+                settings["tokenizer_class"] = class.into();
+            }
+            let write = |name: &str, value: String| std::fs::write(dir.path().join(name), value).unwrap();
+            write("tokenizer.json", tokenizer.to_string());
+            write("tokenizer_config.json", settings.to_string());
+            if !family.is_empty() {
+                write("config.json", json!({ "model_type": family }).to_string());
+            }
+            let read = Tokenizer::find(Path::new("t"), &options(6, &[dir.path()])).unwrap();
+            let told = format!("{class} {family} {settings}");
+            assert_eq!(read.encode(text).unwrap(), expected, "{told}");
+            if std::ptr::eq(tokenizer, &gpt2) && class != "RobertaTokenizer" {
+                assert!(read.prefix_ids().is_empty(), "{told}");
+            }
+        }
+    }
+
     #[test]
     fn what_is_not_the_models_is_refused() {
         let (text, dir) = (Path::new("book.txt"), tempfile::tempdir().unwrap());

@@ -233,7 +233,11 @@ impl Sampling {
         most.min(self.max_new_tokens)
     }
 
-    fn check(&self) -> Result<()> {
+    /// Checks the settings.
+    ///
+    /// # Errors
+    /// [`ModelError`] that names the first one that cannot be used.
+    pub fn check(&self) -> Result<()> {
         let Self { max_new_tokens: most, temperature: t, repetition_penalty: again, length_penalty: power, .. } = *self;
         let (p, beams, draws_nothing) = (self.top_p.unwrap_or(1.0), self.beams, self.beams <= 1 || t == 0.0);
         let values = [

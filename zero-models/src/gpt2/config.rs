@@ -183,7 +183,10 @@ mod tests {
             (r#"{"activation_function": "swish"}"#, "activation_function = \"swish\""),
             (r#"{"n_head": 7}"#, "n_head = 7"),
             ("[1", "cannot be read as JSON"),
-            (r#"{"n_layer": "twelve"}"#, "cannot be read as JSON"),
+            (
+                r#"{"n_layer": "twelve"}"#,
+                "a wrong \"n_layer\" (invalid type: string \"twelve\", expected a whole number)",
+            ),
         ] {
             let error = Gpt2Config::from_json(text).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");

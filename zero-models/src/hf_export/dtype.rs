@@ -130,6 +130,6 @@ mod tests {
             assert_eq!(dtype.to_string().parse::<ExportDtype>().unwrap(), dtype);
         }
         let error = "float8".parse::<ExportDtype>().unwrap_err().to_string();
-        assert_eq!(error, "invalid element type \"float8\" for the export; expected bf16, fp16 or fp32");
+        assert_eq!(error, "invalid element type \"float8\"; expected bf16, fp16 or fp32");
     }
 }

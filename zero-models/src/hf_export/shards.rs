@@ -73,9 +73,9 @@ pub fn parse_bytes(text: &str) -> Result<u64> {
     match number.trim().parse::<f64>() {
         Ok(number) if number.is_finite() && number * factor >= 1.0 => Ok((number * factor) as u64),
         _ => Err(ModelError::ExportSetting {
-            setting: "shard size",
+            setting: "size",
             got: text.to_string(),
-            expected: "a size such as 5GB, 500MB or 512MiB",
+            expected: "a number with one of the units KB, MB, GB, TB, KiB, MiB, GiB and TiB, such as 6GiB, or a number of bytes",
         }),
     }
 }
@@ -113,7 +113,7 @@ mod tests {
         }
         for text in ["", "GB", "0", "-1GB", "5PB", "infGB", "nan"] {
             let error = parse_bytes(text).unwrap_err().to_string();
-            assert!(error.contains("such as 5GB"), "{error}");
+            assert!(error.contains("such as 6GiB"), "{error}");
         }
     }
 }

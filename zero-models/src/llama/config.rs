@@ -515,6 +515,9 @@ fn complete(text: &str) -> Result<String> {
             let (got, supported) = (Value::from(layers).to_string(), "the same for all layers".to_string());
             return Err(ModelError::Unsupported { model: LlamaConfig::FAMILY, key: "layer_types", got, supported });
         }
+        if kind == "mistral" && windows == 0 {
+            keys.insert("sliding_window".into(), Value::Null);
+        }
         keys.insert("use_sliding_window".into(), (windows > 0).into());
         keys.insert("max_window_layers".into(), 0.into());
         if is_mixed || kind == "gemma2" || kind == "gemma3_text" {
@@ -538,6 +541,10 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
             let (got, supported) = (format!("\"{other}\""), "\"gelu_pytorch_tanh\"".to_string());
             return Err(ModelError::Unsupported { model: "Gemma", key: "hidden_activation", got, supported });
         }
+    }
+    // transformers does not use it.
+    if keys.get("model_type").is_some_and(|kind| kind == "gemma3_text") {
+        keys.remove("attn_logit_softcapping");
     }
     for key in ["attn_logit_softcapping", "final_logit_softcapping"] {
         if keys.get("model_type").is_some_and(|kind| kind == "gemma")
@@ -566,8 +573,16 @@ fn gemma(keys: &mut Map<String, Value>) -> Result<()> {
     }
     // Since version 5, there are RoPE settings for each type of layer.
     if let Some(Value::Object(mut both)) = keys.remove("rope_parameters") {
-        if let Some(local) = both.get("sliding_attention").and_then(|angles| angles.get("rope_theta")) {
-            keys.insert("rope_local_base_freq".into(), local.clone());
+        if let Some(local) = both.get("sliding_attention") {
+            let kind = local.get("rope_type").or(local.get("type")).and_then(Value::as_str).unwrap_or("default");
+            if kind != "default" {
+                let key = "rope_parameters.sliding_attention.rope_type";
+                let (got, supported) = (kind.to_string(), "default".to_string());
+                return Err(ModelError::Unsupported { model: "Gemma", key, got, supported });
+            }
+            if let Some(base) = local.get("rope_theta") {
+                keys.insert("rope_local_base_freq".into(), base.clone());
+            }
         }
         let of_all = both.remove("full_attention").unwrap_or_else(|| both.into());
         keys.insert("rope_parameters".into(), of_all);
@@ -769,7 +784,11 @@ mod tests {
     #[test]
     fn refuses_what_would_change_the_results() {
         for (text, expected) in [
-            (r#"{"model_type": "phi2"}"#, "cannot be read as JSON"),
+            (r#"{"model_type": "phi2"}"#, r#"a wrong "model_type" (unknown variant"#),
+            (
+                r#"{"hidden_size": "16"}"#,
+                r#"a wrong "hidden_size" (invalid type: string "16", expected a whole number)"#,
+            ),
             (r#"{"rope_scaling": {"rope_type": "3d"}}"#, "rope_scaling = \"3d\" is not implemented"),
             (r#"{"rope_scaling": {"rope_type": "longrope"}}"#, "missing field `short_factor`"),
             (
@@ -791,7 +810,7 @@ mod tests {
             (r#"{"model_type": "gemma", "final_logit_softcapping": 30.0}"#, "final_logit_softcapping = 30"),
             (r#"{"rope_scaling": {"rope_type": "yarn", "factor": -4.0}}"#, "rope_scaling.factor = -4"),
             (r#"{"rope_parameters": {"partial_rotary_factor": 0.5}}"#, "a partial_rotary_factor of 0.5"),
-            (r#"{"rope_scaling": {"type": "linear"}}"#, "cannot be read as JSON"),
+            (r#"{"rope_scaling": {"type": "linear"}}"#, r#"a wrong "rope_scaling" (missing field `factor`)"#),
             (r#"{"rope_scaling": {"type": "linear", "factor": 0.0}}"#, "rope_scaling.factor = 0"),
             (r#"{"hidden_act": "gelu"}"#, "hidden_act = \"gelu\""),
             (r#"{"mlp_bias": true}"#, "mlp_bias = true"),

@@ -22,7 +22,9 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
         gradient_clipping = "auto" => K::POSITIVE, T::ACTED.auto(Fill::Clipping);
         offload_optimizer_device = "none", offload_param_device = "none" => DEVICES, T::ACTED;
         offload_optimizer_nvme_path = "none", offload_param_nvme_path = "none" => K::Text, T::ACTED;
-        zero3_save_16bit_model = false, zero3_init_flag = null => K::YesNo, T::ACTED;
+        zero3_save_16bit_model = false => K::YesNo, T::ACTED;
+        // False at stage 3 gives a warning.
+        zero3_init_flag = null => K::YesNo, T::QUIET;
         deepspeed_hostfile = "none", deepspeed_multinode_launcher = "pdsh", deepspeed_inclusion_filter = "none",
         deepspeed_exclusion_filter = "none" => K::Text, LAUNCHER;
         deepspeed_moe_layer_cls_names = null => K::Text,

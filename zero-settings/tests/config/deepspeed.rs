@@ -58,7 +58,7 @@ fn the_shared_deepspeed_file() {
     ZeRO stage 3 over 2 ranks: optimizer state, gradients and parameters are sharded.
     Batch: 2 rows per rank × 2 micro-batches × 2 ranks = 8 rows per optimizer step.
     Precision: fp32.
-    Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01.
+    Optimizer: AdamW, lr 0.001, betas 0.9 and 0.999, epsilon 1e-8, weight decay 0.01.
     Learning rate: 0 to 0.001 in 5 steps (linear), then linearly to 0 at step 50.
     Gradients: clipped to a global norm of 1, averaged over the ranks in buckets of 500,000 elements, overlapped with the backward pass, with each micro-batch.
     Parameters: 50,000 elements are prefetched (all-gather ahead of use); a parameter stays gathered if it has at most 1,000 elements, or if it is used again within 1,000,000,000 elements, as long as no more than 1,000,000 elements are gathered.
@@ -150,7 +150,7 @@ fn bing_bert_with_lamb_and_with_adam_without_bias_correction() {
     assert_eq!(plan.rule(), rule);
     let explained = plan.explain();
     let line = explained.lines().find(|line| line.contains("LAMB")).unwrap_or(&explained);
-    insta::assert_snapshot!(line, @"Optimizer: LAMB, lr 0.011, betas 0.9 and 0.999, epsilon 0.00000001, weight decay 0.01, no bias correction, trust ratio from 0.01 to 0.3.");
+    insta::assert_snapshot!(line, @"Optimizer: LAMB, lr 0.011, betas 0.9 and 0.999, epsilon 1e-8, weight decay 0.01, no bias correction, trust ratio from 0.01 to 0.3.");
     insta::assert_snapshot!(warnings(&plan), @"sparse_attention: has no effect: DeepSpeed passes it to models that ask for it; the models here use dense attention");
 
     let defaults = json(r#"{"train_batch_size": 2, "optimizer": {"type": "lamb"}}"#, &on(2)).unwrap();

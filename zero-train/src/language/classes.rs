@@ -240,6 +240,11 @@ impl<C: ClassesFamily> ClassesTask<C> {
             None => false,
         };
         let described: ModelConfig = config.clone().into();
+        if let Some(dir) = options.weights.as_ref().filter(|_| has_head && described.classes().is_empty()) {
+            let expected = "expected weights of a text classifier, or without a classifier: by `architectures` in \
+                            config.json, the classifier of these is of another kind";
+            return Err(wrong("weights", dir.display(), expected));
+        }
         let head = KnownHead {
             names: described.classes(),
             problem: config.problem_type(),

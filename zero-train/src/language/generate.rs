@@ -106,7 +106,7 @@ pub struct Options {
     /// Answer each prompt as a user message, formatted by the chat template in the model's folder
     #[arg(long)]
     pub chat: bool,
-    /// Put a system message before the conversation, with --chat or in zero chat
+    /// Put a system message before each prompt of --chat, or before the conversation in zero chat
     #[arg(long, value_name = "TEXT")]
     pub system: Option<String>,
     /// A tokenizer.json, or its folder [default: the one in the model's folder; for a GPT-2 without one, GPT-2's own]
@@ -173,7 +173,7 @@ pub struct Options {
     /// Compute threads per rank [default: an equal share of the machine's cores]
     #[arg(long)]
     pub threads: Option<usize>,
-    /// Offload the parameters to host memory or to a disk
+    /// Offload the parameters to host memory (not with --backend cpu) or to a disk
     #[arg(long, value_name = "WHERE")]
     pub offload: Option<OffloadTo>,
     /// Folder for --offload disk, on a fast disk
@@ -202,6 +202,9 @@ pub fn run(generator: &dyn Generator, options: &Options) -> Result<()> {
     generator.check(options)?;
     if options.ranks == 0 {
         return Err(wrong("ranks", 0, "expected at least 1"));
+    }
+    if (options.offload, options.backend) == (Some(OffloadTo::Host), BackendChoice::Cpu) {
+        return Err(wrong("offload", "host", OffloadTo::NOT_HOST));
     }
     let on_disk = options.offload == Some(OffloadTo::Disk);
     if on_disk && !options.swap.is_dir() {
@@ -309,6 +312,7 @@ fn run_on_model(
         return Err(wrong("chat", options.model.display(), expected));
     }
     let how = sampling(options, dir, config, &tokenizer)?;
+    how.check()?;
     let job = Job { options, dir, adapter, config, tokenizer: &tokenizer, prompts: &prompts, how };
     let made = job.run(generator)?;
     drop(made_for_this);

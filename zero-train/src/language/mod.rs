@@ -104,20 +104,22 @@ pub enum EvalMetric {
 
 /// Options of a command that trains a language model.
 #[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Model and data")]
 pub struct Options {
     /// Training objective [default: the one that the model's config.json or preset implies]
     #[arg(long, value_name = "TASK")]
     pub task: Option<TaskChoice>,
     /// Train this preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large;
     /// llama-tiny, llama-3.2-1b, qwen2.5-0.5b, mistral-7b, t5-small and others), or the model that the Hugging Face
-    /// config.json in this folder describes
+    /// config.json in this folder describes [default: the model of --weights, otherwise gpt2 (in the example gpt2_1_5b,
+    /// gpt2-xl), or a smaller preset if that does not fit]
     #[arg(long, value_name = "PRESET|DIR")]
     pub model: Option<String>,
     /// Start from the Hugging Face weights in this folder (model.safetensors, or several files with an index). Without
     /// --model, the config.json in this folder describes the model
     #[arg(long, value_name = "DIR")]
     pub weights: Option<PathBuf>,
-    /// Train on this data: a text file (.txt, .md); a .jsonl, .json, .csv, .tsv or .parquet file with a document, a
+    /// Train on this data (required): a text file (.txt, .md); a .jsonl, .json, .csv, .tsv or .parquet file with a document, a
     /// conversation, or a text and its label in each row; a folder of such files, whose names may include the name of a
     /// split (train, validation); or a .safetensors file with an int tensor `input_ids` of shape `[rows, tokens per
     /// row]`, or `[tokens]`, which is cut into rows of --seq. Text and table files, except .parquet, may be compressed
@@ -380,25 +382,15 @@ fn tokens<B: FusedBackend>(numbers: Vec<i32>, width: usize, device: &B::Device) 
     Tensor::from_data(TensorData::new(numbers, [rows, width]), device)
 }
 
-/// Returns the names of presets that begin with `family`, such as `qwen3`.
-pub fn presets(family: &str) -> Vec<&'static str> {
-    let all = [Gpt2Config::PRESETS, LlamaConfig::PRESETS, BertConfig::PRESETS, BartConfig::PRESETS, T5Config::PRESETS];
-    all.concat().into_iter().filter(|name| name.starts_with(family)).collect()
-}
-
 /// Returns a model by the name of a preset, or by a folder with its `config.json`.
 ///
 /// # Errors
 ///
 /// [`ModelError`] if there is no such preset, or the file is invalid.
 pub fn model(name: &str) -> Result<ModelConfig, ModelError> {
-    let begins = |kin: &[&str]| kin.iter().any(|kin| name.starts_with(kin));
-    Ok(match Path::new(name) {
-        folder if folder.is_dir() => ModelConfig::from_file(&folder.join("config.json"))?,
-        _ if begins(&["bert"]) => BertConfig::preset(name)?.into(),
-        _ if begins(&["bart"]) => BartConfig::preset(name)?.into(),
-        _ if begins(&["t5", "flan-t5"]) => T5Config::preset(name)?.into(),
-        _ if begins(&["llama", "mistral", "qwen", "gemma", "phi"]) => LlamaConfig::preset(name)?.into(),
-        _ => Gpt2Config::preset(name)?.into(),
-    })
+    let path = Path::new(name);
+    match path.is_dir() || path.components().count() > 1 {
+        true => ModelConfig::from_file(&path.join("config.json")),
+        false => ModelConfig::preset(name),
+    }
 }

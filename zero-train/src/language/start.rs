@@ -41,6 +41,7 @@ pub(super) fn initial_adapter(adapted: &AdaptedModel, dir: Option<&Path>, seed: 
 /// LoRA options: train an adapter, and freeze the base model.
 #[derive(Debug, Clone, Default, Args)]
 #[group(id = "lora")]
+#[command(next_help_heading = "LoRA")]
 pub struct LoraOptions {
     /// Train a LoRA adapter with this rank (LoRA's r) instead of the model; needs --weights
     #[arg(long, value_name = "RANK")]

@@ -105,14 +105,24 @@ struct Setting {
     accumulation: usize,
 }
 
-/// The measurements of a trial.
-#[derive(Debug, Clone, Copy)]
+/// The measurements of the trials of a setting.
+#[derive(Debug, Clone)]
 struct Measurement {
-    /// Median seconds per step.
-    seconds: f64,
-    /// Peak memory of the process.
+    /// Median seconds per step of each trial, in ascending order.
+    seconds: Vec<f64>,
+    /// The highest peak memory of the processes.
     bytes: u64,
 }
+
+impl Measurement {
+    /// Returns the median of the trials; of two, the slower.
+    fn seconds(&self) -> f64 {
+        self.seconds[self.seconds.len() / 2]
+    }
+}
+
+/// Trials of the fastest setting: the times of short trials differ by several percent.
+const TRIALS_OF_FASTEST: usize = 3;
 
 impl fmt::Display for Setting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -289,7 +299,7 @@ impl Search<'_> {
                 }
             }
         }
-        let Some(mut best) = best.filter(|best| self.measured(best).is_some()) else {
+        let Some(mut best) = best.filter(|best| self.seconds(best).is_finite()) else {
             let [least, most] = self.limits;
             let none = format!("no micro-batch of {least} to {most} rows divides {} rows per step", self.rows);
             return Err(TrainError::Launch(self.first_failure.take().unwrap_or(none)));
@@ -326,32 +336,30 @@ impl Search<'_> {
         (1..=all).rev().filter(fits).map(setting).collect()
     }
 
-    fn measured(&self, setting: &Setting) -> Option<Measurement> {
-        self.trials.get(setting)?.as_ref().ok().copied()
+    /// Returns the seconds per step of a setting; infinity if it has not been measured.
+    fn seconds(&self, setting: &Setting) -> f64 {
+        self.trials.get(setting).and_then(|found| found.as_ref().ok()).map_or(f64::INFINITY, Measurement::seconds)
     }
 
-    /// Returns the faster of two settings. One that has not been measured is the slower.
+    /// Returns the faster of two settings.
     fn faster(&self, best: Option<Setting>, other: Setting) -> Option<Setting> {
-        let seconds = |setting: &Setting| self.measured(setting).map_or(f64::INFINITY, |found| found.seconds);
-        best.into_iter().chain([other]).min_by(|a, b| seconds(a).total_cmp(&seconds(b)))
+        best.into_iter().chain([other]).min_by(|a, b| self.seconds(a).total_cmp(&self.seconds(b)))
     }
 
-    /// Measures the two fastest settings once more, and returns the faster one.
-    fn confirm(&mut self, best: Setting) -> Setting {
-        let mut found: Vec<Setting> =
-            self.trials.keys().copied().filter(|setting| self.measured(setting).is_some()).collect();
-        found.sort_by(|a, b| {
-            let [a, b] = [a, b].map(|setting| self.measured(setting).map_or(f64::INFINITY, |found| found.seconds));
-            a.total_cmp(&b)
-        });
-        found.truncate(2);
-        if found.len() == 2 {
-            found.iter().for_each(|setting| self.measure(*setting));
+    /// Measures the fastest setting again until the fastest has three trials, if more may be run. Returns it.
+    fn confirm(&mut self, mut best: Setting) -> Setting {
+        loop {
+            let settings: Vec<Setting> = self.trials.keys().copied().collect();
+            best = settings.into_iter().fold(best, |best, setting| self.faster(Some(best), setting).unwrap_or(best));
+            let found = self.trials.get(&best).and_then(|found| found.as_ref().ok());
+            if self.trials_left == 0 || found.is_none_or(|found| found.seconds.len() >= TRIALS_OF_FASTEST) {
+                return best;
+            }
+            self.measure(best);
         }
-        found.into_iter().fold(best, |best, setting| self.faster(Some(best), setting).unwrap_or(best))
     }
 
-    /// Runs a trial, if more may be run, and prints its row. Of several trials of a setting the fastest counts.
+    /// Runs a trial, if more may be run, and prints its row.
     fn measure(&mut self, setting: Setting) {
         if self.trials_left == 0 {
             return;
@@ -363,19 +371,23 @@ impl Search<'_> {
             self.say("ranks stage batch accumulation  seconds/step  peak memory");
         }
         match &found {
-            Ok(Measurement { seconds, bytes }) => {
-                self.say(&format!("{setting}  {seconds:>12.3} {:>12}", format_bytes(*bytes)));
-            }
+            Ok((seconds, bytes)) => self.say(&format!("{setting}  {seconds:>12.3} {:>12}", format_bytes(*bytes))),
             Err((failure, why)) => {
                 self.say(&format!("{setting}  {}", if *failure == Failure::NoMemory { "does not fit" } else { why }));
                 self.first_failure.get_or_insert_with(|| why.clone());
             }
         }
-        let before = self.measured(&setting);
-        let found = found.map_err(|(failure, _)| failure);
-        let is_better = |found: &Measurement| before.is_none_or(|before| found.seconds < before.seconds);
-        if before.is_none() || found.as_ref().is_ok_and(is_better) {
-            self.trials.insert(setting, found);
+        match (self.trials.get_mut(&setting), found) {
+            (Some(Ok(before)), Ok((seconds, bytes))) => {
+                let place = before.seconds.partition_point(|other| *other < seconds);
+                before.seconds.insert(place, seconds);
+                before.bytes = before.bytes.max(bytes);
+            }
+            // It fits only sometimes.
+            (_, Err((failure, _))) => drop(self.trials.insert(setting, Err(failure))),
+            (_, Ok((seconds, bytes))) => {
+                drop(self.trials.insert(setting, Ok(Measurement { seconds: vec![seconds], bytes })));
+            }
         }
     }
 
@@ -386,8 +398,8 @@ impl Search<'_> {
         }
     }
 
-    /// Runs a trial. Returns its measurement, or the reason that there is none, with a message.
-    fn trial(&self, setting: Setting) -> Result<Measurement, (Failure, String)> {
+    /// Runs a trial. Returns its median seconds per step and its peak memory, or the reason that there is none, with a message.
+    fn trial(&self, setting: Setting) -> Result<(f64, u64), (Failure, String)> {
         let failed = |error: std::io::Error| (Failure::Refused, format!("cannot run a trial: {error}"));
         let Setting { ranks, stage, batch, accumulation } = setting;
         let mut command = Command::new(std::env::current_exe().map_err(failed)?);
@@ -434,7 +446,7 @@ impl Search<'_> {
         seconds.sort_by(f64::total_cmp);
         let summary: Value = serde_json::from_str(&summary).unwrap_or_default();
         match (seconds.get(seconds.len() / 2), summary["peak_rss_bytes"].as_u64()) {
-            (Some(&seconds), Some(bytes)) => Ok(Measurement { seconds, bytes }),
+            (Some(&seconds), Some(bytes)) => Ok((seconds, bytes)),
             _ => Err((Failure::Refused, "the run has neither steps nor a summary".into())),
         }
     }
@@ -476,9 +488,9 @@ impl Search<'_> {
             let trials = self.trials.iter().map(|(setting, trial)| {
                 let mut told = of(setting);
                 match trial {
-                    Ok(Measurement { seconds, bytes }) => {
-                        told["seconds_per_step"] = (*seconds).into();
-                        told["peak_rss_bytes"] = (*bytes).into();
+                    Ok(found) => {
+                        told["seconds_per_step"] = found.seconds().into();
+                        told["peak_rss_bytes"] = found.bytes.into();
                     }
                     Err(failure) => told["error"] = format!("{failure:?}").into(),
                 }

@@ -28,6 +28,9 @@ const PROBE_BYTES: usize = 128 << 20;
 /// Bytes that each core copies in the probe of memory, more than its share of a cache, and the most of all cores.
 const COPIED_BYTES: [usize; 2] = [32 << 20, 1 << 30];
 
+/// Least time of a probe of computation or memory, of whose runs the fastest counts. A burst of another program is shorter.
+const PROBE_TIME: Duration = Duration::from_millis(250);
+
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Seconds that a step's work takes at the rates of this machine, which a probe of about a second measures.
@@ -116,29 +119,35 @@ fn moved_bytes(profile: &Profile, plan: &ZeroPlan) -> f64 {
     profile.num_trained() as f64 * (optimizer + parameters) + gradients + frozen
 }
 
+/// Returns the seconds of the fastest of several runs of `work`.
+fn least_seconds(mut work: impl FnMut()) -> f64 {
+    let begin = Instant::now();
+    let mut least = f64::INFINITY;
+    while least.is_infinite() || begin.elapsed() < PROBE_TIME {
+        let begin = Instant::now();
+        work();
+        least = least.min(begin.elapsed().as_secs_f64());
+    }
+    least
+}
+
 /// Returns the floating-point operations per second of a matrix product on all cores.
 fn product_rate() -> f64 {
     let (a, b) = (vec![0.5; 512 * 1024], vec![0.5; 1024 * 2048]);
     let mut product = vec![0.0; 512 * 2048];
-    let seconds = (0..4).map(|_| {
-        let begin = Instant::now();
-        linear::forward(&a, Matrix::new(&b, 1024, 2048), None, None, &mut product);
-        begin.elapsed().as_secs_f64()
-    });
-    2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
+    let seconds = least_seconds(|| linear::forward(&a, Matrix::new(&b, 1024, 2048), None, None, &mut product));
+    2.0 * (512 * 1024 * 2048) as f64 / seconds
 }
 
 /// Returns the same rate of a product of bfloat16 matrices.
 fn product_rate_bf16() -> f64 {
     let (a, b) = (vec![bf16::ONE; 512 * 1024], vec![bf16::ONE; 1024 * 2048]);
     let mut product = vec![bf16::ZERO; 512 * 2048];
-    let seconds = (0..4).map(|_| {
-        let begin = Instant::now();
+    let seconds = least_seconds(|| {
         let out = Out::Bf16 { data: &mut product, begin: None };
         product_bf16::multiply(out, Matrix::new(&a, 512, 1024), Matrix::new(&b, 1024, 2048), gemm_threads());
-        begin.elapsed().as_secs_f64()
     });
-    2.0 * (512 * 1024 * 2048) as f64 / seconds.fold(f64::INFINITY, f64::min)
+    2.0 * (512 * 1024 * 2048) as f64 / seconds
 }
 
 /// Returns the bytes per second that all cores together read and write when they copy.
@@ -148,12 +157,8 @@ fn memory_rate() -> f64 {
     let words = each.min(all / cores) / 8;
     let copy = || {
         let (from, mut to) = (vec![1_u64; words], vec![0_u64; words]);
-        let seconds = (0..3).map(|_| {
-            let begin = Instant::now();
-            std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from));
-            begin.elapsed().as_secs_f64()
-        });
-        2.0 * (8 * words) as f64 / seconds.fold(f64::INFINITY, f64::min)
+        let seconds = least_seconds(|| std::hint::black_box(&mut to).copy_from_slice(std::hint::black_box(&from)));
+        2.0 * (8 * words) as f64 / seconds
     };
     std::thread::scope(|scope| {
         let copies: Vec<_> = (0..cores).map(|_| scope.spawn(copy)).collect();

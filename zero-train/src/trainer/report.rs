@@ -172,7 +172,7 @@ impl core::fmt::Display for Summary {
         bytes(f, "  optimizer", state.optimizer, formula.optimizer)?;
         bytes(f, "  model state", state.total(), formula.total())?;
         let (wire, uncompressed) = (self.wire_bytes_per_step, self.wire_bytes_per_step_uncompressed);
-        bytes(f, "  wire, per step", wire, self.wire_bytes_per_step_formula)?;
+        bytes(f, "  received, per step", wire, self.wire_bytes_per_step_formula)?;
         let (across, fresh) = (self.wire_bytes_per_step_from_other_machines, self.fresh_bytes_after_two_steps);
         let size = |bytes: u64| format!("{:>12}", format_bytes(bytes));
         let stall = self.checkpoint_stall_seconds / self.checkpoints as f64;

@@ -129,11 +129,7 @@ fn precision(dtype: Dtype) -> Precision {
 /// [`TrainError`](crate::TrainError) for host memory if the backend computes in it.
 pub(super) fn offload_to(options: &Options) -> Result<OffloadTo> {
     match (options.offload_to, options.backend) {
-        (Some(OffloadTo::Host), BackendChoice::Cpu) => {
-            let expected =
-                "expected disk: the cpu backend computes in host memory, so nothing would move; or use --backend cuda";
-            Err(wrong("offload-to", "host", expected))
-        }
+        (Some(OffloadTo::Host), BackendChoice::Cpu) => Err(wrong("offload-to", "host", OffloadTo::NOT_HOST)),
         (Some(given), _) => Ok(given),
         (None, BackendChoice::Cpu) => Ok(OffloadTo::Disk),
         (None, _) => Ok(OffloadTo::Host),

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use clap::{Args, ValueEnum};
+use clap::{ArgGroup, Args, ValueEnum};
 use zero_core::estimate::Precision as Bytes;
 use zero_models::hf_export::{ExportDtype, ExportOptions, parse_bytes, side_files};
 use zero_models::lora::merge;
@@ -45,22 +45,22 @@ pub struct ConfigArgs {
     /// Ask no questions, and use the default of every option that no flag sets
     #[arg(long)]
     defaults: bool,
-    /// ZeRO stage, 0 to 3
+    /// ZeRO stage, 0 to 3 [default: 2]
     #[arg(long, visible_alias = "zero-stage", value_parser = clap::value_parser!(u8).range(0..=3))]
     stage: Option<u8>,
-    /// Number of ranks
+    /// Number of ranks [default: 2]
     #[arg(long, value_parser = at_least_one)]
     ranks: Option<usize>,
-    /// Micro-batches per step
+    /// Micro-batches per step [default: 1]
     #[arg(long, visible_alias = "gradient-accumulation-steps", value_parser = at_least_one)]
     accumulation: Option<usize>,
-    /// Clip gradients to this global norm; 0 for no clipping
+    /// Clip gradients to this global norm; 0 for no clipping [default: 0]
     #[arg(long, value_name = "NORM", visible_alias = "max-grad-norm")]
     clip: Option<f64>,
-    /// Where to offload optimizer state (from stage 1)
+    /// Where to offload optimizer state (from stage 1) [default: none]
     #[arg(long)]
     offload_optimizer: Option<Device>,
-    /// Where to offload parameters (stage 3)
+    /// Where to offload parameters (stage 3) [default: none]
     #[arg(long)]
     offload_param: Option<Device>,
     /// Folder for state that is offloaded to nvme
@@ -74,7 +74,7 @@ pub struct ConfigArgs {
         "stage", "accumulation", "clip", "offload_optimizer", "offload_param", "nvme_path", "save_16bit", "dtype",
     ])]
     deepspeed_config: Option<PathBuf>,
-    /// Precision
+    /// Precision [default: fp32]
     #[arg(long, visible_alias = "mixed-precision")]
     dtype: Option<Dtype>,
 }
@@ -216,20 +216,22 @@ pub fn check(args: &CheckArgs) -> Result<()> {
 }
 
 #[derive(Debug, Args)]
+#[command(group(ArgGroup::new("of").args(["model", "largest", "parameters"]).required(true)))]
 pub struct EstimateArgs {
-    /// Memory of this machine that the ranks may use, such as 6GiB [default: the available memory]
+    /// Memory of this machine that the ranks may use, such as 6GiB [default: the available memory, without the reserve for
+    /// other programs that `zero train` keeps]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     memory: Option<u64>,
     /// A preset (tiny, mini, gpt2, gpt2-medium, gpt2-large, gpt2-xl, gpt2-10b; bert-tiny, bert-base, bert-large;
     /// llama-tiny, llama-3.2-1b, qwen2.5-0.5b, mistral-7b and so on), or a folder with a config.json
-    #[arg(long, value_name = "PRESET|DIR", required_unless_present_any = ["parameters", "largest"])]
+    #[arg(long, value_name = "PRESET|DIR")]
     model: Option<String>,
     /// Find the largest preset of a family (such as gpt2, llama, qwen2.5, qwen3, gemma, bert) that fits, instead of --model
-    #[arg(long, value_name = "FAMILY", conflicts_with_all = ["model", "parameters", "nodes"])]
+    #[arg(long, value_name = "FAMILY", conflicts_with = "nodes")]
     largest: Option<String>,
     /// Number of parameters of any model, such as 7e9, instead of --model (a program that uses the trainer prints its
     /// own plan with --dry-run)
-    #[arg(long, value_name = "N", value_parser = count, conflicts_with = "model")]
+    #[arg(long, value_name = "N", value_parser = count)]
     parameters: Option<u64>,
     /// With --parameters, the number of elements of the largest parameter [default: 2 % of --parameters]
     #[arg(long, value_name = "N", value_parser = count, requires = "parameters")]
@@ -270,8 +272,11 @@ pub fn estimate(args: &EstimateArgs) -> Result<()> {
     ensure!(ranks.is_multiple_of(nodes), "--ranks {ranks}: expected a multiple of the {nodes} nodes");
     let precision = if args.dtype == Dtype::Fp32 { Bytes::FP32_ADAMW } else { Bytes::MIXED_ADAMW };
     if let Some(family) = &args.largest {
-        let models: Vec<NamedModel> =
-            language::presets(family).into_iter().filter(|_| !family.is_empty()).map(sized).collect::<Result<_>>()?;
+        let models: Vec<NamedModel> = ModelConfig::presets(family)
+            .into_iter()
+            .filter(|_| !family.is_empty())
+            .map(sized)
+            .collect::<Result<_>>()?;
         ensure!(
             !models.is_empty(),
             "--largest {family}: no preset begins with it: expected a family such as gpt2, llama, qwen3 or bert"

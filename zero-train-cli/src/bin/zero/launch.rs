@@ -37,7 +37,7 @@ pub struct LaunchArgs {
     #[arg(long, conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
     sockets: bool,
     /// Read num_processes, num_machines, machine_rank, main_process_ip and main_process_port from this Accelerate YAML
-    /// file
+    /// file; `train` gets it as its --config, unless it has another
     #[arg(long, value_name = "FILE")]
     config_file: Option<PathBuf>,
     #[command(flatten)]
@@ -71,8 +71,8 @@ pub struct LaunchArgs {
     /// Seconds that the MPI launcher or the other ranks may still run after a rank fails, before they are terminated
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u64,
-    /// Seconds within which a rank must start on this machine, for jobs with ranks here [default: no limit for the
-    /// first attempt; with an MPI launcher, 120 for later attempts if ranks ran here before]
+    /// Fail if no rank starts on this machine within this many seconds [default: no limit for the first attempt; with
+    /// an MPI launcher, 120 for later attempts if ranks ran here before]
     #[arg(long, value_name = "SECONDS")]
     start_timeout: Option<u64>,
     /// Print the command line without running it
@@ -143,6 +143,13 @@ impl LaunchArgs {
         let mut program = self.program.clone();
         if program[0] == OsStr::new("train") {
             program.insert(0, std::env::current_exe().context("cannot determine the path of this program")?.into());
+            let is_config = |word: &OsString| {
+                let name = word.as_encoded_bytes().split(|byte| *byte == b'=').next();
+                [&b"--config"[..], b"--config-file"].map(Some).contains(&name)
+            };
+            if let (Some(file), false) = (&self.config_file, self.program.iter().any(is_config)) {
+                program.extend(["--config".into(), file.into()]);
+            }
         }
         let mut variables = self.variables.clone();
         variables.push((RESTARTS.into(), attempt.to_string()));

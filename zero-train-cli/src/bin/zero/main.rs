@@ -75,9 +75,33 @@ enum Command {
     },
 }
 
+/// Returns the command line. `tune` searches some options of `train`, and `chat` has no use for some of `generate`.
+fn command() -> clap::Command {
+    let searched = [
+        ("stage", "ZeRO stage: 0, 1, 2 or 3 [default: all are tried]"),
+        ("ranks", "Number of ranks [default: powers of two up to the number of cores are tried]"),
+        (
+            "batch",
+            "With --ranks and --accumulation, the rows per step; all divisors are tried as micro-batches [default: 1]",
+        ),
+        ("accumulation", "With --ranks and --batch, the rows per step [default: 1]"),
+    ];
+    let tune = |tune| {
+        searched
+            .into_iter()
+            .fold(tune, |tune: clap::Command, (name, help)| tune.mut_arg(name, |arg| arg.help(help).long_help(help)))
+    };
+    let chat = |chat| {
+        ["prompt", "prompts", "chat"]
+            .into_iter()
+            .fold(chat, |chat: clap::Command, name| chat.mut_arg(name, |arg| arg.hide(true)))
+    };
+    Cli::command().mut_subcommand("tune", tune).mut_subcommand("chat", chat)
+}
+
 fn main() -> ExitCode {
     let done = |()| ExitCode::SUCCESS;
-    let matches = Cli::command().get_matches();
+    let matches = command().get_matches();
     let cli = Cli::from_arg_matches(&matches).unwrap_or_else(|error| error.exit());
     let result = match cli.command {
         Command::Config(args) => commands::config(&args).map(done),
@@ -97,7 +121,7 @@ fn main() -> ExitCode {
         Command::Flight(args) => launch::flight(&args).map(done),
         Command::Report(args) => commands::report(&args).map(done),
         Command::Completions { shell } => {
-            clap_complete::generate(shell, &mut Cli::command(), "zero", &mut std::io::stdout());
+            clap_complete::generate(shell, &mut command(), "zero", &mut std::io::stdout());
             Ok(ExitCode::SUCCESS)
         }
     };
