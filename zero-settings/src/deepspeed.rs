@@ -17,11 +17,13 @@ pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {
         findings.problem("zero_optimization.stage", ProblemKind::Unfilled(supply));
     }
     let number = stage.and_then(Node::as_usize).and_then(|number| u8::try_from(number).ok());
+    let known = number.and_then(|number| Stage::try_from(number).ok());
     // The walk reports a stage that does not exist.
-    let stage = number.and_then(|number| Stage::try_from(number).ok()).unwrap_or_default();
+    let is_wrong = stage.is_some_and(|stage| *stage != Node::Null) && known.is_none();
+    let stage = known.unwrap_or_default();
     let tree = walk(&node, DEEPSPEED, stage.number(), findings);
     if matches!(tree, Node::Map(_)) {
-        offload(&tree, stage, findings);
+        offload(&tree, if is_wrong { Stage::Parameters } else { stage }, findings);
         if tree.get("gradient_clipping").is_none_or(|value| *value == Node::Null) {
             let message = "not given: gradients are clipped to norm 1, as in DeepSpeed since 0.19.6 (earlier versions \
                 did not clip); write 1.0, or 0 to turn clipping off";

@@ -49,6 +49,37 @@ pub enum Node {
     Map(Vec<(String, Node)>),
 }
 
+/// Replaces comments, and tabs, by a blank: from `#` or `//` to the end of a line, and between `/*` and `*/`, but not in quotes.
+fn without_comments(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    let (mut rest, mut quote) = (text.trim_start_matches('\u{feff}'), None);
+    while let Some(c) = rest.chars().next() {
+        let ends = match quote {
+            Some(_) => None,
+            None if rest.starts_with('#') || rest.starts_with("//") => Some("\n"),
+            None if rest.starts_with("/*") => Some("*/"),
+            None => None,
+        };
+        if let Some(end) = ends {
+            let length = rest.find(end).map_or(rest.len(), |at| at + if end == "\n" { 0 } else { end.len() });
+            out.push(' ');
+            rest = &rest[length..];
+            continue;
+        }
+        let mut length = c.len_utf8();
+        match quote {
+            Some('"') if c == '\\' => length += rest[length..].chars().next().map_or(0, char::len_utf8),
+            Some(open) if c == open => quote = None,
+            None if c == '"' || c == '\'' => quote = Some(c),
+            _ => {}
+        }
+        // YAML has no tabs between values.
+        out.push_str(if quote.is_none() && c == '\t' { " " } else { &rest[..length] });
+        rest = &rest[length..];
+    }
+    out
+}
+
 impl Node {
     /// Parses `text`.
     ///
@@ -63,13 +94,19 @@ impl Node {
             return Err("the file is empty".to_owned());
         }
         match format {
-            Format::Json => serde_json::from_str(text).map_err(|error| {
+            Format::Json => serde_json::from_str(text.trim_start_matches('\u{feff}')).or_else(|error| {
                 let line = text.lines().nth(error.line().saturating_sub(1)).unwrap_or_default();
                 let there = line.get(error.column().saturating_sub(1)..).unwrap_or_default();
                 // As Python's json writes them.
                 match ["Infinity", "NaN"].into_iter().find(|word| there.starts_with(word)) {
-                    Some(word) => format!("{error}: JSON has no {word}; give a finite number"),
-                    None => error.to_string(),
+                    Some(word) => Err(format!("{error}: JSON has no {word}; give a finite number")),
+                    // DeepSpeed reads Hjson, which has comments, trailing commas and single quotes. YAML has the last two.
+                    None if error.is_syntax() => {
+                        let plain = without_comments(text);
+                        let map = Some(plain).filter(|plain| plain.trim_start().starts_with('{'));
+                        map.and_then(|plain| Self::parse(Format::Yaml, &plain).ok()).ok_or_else(|| error.to_string())
+                    }
+                    None => Err(error.to_string()),
                 }
             }),
             Format::Yaml => {

@@ -67,8 +67,9 @@ pub(super) fn read(
     }
     let mut schedule: Schedule = Node::map([("type", name.into()), ("params", values)]).to()?;
     if let Some(lr) = base_lr.filter(|lr| *lr != schedule.top_lr()) {
+        let which = if matches!(schedule, Schedule::LrRangeTest { .. }) { "first" } else { "highest" };
         let told =
-            format!("the optimizer's lr, {lr}, has no effect: this schedule's highest rate is {}", schedule.top_lr());
+            format!("the optimizer's lr, {lr}, has no effect: this schedule's {which} rate is {}", schedule.top_lr());
         top.warn("scheduler", &told);
     }
     if let Schedule::OneCycle(cycle) = &mut schedule

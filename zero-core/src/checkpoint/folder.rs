@@ -48,7 +48,7 @@ impl NewFolder {
             let entries = fs::read_dir(&resolved).map_err(io_at("list", target))?.count();
             if entries > 0 {
                 return Err(refuse(format!(
-                    "the folder has {entries} entries; name one that does not exist or is empty, or remove it"
+                    "the folder is not empty ({entries} found); name one that does not exist or is empty, or remove it"
                 )));
             }
         }
@@ -143,7 +143,7 @@ mod tests {
         let refused = |name: &str| NewFolder::begin(&dir.path().join(name)).unwrap_err().to_string();
         fs::create_dir(dir.path().join("full")).unwrap();
         fs::write(dir.path().join("full/a"), "").unwrap();
-        assert!(refused("full").contains("has 1 entries; name one that does not exist or is empty"));
+        assert!(refused("full").contains("is not empty (1 found); name one that does not exist or is empty"));
         assert!(refused("full/a").contains("a file with this name exists"));
         assert!(refused("absent/out").contains("create it first"));
         assert_eq!(names(dir.path()), ["full"]);

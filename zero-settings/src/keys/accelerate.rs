@@ -39,8 +39,10 @@ pub(crate) const ACCELERATE: &[Key] = keys! {
         T::no_effect(
             "set by the launcher (`zero launch`, torchrun, mpirun), not by the plan; only FSDP's HYBRID strategies read it",
         );
-    machine_rank = 0, main_process_port = null => K::COUNT, LAUNCHER;
-    main_process_ip = null, rdzv_backend = "static" => K::Text, LAUNCHER;
+    // `zero launch` reads them.
+    machine_rank = 0, main_process_port = null => K::COUNT, T::ACTED;
+    main_process_ip = null => K::Text, T::ACTED;
+    rdzv_backend = "static" => K::Text, LAUNCHER;
     same_network = null => K::YesNo, T::QUIET;
     gpu_ids = "all" => K::Any, LAUNCHER;
     main_training_function = "main" => K::Text, T::QUIET;

@@ -443,3 +443,21 @@ fn how_often_gradients_are_reduced() {
     assert!(built.engine_config().unwrap().error_if_nonfinite && !plan(1, "").error_if_nonfinite);
     assert!(plan(1, r#", "watchdog": {"error_if_nonfinite": true}"#).error_if_nonfinite);
 }
+
+/// As `hjson.load`, with which DeepSpeed reads them.
+#[test]
+fn comments_trailing_commas_and_single_quotes_are_read() {
+    let parse = |text: &str| Node::parse(Format::Json, text);
+    let plain = parse(r#"{"a": {"stage": 2, "path": "/a//b#c"}, "b": [5e8, true, null, "it's"]}"#).unwrap();
+    for text in [
+        "\u{feff}{\"a\": {\"stage\": 2, \"path\": \"/a//b#c\"}, \"b\": [5e8, true, null, \"it's\"]}",
+        "{ // c\n\"a\": {\"stage\": 2, /* \"x\": 1, */ \"path\": \"/a//b#c\",}, # d\n\t\"b\": [5e8, true, null, \"it's\",],}",
+        "# first\n{'a': {'stage': 2, 'path': '/a//b#c'}, 'b': [5e8, true, null, \"it's\"]}",
+    ] {
+        assert_eq!(parse(text).as_ref(), Ok(&plain), "{text}");
+    }
+    for text in ["{\"a\": 1", "{\"a\" 1}", "{\"a\": 1,,}", "{\"a\": 1} 2", "// only\n", "a: 1", "{\"a\": 1, \"a\": 2,}"]
+    {
+        assert!(parse(text).is_err(), "{text}");
+    }
+}

@@ -16,8 +16,8 @@ use zero_kernels::Rule;
 use zero_settings::loss_scale::DynamicLossScale;
 use zero_settings::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 use zero_settings::{
-    Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Offload,
-    OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
+    Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Node,
+    Offload, OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
 };
 
 fn file(name: &str) -> PathBuf {

@@ -96,7 +96,9 @@ pub fn supervise(processes: &[Process], limits: Limits, asked: &StopSignals) -> 
     loop {
         let exits = running.exits().map_err(io("wait for", program))?;
         began |= !files(status.path(), "began").is_empty();
-        first = first.or(exits.into_iter().find(|&code| code != 0));
+        // Of those that ended at once, a process that a signal killed: the others ended because of it.
+        let killed = exits.iter().copied().find(|&code| code > 128);
+        first = first.or(killed).or(exits.into_iter().find(|&code| code != 0));
         if running.0.is_empty() {
             return Ok(Attempt { code: first.unwrap_or(0), failures: words(status.path()), began, ended: None });
         }

@@ -81,9 +81,9 @@ fn the_rate_that_is_asked_for_is_trained_with_or_refused() {
         );
         let steps = ["--config", "ds.json", "--steps", "6"];
         let told = refused(&train(&[&steps[..], &asked].concat()), dir);
-        assert!(told.contains("--lr 0.0000005: ds.json sets 0.001"), "{told}");
+        assert!(told.contains("--lr 0.0000005: ds.json has 0.001"), "{told}");
         let told = refused(&["check", "ds.json", "--model", "tiny", "--steps", "6", "--lr", "5e-7"], dir);
-        assert!(told.contains("ds.json sets 0.001"), "{told}");
+        assert!(told.contains("ds.json has 0.001"), "{told}");
         // In one file, the one that has no effect is told.
         file(dir, &format!(r#""optimizer": {{"type": "AdamW", "params": {{"lr": 5e-7}}}}, "scheduler": {scheduler}"#));
         let told = zero(&["check", "ds.json", "--model", "tiny", "--steps", "6"], dir);

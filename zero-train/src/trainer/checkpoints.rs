@@ -33,7 +33,7 @@ pub(super) struct Checkpoints {
     pub beside: bool,
     /// The checkpoint to resume from.
     pub resume: Option<Arc<Checkpoint>>,
-    /// Warnings about invalid checkpoints that were skipped.
+    /// Warnings about invalid checkpoints that were skipped, and about those of an earlier run.
     pub warnings: Vec<String>,
 }
 
@@ -194,6 +194,17 @@ impl Checkpoints {
                 Some(latest.ok_or_else(|| wrong("resume", path.display(), found()))?)
             }
         };
+        if let (None, Some(dir)) = (&checkpoints.resume, &options.save) {
+            let names = std::fs::read_dir(dir).into_iter().flatten().flatten().map(|entry| entry.file_name());
+            if let Some(last) = names.filter(|name| name.as_encoded_bytes().starts_with(b"step-")).max() {
+                checkpoints.warnings.push(format!(
+                    "{} has checkpoints of an earlier run, up to {}: this run starts anew, and its checkpoints replace them; to \
+                     continue the earlier run, pass --resume auto; to keep it, choose another --save folder",
+                    dir.display(),
+                    last.display()
+                ));
+            }
+        }
         Ok(checkpoints)
     }
 

@@ -63,6 +63,7 @@ mod training;
 mod zero_plan;
 
 use std::borrow::Borrow;
+use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -273,7 +274,8 @@ impl<'a, F> Trainer<'a, F> {
             Ok(Ended { signal: None, .. }) => return ExitCode::SUCCESS,
             Ok(Ended { signal: Some(signal), .. }) => signal.into(),
             Err(stopped) => {
-                eprintln!("error: {}", format_error(&stopped.error));
+                // In one write, as ranks that are processes share a terminal.
+                let _ = std::io::stderr().write_all(format!("error: {}\n", format_error(&stopped.error)).as_bytes());
                 stopped
             }
         };

@@ -347,7 +347,9 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
 fn agree(path: &Path, options: impl IntoIterator<Item = (&'static str, Option<String>, String)>) -> Result<()> {
     for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {
-            let expected = format!("{} sets {planned}; omit the option, or change the file", path.display());
+            let has = "the value of its key, or the default if the key is absent";
+            let expected =
+                format!("{} has {planned} ({has}); omit the option, or set the key in the file", path.display());
             return Err(wrong(option, given, expected));
         }
     }

@@ -6,6 +6,7 @@ mod inspect;
 mod launch;
 
 use std::alloc::System;
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::{CommandFactory, FromArgMatches, Parser, Subcommand};
@@ -126,7 +127,8 @@ fn main() -> ExitCode {
         }
     };
     result.unwrap_or_else(|error| {
-        eprintln!("error: {}", format_error(error.as_ref()));
+        // In one write, as ranks that are processes share a terminal.
+        let _ = std::io::stderr().write_all(format!("error: {}\n", format_error(error.as_ref())).as_bytes());
         ExitCode::from(2)
     })
 }
