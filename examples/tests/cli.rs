@@ -196,7 +196,7 @@ fn everything_is_reported() {
 fn configs_and_options_must_agree() {
     let config = fixture("configs/deepspeed_zero3.json");
     let config = config.to_str().unwrap();
-    refused(&["--model", "tiny", "--config", config, "--stage", "2"], "sets 3; omit the option, or change the file");
+    refused(&["--model", "tiny", "--config", config, "--stage", "2"], "has 3; omit the option, or change the file");
     refused(&["--model", "tiny", "--config", config, "--ranks", "3"], "train_batch_size");
     refused(&["--model", "tiny", "--config", "absent.json"], "absent.json");
     let dir = tempfile::tempdir().unwrap();

@@ -9,6 +9,8 @@ use super::walk::{is_none, walk};
 pub(super) struct Accelerate {
     /// DeepSpeed keys; replaced by those of `deepspeed_file` if there is one.
     pub(super) tree: Node,
+    /// DeepSpeed keys that Accelerate would add if nobody gives them.
+    pub(super) defaults: Node,
     /// DeepSpeed path, file, and path within that file.
     pub(super) names: Vec<(String, String, String)>,
     /// `num_processes`.
@@ -81,7 +83,8 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
         .and_then(Node::as_text)
         .filter(|name| deepspeed && !is_none(name) && !name.is_empty())
         .map(str::to_owned);
-    let mut accelerate = Accelerate { tree: Node::Map(Vec::new()), names, processes, deepspeed_file };
+    let mut accelerate =
+        Accelerate { tree: Node::Map(Vec::new()), defaults: Node::Null, names, processes, deepspeed_file };
 
     let precision = precision(at("mixed_precision"), findings);
     if let Some(inner) = &accelerate.deepspeed_file {
@@ -112,7 +115,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
         tree.set(&format!("{section}.enabled"), true.into());
     }
     if !deepspeed {
-        tree.set("gradient_clipping", Node::Int(0));
+        accelerate.defaults.set("gradient_clipping", Node::Int(0));
         other_plugin(at("deepspeed_config"), "deepspeed_config", &kind, findings);
         match kind == "FSDP" {
             true => fsdp(&at, processes, tree, findings),
@@ -122,7 +125,7 @@ pub(super) fn convert(file: &str, node: &Node, findings: &mut Findings) -> Accel
     }
     other_plugin(at("fsdp_config"), "fsdp_config", &kind, findings);
     tree.set("gradient_clipping", "auto".into());
-    tree.set("zero_optimization.stage", Node::Int(2));
+    accelerate.defaults.set("zero_optimization.stage", Node::Int(2));
     for (name, path) in PLUGIN {
         let value = match at(&format!("deepspeed_config.{name}")) {
             None => continue,

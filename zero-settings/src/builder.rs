@@ -1,9 +1,11 @@
 //! Builds a plan in code, with the same keys, checks and arithmetic as a file.
 
+use std::path::Path;
+
 use zero_core::Stage;
 use zero_core::config::Float;
 
-use super::auto::Context;
+use super::auto::{Context, MixedPrecision};
 use super::error::ConfigError;
 use super::load::Config;
 use super::node::Node;
@@ -16,7 +18,10 @@ const REUSE_DISTANCE: &str = "zero_optimization.stage3_max_reuse_distance";
 
 /// Builds a [`ZeroPlan`]. Unset values default as in a DeepSpeed file, except: one row per rank and micro-batch,
 /// gradient buckets of 8,388,608 elements, a reuse distance of 0, no clipping.
-#[derive(Debug, Clone)]
+///
+/// An empty one ([`default`](Default::default)) can hold settings for the keys that a file lacks
+/// ([`fill_file`](Self::fill_file)).
+#[derive(Debug, Clone, Default)]
 #[must_use]
 pub struct ZeroPlanBuilder {
     tree: Node,
@@ -43,8 +48,7 @@ impl ZeroPlan {
     /// # Ok::<(), zero_settings::ConfigError>(())
     /// ```
     pub fn builder(stage: Stage) -> ZeroPlanBuilder {
-        let builder = ZeroPlanBuilder { tree: Node::Null };
-        builder.set("zero_optimization.stage", usize::from(stage.number())).set("gradient_clipping", 0_usize)
+        ZeroPlanBuilder::default().stage(stage).set("gradient_clipping", 0_usize)
     }
 }
 
@@ -102,10 +106,16 @@ impl ZeroPlanBuilder {
         communication_data_type: Float => "communication_data_type";
         /// Sets the type in which gradients accumulate over micro-batches.
         grad_accum_dtype: Float => "data_types.grad_accum_dtype";
-        /// Sets whether to keep the optimizer's moments in bf16. Call it after [`precision`](Self::precision).
+        /// Sets whether to keep the optimizer's moments in bf16.
         bf16_optimizer_states: bool => "bf16.bf16_optimizer_states";
         /// Sets the optimizer.
         optimizer: OptimizerPlan => "optimizer";
+        /// Sets the learning rate of an optimizer that a file names.
+        learning_rate: f64 => "optimizer.params.lr";
+        /// Sets epsilon of an optimizer that a file names.
+        epsilon: f64 => "optimizer.params.eps";
+        /// Sets the weight decay of an optimizer that a file names.
+        weight_decay: f64 => "optimizer.params.weight_decay";
         /// Sets the learning-rate schedule.
         schedule: Schedule => "scheduler";
         /// Writes TensorBoard event files.
@@ -120,9 +130,28 @@ impl ZeroPlanBuilder {
         memory_breakdown: bool => "memory_breakdown";
     }
 
+    /// Sets the betas of an optimizer that a file names.
+    pub fn betas(self, betas: [f64; 2]) -> Self {
+        self.set("optimizer.params.betas", Node::List(betas.map(Node::from).to_vec()))
+    }
+
+    /// Sets the ZeRO stage.
+    pub fn stage(self, stage: Stage) -> Self {
+        self.set("zero_optimization.stage", usize::from(stage.number()))
+    }
+
+    /// Enables fp16 or bf16, with DeepSpeed's defaults for its other keys.
+    pub fn mixed_precision(self, precision: MixedPrecision) -> Self {
+        match precision {
+            MixedPrecision::No => self,
+            MixedPrecision::Fp16 => self.set("fp16.enabled", true),
+            MixedPrecision::Bf16 => self.set("bf16.enabled", true),
+        }
+    }
+
     /// Sets the type of parameters and activations.
     pub fn precision(self, precision: Precision) -> Self {
-        let fp32 = self.set("fp16", Node::Null).set("bf16", Node::Null);
+        let fp32 = self.set("fp16", Node::Null).set("bf16.enabled", false);
         match precision {
             Precision::Fp32 => fp32,
             Precision::Bf16 { check_grad_overflow } => {
@@ -172,6 +201,17 @@ impl ZeroPlanBuilder {
             plan.zero.max_reuse_distance = 0;
         }
         Ok(plan)
+    }
+
+    /// Reads a file as [`Config::from_file`] does. A key that the file does not give, or gives as `null`, has this builder's
+    /// value, if there is one. An offload section that the file gives is taken as it is, and the values of an optimizer
+    /// only apply to an optimizer that the file names.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`] with every problem found.
+    pub fn fill_file(&self, path: impl AsRef<Path>) -> Result<Config, ConfigError> {
+        Config::from_file_or(path.as_ref(), &self.tree)
     }
 
     fn offload(self, section: &str, value: &Offload, own: impl IntoIterator<Item = (&'static str, Node)>) -> Self {

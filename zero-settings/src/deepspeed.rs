@@ -5,7 +5,60 @@ use zero_core::Stage;
 use super::error::{Findings, ProblemKind};
 use super::keys::DEEPSPEED;
 use super::node::Node;
-use super::walk::{is_none, walk};
+use super::rule::{Gate, Key, Kind};
+use super::walk::{is_none, join, walk};
+
+/// Returns `node` with the values of `others` for keys that it lacks. A tree with problems stays as it is, for
+/// [`check`] to report.
+pub(super) fn filled(mut node: Node, others: &Node) -> Node {
+    if *others == Node::Null {
+        return node;
+    }
+    let section = node.get("zero_optimization");
+    let stage =
+        others.at("zero_optimization.stage").filter(|_| matches!(section, None | Some(Node::Null | Node::Map(_))));
+    if let Some(stage) = stage
+        && node.at("zero_optimization.stage").is_none_or(|given| *given == Node::Null)
+    {
+        // The other keys are checked by the stage.
+        node.set("zero_optimization.stage", stage.clone());
+    }
+    let mut findings = Findings::new("");
+    let (given, _) = check(&node, &mut findings);
+    if !findings.problems.is_empty() {
+        return node;
+    }
+    let mut others = others.clone();
+    for (one, other) in [("fp16", "bf16"), ("bf16", "fp16")] {
+        if given.at(&format!("{one}.enabled")) == Some(&Node::Bool(true)) {
+            others.remove(&format!("{other}.enabled"));
+        }
+    }
+    fill(&mut node, &given, &others, DEEPSPEED, "");
+    node
+}
+
+/// Adds the values of `others` for keys that `given` lacks to `node`; `given` is `node` under canonical names.
+fn fill(node: &mut Node, given: &Node, others: &Node, keys: &[Key], path: &str) {
+    let Node::Map(others) = others else { return };
+    for (name, value) in others {
+        let Some(key) = Key::find(keys, name) else { continue };
+        let path = join(path, name);
+        match (given.get(name).filter(|given| **given != Node::Null), key.kind) {
+            (None, Kind::Tagged(_)) if value.get("type").is_none() => {}
+            (None, _) => node.set(&path, value.clone()),
+            (Some(given), Kind::Section(keys, Gate::Given | Gate::Enabled)) => fill(node, given, value, keys, &path),
+            (Some(given), Kind::Tagged(tagged)) => {
+                let is = |name: &str| given.get("type").and_then(Node::as_text) == Some(name);
+                let (params, values) = (given.get("params"), value.get("params"));
+                if let Some(((_, keys), values)) = tagged.variants.iter().find(|(name, _)| is(name)).zip(values) {
+                    fill(node, params.unwrap_or(&Node::Null), values, keys, &join(&path, "params"));
+                }
+            }
+            _ => {}
+        }
+    }
+}
 
 /// Checks `node` against the key table and its keys against each other; returns it with canonical names, and the stage.
 pub(super) fn check(node: &Node, findings: &mut Findings) -> (Node, Stage) {

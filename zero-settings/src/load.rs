@@ -33,7 +33,11 @@ impl Config {
     ///
     /// [`ConfigError`] with every problem found.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self, ConfigError> {
-        let path = path.as_ref();
+        Self::from_file_or(path.as_ref(), &Node::Null)
+    }
+
+    /// Reads a file; a key that it does not give has its value in `others`, if there is one.
+    pub(super) fn from_file_or(path: &Path, others: &Node) -> Result<Self, ConfigError> {
         let text = read(path)?;
         let format = match path.extension().and_then(OsStr::to_str).map(str::to_ascii_lowercase).as_deref() {
             Some("json") => Format::Json,
@@ -41,7 +45,7 @@ impl Config {
             _ if text.trim_start().starts_with('{') => Format::Json,
             _ => Format::Yaml,
         };
-        Self::from_text(path, format, &text)
+        Self::of_text(path, format, &text, others)
     }
 
     /// Like [`from_file`](Self::from_file), for text already in memory. `path` is used in messages. A relative
@@ -51,14 +55,7 @@ impl Config {
     ///
     /// [`ConfigError`] with every problem found.
     pub fn from_text(path: impl AsRef<Path>, format: Format, text: &str) -> Result<Self, ConfigError> {
-        let path = path.as_ref();
-        let file = path.display().to_string();
-        let node = parse(&file, format, text)?;
-        if accelerate::is_accelerate(&node) {
-            Self::from_accelerate(path, &node)
-        } else {
-            Self::from_tree(&file, &node)
-        }
+        Self::of_text(path.as_ref(), format, text, &Node::Null)
     }
 
     /// Returns settings accepted without their documented effect, as far as known without the number of ranks.
@@ -81,10 +78,21 @@ impl Config {
         Self::checked(node, Findings::new(file), None)
     }
 
-    fn from_accelerate(path: &Path, node: &Node) -> Result<Self, ConfigError> {
+    fn of_text(path: &Path, format: Format, text: &str, others: &Node) -> Result<Self, ConfigError> {
+        let file = path.display().to_string();
+        let node = parse(&file, format, text)?;
+        if accelerate::is_accelerate(&node) {
+            Self::from_accelerate(path, &node, others)
+        } else {
+            Self::checked(&deepspeed::filled(node, others), Findings::new(&file), None)
+        }
+    }
+
+    fn from_accelerate(path: &Path, node: &Node, others: &Node) -> Result<Self, ConfigError> {
         let file = path.display().to_string();
         let mut findings = Findings::new(&file);
-        let Accelerate { mut tree, names, processes, deepspeed_file } = accelerate::convert(&file, node, &mut findings);
+        let Accelerate { mut tree, defaults, names, processes, deepspeed_file } =
+            accelerate::convert(&file, node, &mut findings);
         findings.names = names;
         if let Some(name) = deepspeed_file {
             // The working directory, as in Accelerate; else next to the YAML: both may have been copied together.
@@ -104,6 +112,7 @@ impl Config {
                 findings.problem("zero_optimization", ProblemKind::Missing(what.to_owned()));
             }
         }
+        let tree = deepspeed::filled(deepspeed::filled(tree, others), &defaults);
         Self::checked(&tree, findings, processes)
     }
 

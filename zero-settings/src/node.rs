@@ -28,10 +28,11 @@ impl fmt::Display for Format {
 pub(super) const MAX_BYTES: usize = 1 << 20;
 
 /// A value of a JSON or YAML file. Any whole number is an [`Int`](Node::Int), including `5e8` and `1.0`.
-#[derive(Debug, Clone, PartialEq, Serialize)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Node {
     /// `null`, `~` or nothing.
+    #[default]
     Null,
     /// `true` or `false`.
     Bool(bool),

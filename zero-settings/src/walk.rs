@@ -197,7 +197,7 @@ pub(super) fn is_none(word: &str) -> bool {
     word.eq_ignore_ascii_case("none")
 }
 
-fn join(path: &str, name: &str) -> String {
+pub(super) fn join(path: &str, name: &str) -> String {
     if path.is_empty() { name.to_owned() } else { format!("{path}.{name}") }
 }
 

@@ -567,13 +567,13 @@ fn machines_of_an_accelerate_file_start_their_shares() {
     let (ours, theirs) = (dir.path().join("threads"), dir.path().join("launched"));
     let file = dir.path().join("accelerate.yaml");
     let yaml = format!(
-        "distributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 2\nmachine_rank: 0\nmain_process_ip: 127.0.0.1\n\
-         main_process_port: {}\n",
+        "distributed_type: MULTI_CPU\nmixed_precision: bf16\nnum_processes: 2\nnum_machines: 2\nmachine_rank: 0\n\
+         main_process_ip: 127.0.0.1\nmain_process_port: {}\n",
         free_port()
     );
     std::fs::write(&file, yaml).unwrap();
     let options = ["--stage", "2", "--steps", "4"];
-    threads(2, dir.path(), &ours, &options);
+    threads(2, dir.path(), &ours, &[&options[..], &["--dtype", "bf16"]].concat());
     let machine = |more: &[&str]| {
         let mut command = Command::new(ZERO);
         command.arg("launch").arg("--config-file").arg(&file).args(more).args(["--", "train"]);

@@ -259,6 +259,7 @@ impl Formatter for PythonStyle {
         match text.split_once('e') {
             // 1e+16, 5e-07
             Some((digits, exponent)) => {
+                let exponent = exponent.trim_start_matches('+');
                 let (sign, power) = exponent.strip_prefix('-').map_or(('+', exponent), |power| ('-', power));
                 write!(out, "{digits}e{sign}{power:0>2}")
             }

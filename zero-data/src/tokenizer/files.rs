@@ -178,6 +178,16 @@ fn object(path: &Path) -> Result<Option<Map<String, Value>>> {
     if path.is_file() { parsed(path).map(Some) } else { Ok(None) }
 }
 
+/// Returns the `config.json` beside a tokenizer's file. Beside an adapter, it is that of the base model, if its folder exists.
+fn model_config(path: &Path) -> Map<String, Value> {
+    let read = |path: PathBuf| object(&path).ok().flatten();
+    let of_base = || {
+        let adapter = read(path.with_file_name("adapter_config.json"))?;
+        read(Path::new(adapter.get("base_model_name_or_path")?.as_str()?).join("config.json"))
+    };
+    read(path.with_file_name("config.json")).or_else(of_base).unwrap_or_default()
+}
+
 /// Parses a JSON file.
 fn parsed<T: DeserializeOwned>(path: &Path) -> Result<T> {
     let bytes = std::fs::read(path).map_err(io("read", path))?;
@@ -258,8 +268,7 @@ fn tokenizer(
         [vocab, merges] => {
             let [vocab, merges] = [vocab, merges].map(|path| path.display().to_string());
             let bpe = BPE::from_file(&vocab, &merges).build()?;
-            let config = object(&path.with_file_name("config.json"));
-            let config = config.ok().flatten().map_or(Value::Null, Value::Object);
+            let config = Value::Object(model_config(path));
             let known = bpe.get_vocab();
             let kind = ByteLevelKind::of(settings, &config, |token| known.contains_key(token));
             // A token that is missing would be assigned a number.
@@ -277,7 +286,7 @@ fn tokenizer(
             let kind = match class(settings) {
                 // The class of any tokenizer.
                 name if name.is_empty() || name.starts_with("pretrained") => {
-                    let config = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
+                    let config = model_config(path);
                     config.get("model_type").and_then(Value::as_str).unwrap_or_default().to_lowercase()
                 }
                 name => name,
@@ -288,7 +297,7 @@ fn tokenizer(
         }
         _ => {
             let mut tokenizer = Tokenizer::from_file(path)?;
-            let config = object(&path.with_file_name("config.json")).ok().flatten().unwrap_or_default();
+            let config = model_config(path);
             // transformers makes a LlamaTokenizer only of these, and reads others unchanged.
             let of_llama = config.get("model_type").and_then(Value::as_str).is_none_or(|name| name == "llama");
             let is_bytes = matches!(tokenizer.get_decoder(), Some(DecoderWrapper::ByteLevel(_)));

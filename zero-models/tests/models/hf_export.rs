@@ -425,7 +425,7 @@ fn a_folder_that_is_taken_is_refused_before_anything_is_read() {
     };
     std::fs::write(dir.path().join("config.json"), "mine").unwrap();
     let error = try_at(dir.path()).unwrap_err().to_string();
-    assert!(error.contains("cannot create folder") && error.contains("has 1 entries"), "{error}");
+    assert!(error.contains("cannot create folder") && error.contains("is not empty (1 found)"), "{error}");
     assert!(try_at(&dir.path().join("config.json")).unwrap_err().to_string().contains("a file with this name exists"));
     assert_eq!(std::fs::read(dir.path().join("config.json")).unwrap(), b"mine");
     assert_eq!(names(dir.path()), ["config.json"]);

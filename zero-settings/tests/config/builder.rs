@@ -167,3 +167,61 @@ fn the_watchdog_has_a_section() {
     let error = json(r#"{ "train_batch_size": 2, "watchdog": { "deadline": 7 } }"#, &on(2)).unwrap_err().to_string();
     assert!(error.contains("watchdog.deadline") && error.contains("deadline_seconds"), "{error}");
 }
+
+/// The keys that a file lacks have the builder's values; the file's own values stay.
+#[test]
+fn a_builder_fills_what_a_file_lacks() {
+    let dir = tempfile::tempdir().unwrap();
+    let others = ZeroPlanBuilder::default()
+        .stage(Stage::Parameters)
+        .micro_batch(2)
+        .accumulation(3)
+        .learning_rate(0.5)
+        .betas([0.8, 0.7])
+        .weight_decay(0.25)
+        .gradient_clipping(4.0)
+        .mixed_precision(MixedPrecision::Bf16)
+        .offload_optimizer(&Offload { ratio: 0.5, ..Offload::to(OffloadDevice::Cpu) });
+    let auto = Auto { micro_batch: Some(1), ..Auto::default() };
+    let plan = |name: &str, text: &str, world: usize| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        others.fill_file(&path).unwrap().resolve(&Context { auto: auto.clone(), ..on(world) }).unwrap()
+    };
+    let of = |plan: &ZeroPlan| (plan.zero.stage.number(), plan.batch, plan.gradient_clipping);
+    let batch = |global, micro, accumulation| Batch { global, micro, accumulation };
+    let bf16 = Precision::Bf16 { check_grad_overflow: true };
+
+    let empty = plan("empty.json", "{}", 2);
+    assert_eq!(of(&empty), (3, batch(12, 2, 3), Some(4.0)));
+    assert_eq!((empty.precision, empty.optimizer), (bf16, None));
+    assert_eq!(empty.offload_optimizer.map(|offload| offload.ratio), Some(0.5));
+
+    let text = r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": null, "gradient_clipping": 0, "fp16": {"enabled": true},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-6}}}"#;
+    let own = plan("own.json", text, 4);
+    assert_eq!(of(&own), (1, batch(24, 2, 3), None));
+    let optimizer = own.optimizer.unwrap();
+    let rule = Rule::AdamW { beta_1: 0.8, beta_2: 0.7, epsilon: 1e-6, weight_decay: 0.25, bias_correction: true };
+    assert_eq!((optimizer.lr, optimizer.rule), (0.1, rule));
+    assert!(matches!(own.precision, Precision::Fp16 { .. }) && own.offload_optimizer.is_none(), "{own:?}");
+
+    let text = r#"{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": false}, "zero_allow_untested_optimizer": true,
+        "zero_optimization": {"cpu_offload": true}, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}"#;
+    let sgd = plan("sgd.json", text, 1);
+    let optimizer = sgd.optimizer.unwrap();
+    let rule = Rule::Sgd { momentum: 0.9, weight_decay: 0.25, nesterov: false };
+    assert_eq!((optimizer.lr, optimizer.rule, sgd.precision), (0.5, rule, Precision::Fp32));
+    assert_eq!(
+        (of(&sgd), sgd.offload_optimizer.map(|offload| offload.ratio)),
+        ((3, batch(3, 1, 3), Some(4.0)), Some(1.0))
+    );
+
+    let text = "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  fsdp_sharding_strategy: SHARD_GRAD_OP\n";
+    let fsdp = plan("fsdp.yaml", text, 2);
+    assert_eq!((fsdp.zero.stage.number(), fsdp.gradient_clipping, fsdp.precision), (2, Some(4.0), bf16));
+
+    let text = "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  gradient_clipping: 0.5\n";
+    assert_eq!(of(&plan("plugin.yaml", text, 2)), (3, batch(2, 1, 1), Some(0.5)));
+}

@@ -17,7 +17,7 @@ use zero_settings::loss_scale::DynamicLossScale;
 use zero_settings::schedule::{CycleMomentum, OneCycle, Schedule, Warmup};
 use zero_settings::{
     Auto, Batch, Config, ConfigError, Context, Filled, Float, Format, LogFiles, LossScale, MixedPrecision, Node,
-    Offload, OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan,
+    Offload, OffloadDevice, OptimizerPlan, Precision, ProblemKind, Report, Watchdog, ZeroPlan, ZeroPlanBuilder,
 };
 
 fn file(name: &str) -> PathBuf {

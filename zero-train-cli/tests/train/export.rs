@@ -311,6 +311,6 @@ fn the_command_refuses_in_one_message_with_code_2() {
     refused(&[&path("step-00000009"), &path("out")], &["the checkpoint is missing"]);
     refused(&[&path("saves"), &path("a/b")], &["create it first"]);
     refused(&[&path("saves"), &path("out"), "--dtype", "int8"], &["expected bf16, fp16 or fp32"]);
-    refused(&[&path("saves"), &path("out"), "--max-shard-size", "0"], &["such as 5GB"]);
+    refused(&[&path("saves"), &path("out"), "--max-shard-size", "0"], &["such as 6GiB"]);
     assert_eq!(names(dir.path()), ["saves"]);
 }

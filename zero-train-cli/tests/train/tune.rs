@@ -66,7 +66,7 @@ fn a_deepspeed_file_is_written_with_the_fastest_settings() {
         "train_batch_size": 8, "optimizer": { "type": "AdamW", "params": { "lr": 1e-3 } }, "zero_optimization": { "stage": 2 },
         "autotuning": { "enabled": true, "max_train_micro_batch_size_per_gpu": 4, "min_train_micro_batch_size_per_gpu": 2, "tuner_num_trials": 3 }
     });
-    std::fs::write(dir.path().join("ds.json"), file.to_string()).unwrap();
+    std::fs::write(dir.path().join("ds.json"), format!("// With a comment, as DeepSpeed reads it.\n{file}")).unwrap();
     let table = ok(&args("--config ds.json --output tuned.json --threads 1 --ranks 1"), dir.path());
     assert!(table.contains("--config tuned.json"), "{table}");
     let tuned: Value = serde_json::from_slice(&std::fs::read(dir.path().join("tuned.json")).unwrap()).unwrap();

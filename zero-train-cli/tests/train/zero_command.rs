@@ -279,7 +279,7 @@ fn check_needs_no_model_for_the_templates_of_others() {
     // As in `zero train`, what a file says is not contradicted.
     let shared = configs("deepspeed_zero3.json");
     let error = refused(&["check", shared.to_str().unwrap(), "--ranks", "2", "--lr", "0.5"]);
-    assert!(error.contains("--lr 0.5") && error.contains("sets 0.001"), "{error}");
+    assert!(error.contains("--lr 0.5") && error.contains("has 0.001"), "{error}");
 }
 
 /// The lookup order of Accelerate: the working directory, regardless of the YAML's folder; otherwise next to the YAML.
@@ -453,12 +453,13 @@ fn offload_options_do_not_contradict_a_file() {
     std::fs::create_dir(dir.path().join("fast")).unwrap();
     let fast = dir.path().join("fast").display().to_string();
     let none = write("none.json", "");
+    let off = write("off.json", r#", "offload_optimizer": {"device": "none"}"#);
     let nvme = write("nvme.json", &format!(r#", "offload_optimizer": {{"device": "nvme", "nvme_path": {fast:?}}}"#));
     for (file, options, told) in [
-        (&none, &["--offload", "optimizer"][..], "--offload optimizer"),
+        (&off, &["--offload", "optimizer"][..], "--offload optimizer"),
         (&none, &["--offload-to", "disk"], "--offload-to disk"),
         (&none, &["--swap", "/elsewhere"], "--swap /elsewhere"),
-        (&nvme, &["--offload", "all"], "--offload all"),
+        (&nvme, &["--offload", "optimizer", "--offload-ratio", "0.5"], "--offload-ratio 0.5"),
         (&nvme, &["--swap", "/elsewhere"], "--swap /elsewhere"),
     ] {
         let (run, _) = trains(dir.path(), &[&["--config", file.as_str(), "--steps", "1"], options].concat());
@@ -481,12 +482,12 @@ fn offload_options_do_not_contradict_a_file() {
     let stderr = String::from_utf8(run.stderr).unwrap();
     assert_eq!(run.status.code(), Some(2), "{stderr}");
     assert!(stderr.contains("/absent/folder: is not a folder"), "{stderr}");
-    // What says the same is taken.
-    let (run, _) = trains(
-        dir.path(),
-        &["--config", &nvme, "--steps", "1", "--offload", "optimizer", "--offload-to", "disk", "--swap", &fast],
-    );
-    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    // Options that say the same, or what the file lacks, are taken.
+    for file in [&nvme, &none] {
+        let options = ["--offload", "optimizer", "--offload-to", "disk", "--swap", &fast, "--stage", "3"];
+        let (run, _) = trains(dir.path(), &[&["--config", file.as_str(), "--steps", "1"][..], &options].concat());
+        assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    }
 }
 
 /// The available disk space is measured at the file's nvme_path, not in the current folder, which has none here.

@@ -20,6 +20,7 @@ use serde_json::{Value, json};
 use zero_core::collective::launcher::started;
 
 use super::Options;
+use crate::config::{Format, Node};
 use crate::error::{Result, TrainError, io, wrong, wrong_data};
 use crate::memory::format_bytes;
 use crate::trainer::{MAX_DEADLINE, at_least_one, outline, tell};
@@ -244,7 +245,7 @@ pub fn run(program: &str, options: &TuneOptions, matches: &ArgMatches) -> Result
 /// Reads a DeepSpeed file.
 fn read(path: &Path) -> Result<Value> {
     let text = std::fs::read_to_string(path).map_err(io("read", path))?;
-    let file: Option<Value> = serde_json::from_str(&text).ok();
+    let file = Node::parse(Format::Json, &text).ok().and_then(|file| serde_json::to_value(file).ok());
     let mut file = file.filter(Value::is_object).ok_or_else(|| {
         wrong_data(path, "expected a DeepSpeed JSON file: zero tune cannot change other files; pass options instead")
     })?;

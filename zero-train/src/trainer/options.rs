@@ -24,7 +24,7 @@ const CHECKPOINTS: &str = "Checkpoints";
 #[cfg(feature = "cli")]
 const OUTPUT: &str = "Output";
 
-/// The values that replace `"auto"` in a configuration file. Without a file, a run uses them directly.
+/// The values that replace `"auto"` in a configuration file, and fill in keys that it lacks. Without a file, a run uses them directly.
 #[derive(Debug, Clone, Default)]
 #[cfg_attr(feature = "cli", derive(clap::Args))]
 #[cfg_attr(feature = "cli", group(id = "zero-hyperparameters"), command(next_help_heading = OPTIMIZER))]
@@ -88,8 +88,8 @@ pub struct Options {
     /// again
     #[cfg_attr(feature = "cli", arg(long))]
     pub no_kernel_cache: bool,
-    /// Read this DeepSpeed JSON or Accelerate YAML file. Other options fill in its "auto" values, and must not contradict
-    /// its other values
+    /// Read this DeepSpeed JSON or Accelerate YAML file. Other options fill in its "auto" values and the keys that it
+    /// lacks, and must not contradict its other values
     #[cfg_attr(feature = "cli", arg(long, value_name = "FILE", visible_alias = "config-file"))]
     pub config: Option<PathBuf>,
     /// ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters

@@ -9,7 +9,8 @@ use zero_kernels::Rule;
 use super::backend::{BackendChoice, name};
 use super::options::{Blocks, Dtype, Hyperparameters, OffloadChoice, OffloadTo, Options, ScheduleChoice, at_least_one};
 use crate::config::{
-    Auto, Batch, Config, Context, Filled, LossScale, Offload, OffloadDevice, OptimizerPlan, Precision, ZeroPlan,
+    Auto, Batch, Context, Filled, LossScale, MixedPrecision, Offload, OffloadDevice, OptimizerPlan, Precision,
+    ZeroPlan, ZeroPlanBuilder,
 };
 use crate::error::{Result, wrong};
 use crate::loss_scale::DynamicLossScale;
@@ -59,7 +60,8 @@ pub fn outline(
 ) -> Result<(ZeroPlan, Vec<Filled>)> {
     check(hyper, steps, ranks)?;
     let auto = auto(hyper, steps, hidden_size);
-    let (mut plan, filled) = Config::from_file(file)?.outline(&Context { world: ranks, auto, ..Context::default() })?;
+    let (mut plan, filled) =
+        given_hyper(hyper).fill_file(file)?.outline(&Context { world: ranks, auto, ..Context::default() })?;
     complete(&mut plan, hyper, steps);
     check_against(hyper, file, &plan)?;
     Ok((plan, filled))
@@ -143,43 +145,79 @@ fn offload_device(options: &Options) -> Result<OffloadDevice> {
     })
 }
 
-fn from_options(options: &Options) -> Result<ZeroPlan> {
-    let stage = options.stage.unwrap_or(3);
-    let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
-    let hyper = &options.hyper;
-    let optimizer = adamw(hyper);
-    let mut builder = ZeroPlan::builder(stage)
-        .micro_batch(hyper.batch.unwrap_or(1))
-        .accumulation(hyper.accumulation.unwrap_or(1))
-        .gradient_clipping(hyper.clip.unwrap_or(0.0))
-        .precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)))
-        .bf16_optimizer_states(options.bf16_optimizer_states)
-        .optimizer(optimizer);
-    let there = Offload::to(offload_device(options)?);
-    let choice = options.offload.unwrap_or(OffloadChoice::None);
+/// Returns the settings that the options give.
+fn given(options: &Options) -> Result<ZeroPlanBuilder> {
+    let mut builder = given_hyper(&options.hyper);
+    if let Some(stage) = options.stage {
+        let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
+        builder = builder.stage(stage);
+    }
+    if options.bf16_optimizer_states {
+        builder = builder.bf16_optimizer_states(true);
+    }
     if let Some(ratio) = options.offload_ratio.filter(|ratio| !(0.0..=1.0).contains(ratio)) {
         return Err(wrong("offload-ratio", ratio, "expected a fraction from 0 to 1"));
     }
-    if let Some(ratio) = options.offload_ratio.filter(|_| choice == OffloadChoice::None) {
-        let expected = "expected --offload optimizer or all too: it is the fraction of optimizer state to offload";
-        return Err(wrong("offload-ratio", ratio, expected));
-    }
+    let choice = options.offload.unwrap_or(OffloadChoice::None);
     if choice != OffloadChoice::None {
+        let there = Offload::to(offload_device(options)?);
         let ratio = options.offload_ratio.unwrap_or(there.ratio);
         builder = builder.offload_optimizer(&Offload { ratio, ..there.clone() });
-    }
-    if choice == OffloadChoice::All {
-        builder = builder.offload_param(&there);
+        if choice == OffloadChoice::All {
+            builder = builder.offload_param(&there);
+        }
     }
     if let Some(format) = options.quantized_gradients {
         builder = builder.quantized_gradients(true).quantized_gradients_format(&format.to_string());
     }
     if let Some(format) = options.quantized_weights {
-        if !stage.shards_parameters() {
-            let expected = "expected --stage 3, where parameters are gathered for each use";
-            return Err(wrong("quantized-weights", format, expected));
-        }
         builder = builder.quantized_weights(true).quantized_weights_format(&format.to_string());
+    }
+    if let Some(size) = options.shard_size {
+        builder = builder.shard_size(size);
+    }
+    if let Some(size) = options.secondary_shard_size {
+        builder = builder.secondary_shard_size(size);
+    }
+    Ok(builder)
+}
+
+/// Returns the settings that hyperparameters give.
+fn given_hyper(options: &Hyperparameters) -> ZeroPlanBuilder {
+    let [_, beta_1, beta_2, ..] = adamw_values(options);
+    let has_beta = options.beta1.is_some() || options.beta2.is_some();
+    let mut builder = ZeroPlanBuilder::default();
+    macro_rules! set {
+        ($($value:expr => $setter:ident;)+) => {
+            $(if let Some(value) = $value {
+                builder = builder.$setter(value);
+            })+
+        };
+    }
+    set! {
+        options.batch => micro_batch;
+        options.accumulation => accumulation;
+        options.lr => learning_rate;
+        has_beta.then_some([beta_1, beta_2]) => betas;
+        options.eps => epsilon;
+        options.weight_decay => weight_decay;
+        options.clip => gradient_clipping;
+        options.dtype.map(MixedPrecision::from) => mixed_precision;
+    }
+    builder
+}
+
+fn from_options(options: &Options) -> Result<ZeroPlan> {
+    let stage = options.stage.unwrap_or(3);
+    let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
+    let hyper = &options.hyper;
+    if let Some(ratio) = options.offload_ratio.filter(|_| matches!(options.offload, None | Some(OffloadChoice::None))) {
+        let expected = "expected --offload optimizer or all too: it is the fraction of optimizer state to offload";
+        return Err(wrong("offload-ratio", ratio, expected));
+    }
+    if let Some(format) = options.quantized_weights.filter(|_| !stage.shards_parameters()) {
+        let expected = "expected --stage 3, where parameters are gathered for each use";
+        return Err(wrong("quantized-weights", format, expected));
     }
     let ranks = options.ranks.unwrap_or(DEFAULT_RANKS);
     let groups_of = |option, size: Option<usize>| match size {
@@ -188,23 +226,22 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
         }
         size => Ok(size),
     };
-    if let Some(size) = groups_of("shard-size", options.shard_size)? {
-        builder = builder.shard_size(size);
+    groups_of("shard-size", options.shard_size)?;
+    if let Some(size) = groups_of("secondary-shard-size", options.secondary_shard_size)?
+        && (options.shard_size.is_some() || !stage.shards_parameters() || size == 1)
+    {
+        let expected = "expected 2 or more, at stage 3, and without --shard-size, which already keeps gathers \
+                        within its groups";
+        return Err(wrong("secondary-shard-size", size, expected));
     }
-    if let Some(size) = groups_of("secondary-shard-size", options.secondary_shard_size)? {
-        if options.shard_size.is_some() || !stage.shards_parameters() || size == 1 {
-            let expected = "expected 2 or more, at stage 3, and without --shard-size, which already keeps gathers \
-                            within its groups";
-            return Err(wrong("secondary-shard-size", size, expected));
-        }
-        builder = builder.secondary_shard_size(size);
-    }
-    let mut plan = builder.build(ranks)?;
+    let builder = given(options)?.stage(stage).gradient_clipping(hyper.clip.unwrap_or(0.0));
+    let builder = builder.precision(precision(hyper.dtype.unwrap_or(Dtype::Fp32)));
+    let mut plan = builder.optimizer(adamw(hyper)).build(ranks)?;
     if let Some(first) = hyper.batch_ranks {
         plan.batch = Batch { global: plan.batch.global / ranks * first, ..plan.batch }.on(ranks);
     }
     if options.offload_activations {
-        plan.offload_activations = Some(there.device);
+        plan.offload_activations = Some(offload_device(options)?);
     }
     let unless_said = if options.offload_activations { usize::MAX } else { 0 };
     plan.zero.checkpointed_blocks = options.checkpoint_activations.map_or(unless_said, |blocks| blocks.0);
@@ -241,7 +278,7 @@ fn complete(plan: &mut ZeroPlan, options: &Hyperparameters, steps: usize) {
 }
 
 fn from_config(options: &Options, path: &Path, hidden_size: Option<usize>) -> Result<ZeroPlan> {
-    let config = Config::from_file(path)?;
+    let config = given(options)?.fill_file(path)?;
     let world = options.ranks.or_else(|| config.processes().is_none().then_some(DEFAULT_RANKS));
     let (auto, batch_world) = (auto(&options.hyper, options.steps, hidden_size), options.hyper.batch_ranks);
     let mut plan = config.resolve(&Context { world, batch_world, auto })?;
@@ -347,9 +384,7 @@ fn check_against(options: &Hyperparameters, path: &Path, plan: &ZeroPlan) -> Res
 fn agree(path: &Path, options: impl IntoIterator<Item = (&'static str, Option<String>, String)>) -> Result<()> {
     for (option, given, planned) in options {
         if let Some(given) = given.filter(|given| *given != planned) {
-            let has = "the value of its key, or the default if the key is absent";
-            let expected =
-                format!("{} has {planned} ({has}); omit the option, or set the key in the file", path.display());
+            let expected = format!("{} has {planned}; omit the option, or change the file", path.display());
             return Err(wrong(option, given, expected));
         }
     }

@@ -37,7 +37,7 @@ pub struct LaunchArgs {
     #[arg(long, conflicts_with_all = ["hosts", "cores", "mpirun", "options"])]
     sockets: bool,
     /// Read num_processes, num_machines, machine_rank, main_process_ip and main_process_port from this Accelerate YAML
-    /// file. For its other settings, pass it to `train` too, as --config
+    /// file. `train` reads its other settings from it too, unless you give --ranks or a --config of `train`
     #[arg(long, value_name = "FILE")]
     config_file: Option<PathBuf>,
     #[command(flatten)]
@@ -142,6 +142,15 @@ impl LaunchArgs {
         };
         let mut program = self.program.clone();
         if program[0] == OsStr::new("train") {
+            let is_config = |word: &OsString| {
+                let name = word.as_encoded_bytes().split(|byte| *byte == b'=').next();
+                [&b"--config"[..], b"--config-file"].map(Some).contains(&name)
+            };
+            if let Some(file) =
+                self.config_file.as_ref().filter(|_| self.ranks.is_none() && !program.iter().any(is_config))
+            {
+                program.splice(1..1, ["--config".into(), file.into()]);
+            }
             program.insert(0, std::env::current_exe().context("cannot determine the path of this program")?.into());
         }
         let mut variables = self.variables.clone();
@@ -197,18 +206,6 @@ pub fn launch(args: &LaunchArgs) -> Result<ExitCode> {
     let saves = args.program.iter().any(|word| word == "--save" || word.as_encoded_bytes().starts_with(b"--save="));
     if args.max_restarts > 0 && !saves {
         eprintln!("warning: the program saves no checkpoints (--save DIR): a restart starts from the beginning");
-    }
-    let is_config = |word: &OsString| {
-        let name = word.as_encoded_bytes().split(|byte| *byte == b'=').next();
-        [&b"--config"[..], b"--config-file"].map(Some).contains(&name)
-    };
-    if let (Some(file), true, false) =
-        (&args.config_file, args.program[0] == OsStr::new("train"), args.program.iter().any(is_config))
-    {
-        let file = file.display();
-        eprintln!(
-            "warning: train does not read {file}: for its stage, precision and other settings, add --config {file}"
-        );
     }
     let launched = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis());
     let started = mpirun.as_ref().map_or("the job".to_string(), |mpirun| mpirun.path.display().to_string());
