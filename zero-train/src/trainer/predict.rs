@@ -1,5 +1,6 @@
 //! The least duration of a step on this machine, from a short probe: matrix products, copies in memory, and the disk if state is kept on one.
 
+use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,7 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 use zero_core::config::{Float, Tier};
 use zero_core::estimate::Precision;
-use zero_core::offload::{BufferPool, DiskError, PendingTransfer, PoolOptions, SwapDir, SwapFileOptions};
+use zero_core::offload::{BufferPool, DiskError, PendingTransfer, PoolOptions, Region, SwapDir, SwapFileOptions};
 use zero_kernels::cpu::parallel::gemm_threads;
 use zero_kernels::cpu::product_bf16::{self, Out};
 use zero_kernels::cpu::{Matrix, linear};
@@ -22,13 +23,13 @@ const EFFICIENCY: f64 = 0.8;
 /// Minimum floating-point operations of a step for a probe: a smaller step takes less than a second.
 const WORTH_A_PROBE: f64 = 1e11;
 
-/// Bytes that the probe writes to the disk and reads.
+/// Bytes that a run of the disk's probe moves: one half is written, the other is read.
 const PROBE_BYTES: usize = 128 << 20;
 
 /// Bytes that each core copies in the probe of memory, more than its share of a cache, and the most of all cores.
 const COPIED_BYTES: [usize; 2] = [32 << 20, 1 << 30];
 
-/// Least time of a probe of computation or memory, of whose runs the fastest counts. A burst of another program is shorter.
+/// Least time of a probe, of whose runs the fastest counts. A burst of another program is shorter.
 const PROBE_TIME: Duration = Duration::from_millis(250);
 
 const LIMIT: Duration = Duration::from_secs(60);
@@ -166,28 +167,35 @@ fn memory_rate() -> f64 {
     })
 }
 
-/// Returns the bytes per second of writing and then reading a file below `path`.
+/// Returns the bytes per second that a file below `path` takes and gives at once, as an update does.
 fn disk_rate(path: &Path) -> Result<f64, DiskError> {
     let file = SwapDir::open(path)?.create_file(0, &SwapFileOptions::default())?;
     let pool = BufferPool::new(&PoolOptions { bytes: 8 << 20, ..PoolOptions::default() })?;
-    let region = file.alloc(PROBE_BYTES)?;
-    let mut seconds = 0.0;
-    // Written twice: the first write of a place costs more, and a step writes what has been written before.
-    for (write, counts) in [(true, false), (true, true), (false, true)] {
-        let begin = Instant::now();
-        let mut flying: Vec<PendingTransfer> = Vec::new();
-        for part in region.parts(pool.buffer_bytes()) {
-            if flying.len() == pool.count() {
-                flying.remove(0).wait(LIMIT)?;
+    let mut regions = [file.alloc(PROBE_BYTES / 2)?, file.alloc(PROBE_BYTES / 2)?];
+    // The region that is written, and the one that is read.
+    let transfer = |regions: &[Region]| -> Result<(), DiskError> {
+        let mut flying = VecDeque::new();
+        let mut parts: Vec<_> = regions.iter().map(|region| region.parts(pool.buffer_bytes())).collect();
+        while let Some(round) = parts.iter_mut().map(Iterator::next).collect::<Option<Vec<Region>>>() {
+            for (index, part) in round.into_iter().enumerate() {
+                if flying.len() == pool.count() {
+                    flying.pop_front().map_or(Ok(()), |oldest: PendingTransfer| oldest.wait(LIMIT).map(drop))?;
+                }
+                let mut buffer = pool.take(LIMIT)?;
+                buffer.set_len(part.bytes());
+                flying.push_back(if index == 0 { file.write(part, buffer)? } else { file.read(part, buffer)? });
             }
-            let mut buffer = pool.take(LIMIT)?;
-            buffer.set_len(part.bytes());
-            flying.push(if write { file.write(part, buffer)? } else { file.read(part, buffer)? });
         }
-        flying.into_iter().try_for_each(|ticket| ticket.wait(LIMIT).map(drop))?;
-        seconds += if counts { begin.elapsed().as_secs_f64() } else { 0.0 };
-    }
-    Ok(2.0 * PROBE_BYTES as f64 / seconds)
+        flying.into_iter().try_for_each(|transfer| transfer.wait(LIMIT).map(drop))
+    };
+    // The first write of a place costs more, and a step writes what has been written before.
+    regions.iter().try_for_each(|region| transfer(std::slice::from_ref(region)))?;
+    let mut ended = Ok(());
+    let seconds = least_seconds(|| {
+        regions.reverse();
+        ended = std::mem::replace(&mut ended, Ok(())).and_then(|()| transfer(&regions));
+    });
+    ended.map(|()| PROBE_BYTES as f64 / seconds)
 }
 
 #[cfg(test)]
