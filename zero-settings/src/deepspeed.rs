@@ -18,7 +18,7 @@ pub(super) fn filled(mut node: Node, others: &Node) -> Node {
     let stage =
         others.at("zero_optimization.stage").filter(|_| matches!(section, None | Some(Node::Null | Node::Map(_))));
     if let Some(stage) = stage
-        && node.at("zero_optimization.stage").is_none_or(|given| *given == Node::Null)
+        && node.at("zero_optimization.stage").is_none_or(|given| *given == Node::Null || given.is_auto())
     {
         // The other keys are checked by the stage.
         node.set("zero_optimization.stage", stage.clone());

@@ -112,8 +112,5 @@ pub(crate) const ZERO: &[Key] = keys! {
 };
 
 fn cpu_offload(on: &Node) -> Node {
-    match on {
-        Node::Bool(true) => Node::map([("device", "cpu".into())]),
-        _ => Node::Null,
-    }
+    Node::map([("device", if *on == Node::Bool(true) { "cpu" } else { "none" }.into())])
 }

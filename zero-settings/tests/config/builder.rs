@@ -198,7 +198,7 @@ fn a_builder_fills_what_a_file_lacks() {
     assert_eq!(empty.offload_optimizer.map(|offload| offload.ratio), Some(0.5));
 
     let text = r#"{"train_batch_size": 24, "train_micro_batch_size_per_gpu": null, "gradient_clipping": 0, "fp16": {"enabled": true},
-        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}},
+        "zero_optimization": {"stage": 1, "cpu_offload": false},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "eps": 1e-6}}}"#;
     let own = plan("own.json", text, 4);
     assert_eq!(of(&own), (1, batch(24, 2, 3), None));
@@ -208,7 +208,7 @@ fn a_builder_fills_what_a_file_lacks() {
     assert!(matches!(own.precision, Precision::Fp16 { .. }) && own.offload_optimizer.is_none(), "{own:?}");
 
     let text = r#"{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": false}, "zero_allow_untested_optimizer": true,
-        "zero_optimization": {"cpu_offload": true}, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}"#;
+        "zero_optimization": {"stage": "auto", "cpu_offload": true}, "optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}"#;
     let sgd = plan("sgd.json", text, 1);
     let optimizer = sgd.optimizer.unwrap();
     let rule = Rule::Sgd { momentum: 0.9, weight_decay: 0.25, nesterov: false };

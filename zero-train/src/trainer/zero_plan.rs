@@ -211,6 +211,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
     let stage = options.stage.unwrap_or(3);
     let stage = Stage::try_from(stage).map_err(|error| wrong("stage", stage, error.to_string()))?;
     let hyper = &options.hyper;
+    let there = offload_device(options)?;
     if let Some(ratio) = options.offload_ratio.filter(|_| matches!(options.offload, None | Some(OffloadChoice::None))) {
         let expected = "expected --offload optimizer or all too: it is the fraction of optimizer state to offload";
         return Err(wrong("offload-ratio", ratio, expected));
@@ -241,7 +242,7 @@ fn from_options(options: &Options) -> Result<ZeroPlan> {
         plan.batch = Batch { global: plan.batch.global / ranks * first, ..plan.batch }.on(ranks);
     }
     if options.offload_activations {
-        plan.offload_activations = Some(offload_device(options)?);
+        plan.offload_activations = Some(there);
     }
     let unless_said = if options.offload_activations { usize::MAX } else { 0 };
     plan.zero.checkpointed_blocks = options.checkpoint_activations.map_or(unless_said, |blocks| blocks.0);
